@@ -1,0 +1,148 @@
+"""What a program may use on one rank: the strategy of the case's environment, its inputs, its notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import mpistrategy as ms
+
+from .registry import UnsupportedProgramError
+from .values import Caught, Json, Raw, encode, encode_error, nested
+
+CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
+    "ReductionToOneDevice": lambda: ms.ReductionToOneDevice(),
+    "HierarchicalCopyAllReduce": lambda: ms.HierarchicalCopyAllReduce(),
+}
+
+KINDS = {
+    "MirroredStrategy": "mirrored",
+    "MultiWorkerMirroredStrategy": "multi_worker",
+    "OneDeviceStrategy": "one_device",
+}
+
+_strategies: dict[tuple[str, int, str | None], Any] = {}
+
+
+def kind_of(case: Json) -> str:
+    """Return where a case was recorded: "mirrored", "multi_worker", "one_device" or "default"."""
+    return KINDS.get(case.get("strategy", ""), "default")
+
+
+class Env:
+    """The environment of one case on one rank.
+
+    Attributes:
+        kind: "mirrored" (recorded in one process), "multi_worker", "one_device" or "default".
+        n: the number of replicas.
+        notes: observations made inside step and merge functions, in the recordings' spelling.
+    """
+
+    def __init__(self, case: Json, rank: int) -> None:
+        self.kind = kind_of(case)
+        self.n: int = case["num_replicas"]
+        self.rank = rank
+        self.notes: dict[str, Any] = {}
+        self._cross_device_ops: str | None = case.get("cross_device_ops")
+
+    # -------------------------------------------------------------------------------------------- strategies
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy of this environment; cases of the same environment share it."""
+        key = (self.kind, self.n, self._cross_device_ops if self.kind == "mirrored" else None)
+        if key not in _strategies:
+            _strategies[key] = self.new_strategy()
+        return _strategies[key]
+
+    def new_strategy(self) -> Any:
+        """Another strategy of the same kind, as a program that needs two makes it."""
+        if self.kind == "mirrored":
+            make_ops = CROSS_DEVICE_OPS.get(self._cross_device_ops or "", lambda: None)
+            return ms.MirroredStrategy([f"CPU:{i}" for i in range(self.n)], cross_device_ops=make_ops())
+        if self.kind == "multi_worker":
+            return ms.MirroredStrategy()
+        if self.kind == "one_device":
+            return ms.OneDeviceStrategy("CPU:0")
+        return ms.get_strategy()
+
+    # -------------------------------------------------------------------------------------------- inputs
+
+    def rid(self) -> int:
+        """The replica id as a Python int, inside a step function."""
+        return int(ms.get_replica_context().replica_id_in_sync_group)
+
+    def pick(self, values: Sequence[Any]) -> Any:
+        """This replica's entry of a list with one entry a replica, inside a step function."""
+        return values[self.rid()]
+
+    def per_replica(self, values: Sequence[Any]) -> Any:
+        """A PerReplica with ``values[i]`` on replica i."""
+        return self.strategy.experimental_distribute_values_from_function(
+            lambda context: values[context.replica_id_in_sync_group]
+        )
+
+    # -------------------------------------------------------------------------------------------- observation
+
+    def note(self, name: str, value: Any) -> None:
+        """Record an observation made inside a step function."""
+        self.notes.setdefault(name, {})[f"replica {self.rid()}"] = encode(value)
+
+    def lnote(self, name: str, value: Any) -> None:
+        """Append an observation made anywhere to a list."""
+        self.notes.setdefault(name, []).append(encode(value))
+
+    def run(self, function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """strategy.run."""
+        return self.strategy.run(function, args=args, kwargs=kwargs)
+
+    def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what `function` returns, or the exception that it raised as an observation."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            return Caught(error)
+
+    def failed(self, result: Any) -> bool:
+        """Return whether `attempt` caught an exception."""
+        return isinstance(result, Caught)
+
+    def copies(self, variable: Any) -> Raw:
+        """The numbers in the copies of a variable that live on this rank: one.  Never communicates."""
+        return Raw([nested(variable.local_copy())])
+
+
+def constant(value: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
+    """tf.constant: an array; Python floats become float32, Python ints int32, as TensorFlow chooses."""
+    array = np.asarray(value, dtype=dtype)
+    if dtype is None and not isinstance(value, (np.ndarray, np.generic)):
+        defaults = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+        return array.astype(defaults.get(array.dtype, array.dtype))
+    return array
+
+
+def variable(value: Any, **options: Any) -> Any:
+    """tf.Variable: the initial value converted as tf.constant does."""
+    return ms.Variable(constant(value), **options)
+
+
+def run_program(env: Env, function: Callable[[Env, dict[str, Any]], Any], inputs: Json) -> Json:
+    """Run one interpreter function and return its outcome in the recordings' spelling."""
+    failure: Caught | None = None
+    observed: dict[str, Any] = {}
+    try:
+        returned = function(env, inputs or {})
+        observed = returned if isinstance(returned, dict) else {"result": returned}
+        if isinstance(observed.get("result"), Caught):
+            failure = observed.pop("result")
+        observed = {name: encode(value) for name, value in observed.items()}
+    except UnsupportedProgramError:
+        raise
+    except Exception as error:
+        failure, observed = Caught(error), {}
+    if env.notes:
+        observed["notes"] = env.notes
+    outcome: Json = {"status": "error" if failure else "ok", "observed": observed}
+    return {**outcome, **encode_error(failure.error)} if failure else outcome

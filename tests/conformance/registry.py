@@ -1,0 +1,65 @@
+"""The interpreter functions, by the name of the recorded program that they mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .values import Json
+
+if TYPE_CHECKING:
+    from .environment import Env
+
+Function = Callable[["Env", dict[str, Any]], Any]
+View = Callable[[Json, int, Json], Json]
+
+
+class UnsupportedProgramError(Exception):
+    """What the program needs does not exist in mpistrategy yet; its text says what."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One interpreter function and how its recordings are to be read.
+
+    Attributes:
+        name: the `program` of the recorded cases.
+        function: called with the environment and the recorded inputs; returns observations by name, like the
+            recorded program did (anything but a dict is the observation "result").
+        copies: observations that list one entry a local replica (a process with n replicas has n, a rank has
+        one). ignored: observations that describe TensorFlow's insides, by path prefix, e.g.
+        ``"fields[_num_packs]"``. partial: the fault is on some replicas only: a rank that took no part in it
+        may return normally. view: turns the recorded observations of a process with n replicas into those of
+        one rank, where the
+            general reading (own entry of every container) is not enough.
+    """
+
+    name: str
+    function: Function
+    copies: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    partial: bool = False
+    view: View | None = None
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(
+    name: str,
+    *,
+    copies: tuple[str, ...] = (),
+    ignored: tuple[str, ...] = (),
+    partial: bool = False,
+    view: View | None = None,
+) -> Callable[[Function], Function]:
+    """Register the decorated function as the meaning of the recorded program `name`."""
+
+    def register(function: Function) -> Function:
+        if name in PROGRAMS:
+            raise ValueError(f"program {name!r} is registered twice")
+        PROGRAMS[name] = Program(name, function, copies, ignored, partial, view)
+        return function
+
+    return register

@@ -1,0 +1,176 @@
+"""Replays cases on the ranks of one MPI job; rank 0 judges and writes one line of JSON at each start and end.
+
+As a program, on exactly the number of ranks that its cases were recorded with:
+
+    mpiexec -n 2 python -m conformance.runner WORK.json RESULTS.jsonl
+
+WORK.json says which cases: {"oracle": directory, "ids": [..]}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpistrategy as ms
+
+from . import __path__ as package_path
+from .cases import load_cases
+from .compare import Difference, short
+from .deviations import Rule, find_rule, load_rules
+from .environment import Env, run_program
+from .judge import judge
+from .registry import PROGRAMS, Program, UnsupportedProgramError
+from .values import Json
+
+MAX_RESYNC = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The verdict on one case: "passed", "deviations", "superseded", "unsupported" or "failed"."""
+
+    case_id: str
+    verdict: str
+    rule: str = ""
+    details: tuple[str, ...] = ()
+
+
+def load_programs() -> dict[str, Program]:
+    """Import every programs_*.py and return the interpreter functions by name."""
+    for module in pkgutil.iter_modules(package_path):
+        if module.name.startswith("programs_"):
+            importlib.import_module(f"{__package__}.{module.name}")
+    return PROGRAMS
+
+
+def replay(
+    cases: list[Json],
+    comm: MPI.Comm,
+    *,
+    started: Callable[[str], None] = lambda case_id: None,
+    ended: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Replay cases on all ranks of `comm`; every rank must give the same list.
+
+    Args:
+        cases: cases whose num_replicas is the size of `comm`.
+        comm: a communicator of the caller's own; nothing but the gathering of outcomes uses it.
+        started, ended: called on rank 0 before and after each case.
+
+    Returns:
+        the results, on rank 0; an empty list elsewhere.
+    """
+    programs, rules = load_programs(), load_rules()
+    results = []
+    for case in cases:
+        if comm.rank == 0:
+            started(case["id"])
+        outcome = replay_one(case, programs.get(case["program"]), comm)
+        outcomes = gather_json(outcome, comm)
+        if comm.rank == 0:
+            result = verdict(case, programs.get(case["program"]), outcomes, rules)
+            ended(result)
+            results.append(result)
+    return results
+
+
+def replay_one(case: Json, program: Program | None, comm: MPI.Comm) -> Json:
+    """Run one case on this rank; afterwards all ranks stand at the same place again."""
+    if program is None:
+        return {"status": "unsupported", "note": f"no interpreter function for program {case['program']!r}"}
+    env = Env(case, comm.rank)
+    try:
+        outcome = run_program(env, program.function, case.get("inputs"))
+    except UnsupportedProgramError as reason:
+        outcome = {"status": "unsupported", "note": str(reason)}
+    if ms.has_strategy():
+        ms.experimental_set_strategy(None)
+        outcome = {"status": "left open", "note": "the case left a scope open"}
+    if env.n > 1:
+        resynchronise(env.strategy, case["id"])
+    return outcome
+
+
+def resynchronise(strategy: Any, case_id: str) -> None:
+    """Meet all ranks: a rank that still waits in a collective of the case gets a CollectiveMismatchError
+    there."""
+    for _ in range(MAX_RESYNC):
+        try:
+            strategy.extended.barrier(name=f"end of {case_id}")
+            return
+        except ms.errors.CollectiveMismatchError:
+            continue
+    raise RuntimeError(f"the ranks did not meet again after {case_id}")
+
+
+def gather_json(outcome: Json, comm: MPI.Comm) -> list[Json]:
+    """Return the outcomes of all ranks on rank 0, as JSON bytes through buffer calls."""
+    data = np.frombuffer(json.dumps(outcome).encode(), np.uint8)
+    sizes = np.zeros(comm.size, np.int64)
+    comm.Allgather(np.array([data.size], np.int64), sizes)
+    received = np.empty(int(sizes.sum()) if comm.rank == 0 else 0, np.uint8)
+    comm.Gatherv(data, [received, sizes, None, MPI.BYTE] if comm.rank == 0 else None)
+    if comm.rank != 0:
+        return []
+    ends = np.cumsum(sizes)
+    return [json.loads(received[end - size : end].tobytes()) for end, size in zip(ends, sizes, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------ verdicts
+
+
+def verdict(case: Json, program: Program | None, outcomes: list[Json], rules: list[Rule]) -> Result:
+    """Judge the ranks' outcomes of one case."""
+    notes = [
+        f"rank {r}: {o['note']}"
+        for r, o in enumerate(outcomes)
+        if o["status"] in ("unsupported", "left open")
+    ]
+    if program is None or all(outcome["status"] == "unsupported" for outcome in outcomes):
+        return Result(case["id"], "unsupported", details=tuple(notes))
+    if notes:
+        return Result(case["id"], "failed", details=tuple(notes))
+    found = judge(case, program, outcomes)
+    if not found:
+        return Result(case["id"], "passed")
+    rule = find_rule(rules, case, outcomes, found)
+    details = tuple(map(_describe, found))
+    if rule is None:
+        return Result(case["id"], "failed", details=details)
+    return Result(case["id"], "deviations" if rule.kind == "deviation" else "superseded", rule.name, details)
+
+
+def _describe(difference: Difference) -> str:
+    return f"{difference.path}: expected {short(difference.expected)}, found {short(difference.found)}"
+
+
+def main() -> None:
+    """Replay the work file's cases on COMM_WORLD and append to the results file on rank 0."""
+    work, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    wanted = set(work["ids"])
+    cases = [case for case in load_cases(Path(work["oracle"])) if case["id"] in wanted]
+
+    def write(line: Json) -> None:
+        with results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    replay(
+        cases,
+        MPI.COMM_WORLD.Dup(),
+        started=lambda case_id: write({"started": case_id}),
+        ended=lambda result: write({"ended": dataclasses.asdict(result)}),
+    )
+
+
+if __name__ == "__main__":
+    main()
