@@ -1,0 +1,66 @@
+"""mpistrategy: the tf.distribute programming model on NumPy arrays over MPI, one replica a rank.
+
+Importing it starts no MPI; the first `MirroredStrategy` does.
+"""
+
+from mpistrategy import errors, metrics, optimizers
+from mpistrategy.context import (
+    ReplicaContext,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from mpistrategy.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    MpiAllReduce,
+    ReductionToOneDevice,
+)
+from mpistrategy.extended import StrategyExtended
+from mpistrategy.input import DistributedDataset
+from mpistrategy.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
+from mpistrategy.strategy import MirroredStrategy, OneDeviceStrategy, Strategy, ValueContext
+from mpistrategy.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
+from mpistrategy.variables import Variable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "Mirrored",
+    "MirroredStrategy",
+    "MpiAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "Strategy",
+    "StrategyExtended",
+    "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "errors",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "metrics",
+    "optimizers",
+]

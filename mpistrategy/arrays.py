@@ -1,0 +1,117 @@
+"""What the library needs to know about an array: can it be reduced, in which dtype does it travel, what is its mean.
+
+CuPy is looked up in `sys.modules` and never imported: whoever passes a CuPy array has imported it.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpistrategy.errors import DTypeError, LeafError, UnsupportedError
+
+Array = npt.NDArray[Any]
+
+_SMALL_INTEGERS = ("int8", "int16", "uint8", "uint16")
+_REDUCIBLE_KINDS = "iufc"
+
+
+def is_cupy(value: object) -> bool:
+    """Return whether `value` is a CuPy array, without importing CuPy."""
+    return type(value).__module__.partition(".")[0] == "cupy"
+
+
+def is_bfloat16(dtype: np.dtype[Any]) -> bool:
+    """Return whether `dtype` is the bfloat16 of ml_dtypes, without importing it."""
+    return dtype.name == "bfloat16"
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return a name that is the same on every rank: ``float32``, ``bfloat16``, ``[('a', '<i4')]``."""
+    return str(dtype.descr) if dtype.names else dtype.name
+
+
+def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which values of `dtype` are summed: float32 for the 16-bit floats, else its own."""
+    if dtype.itemsize == 2 and (dtype.kind == "f" or is_bfloat16(dtype)):
+        return np.dtype(np.float32)
+    return dtype
+
+
+def mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a MEAN: integers become float32 (8 and 16 bits) or float64, as in TensorFlow."""
+    if dtype.kind in "iu":
+        return np.dtype(np.float32 if dtype.name in _SMALL_INTEGERS else np.float64)
+    return dtype
+
+
+def to_array(value: Any, where: str, path: str = "") -> Array:
+    """Return `value` as an ndarray in native byte order; no copy when it is one already.
+
+    Args:
+        value: an ndarray, a NumPy scalar, a Python number, a list of numbers, or anything with ``__array__``.
+        where: the public name to blame in the error.
+        path: how the leaf is reached in the caller's structure.
+
+    Raises:
+        LeafError: for None and for objects that are no arrays, masked arrays among them.
+        UnsupportedError: for a CuPy array.
+
+    """
+    leaf = f"leaf {path}" if path else "the value"
+    if is_cupy(value):
+        raise UnsupportedError.at(
+            where, found=f"a CuPy array as {leaf}", expected="a NumPy array", fix="Pass x.get()."
+        )
+    if isinstance(value, np.ma.MaskedArray):
+        raise LeafError.at(
+            where,
+            found=f"a masked array as {leaf}",
+            expected="an ordinary array",
+            fix="Pass x.filled(0): masks cannot travel.",
+        )
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise LeafError.at(
+            where, found=f"{leaf} = {_short(value)}", expected="an array or a number"
+        ) from error
+    if array.dtype.kind == "O":
+        raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def to_reducible(value: Any, where: str, path: str = "") -> Array:
+    """Return `value` as an ndarray that can be summed: any integer, float, complex or 16-bit float dtype.
+
+    Raises:
+        DTypeError: for bool, strings, dates and structured dtypes, naming the leaf.
+        LeafError, UnsupportedError: as `to_array`.
+
+    """
+    array = value if type(value) is np.ndarray and value.dtype.isnative else to_array(value, where, path)
+    dtype = array.dtype
+    if dtype.kind in _REDUCIBLE_KINDS or is_bfloat16(dtype):
+        return array
+    if dtype.kind == "O":
+        return to_array(value, where, path)
+    fix = "Convert it first, e.g. x.astype(np.int64)." if dtype.kind == "b" else ""
+    raise DTypeError.at(
+        where,
+        found=f"dtype {dtype_name(dtype)} {f'at leaf {path}' if path else ''}".rstrip(),
+        expected="a numeric dtype (integer, float or complex)",
+        fix=fix,
+    )
+
+
+def is_python_number(value: object) -> bool:
+    """Return whether `value` is a plain Python number (bool excluded), which adapts to the dtype it meets."""
+    return isinstance(value, numbers.Number) and not isinstance(value, (bool, np.generic))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

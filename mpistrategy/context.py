@@ -1,0 +1,364 @@
+"""Where a thread is: in a step function of one replica, in cross-replica context, or in an update.
+
+Contexts are per thread; a thread that has entered nothing is in the default replica context of the default strategy.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy import nest
+from mpistrategy.arrays import Array
+from mpistrategy.errors import ContextError, OptionError, OptionTypeError, ShapeError, StructureError
+from mpistrategy.mpi import ambient
+
+if TYPE_CHECKING:
+    from mpistrategy.options import CommunicationOptions
+    from mpistrategy.strategy import Strategy
+
+
+class Mode(enum.Enum):
+    """The three contexts."""
+
+    REPLICA = "replica"
+    CROSS_REPLICA = "cross-replica"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One entered context."""
+
+    strategy: Strategy
+    mode: Mode
+    replica_context: ReplicaContext | None = None
+
+    def __enter__(self) -> Frame:
+        _stack.frames.append(self)
+        ambient.enter(self.strategy.extended.communicator)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ambient.leave()
+        _stack.frames.pop()
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+_default: list[Callable[[], Strategy]] = []
+
+
+def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
+    """Say how the strategy of a thread that has entered nothing is made."""
+    _default[:] = [factory]
+
+
+def current_frame() -> Frame | None:
+    """Return the innermost context that this thread has entered, or None."""
+    return _stack.frames[-1] if _stack.frames else None
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
+    frame = current_frame()
+    return frame.strategy if frame is not None else _default[0]()
+
+
+def has_strategy() -> bool:
+    """Return whether this thread is in the scope, a step function or an update of another than the default strategy."""
+    frame = current_frame()
+    return frame is not None and not frame.strategy.is_default
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the ReplicaContext of this thread; None in cross-replica and update context.
+
+    Outside every strategy it is the default strategy's context, of one replica.
+    """
+    frame = current_frame()
+    return frame.replica_context if frame is not None else get_strategy().extended.default_replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether this thread is in cross-replica (or update) context."""
+    frame = current_frame()
+    return frame is not None and frame.mode is not Mode.REPLICA
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter the scope of `strategy` in this thread until it is called again with None.
+
+    Raises:
+        ContextError: inside a scope or a step function.
+
+    """
+    frame = current_frame()
+    if frame is not None and not (len(_stack.frames) == 1 and _stack.frames[0] is _set_frame.frame):
+        raise ContextError.at(
+            "experimental_set_strategy",
+            found=f"a call in {_in_words(frame)}",
+            expected="a call outside every scope",
+            fix="Leave the `with strategy.scope():` block first.",
+        )
+    if frame is not None:
+        frame.__exit__(None, None, None)
+        _set_frame.frame = None
+    if strategy is not None:
+        _set_frame.frame = Frame(strategy, Mode.CROSS_REPLICA).__enter__()
+
+
+class _SetFrame(threading.local):
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+
+
+_set_frame = _SetFrame()
+
+
+def cross_replica(strategy: Strategy) -> Frame:
+    """Return the cross-replica context of `strategy`, to be entered with `with`."""
+    return Frame(strategy, Mode.CROSS_REPLICA)
+
+
+def require_cross_replica(strategy: Strategy, where: str) -> None:
+    """Raise ContextError in a step function, and in any context of another strategy."""
+    frame = current_frame()
+    if frame is None:
+        return
+    require_same_strategy(frame, strategy, where)
+    if frame.mode is Mode.REPLICA:
+        raise ContextError.at(
+            where,
+            found="a call in replica context (inside a step function)",
+            expected="a call in cross-replica context",
+            fix="Call it outside `strategy.run`, or inside a function given to `get_replica_context().merge_call(...)`.",
+        )
+
+
+def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:
+    """Raise ContextError when `frame` belongs to another strategy."""
+    if frame.strategy is not strategy:
+        raise ContextError.at(
+            where,
+            found=f"a call in {_in_words(frame)} of another strategy",
+            expected="one strategy at a time",
+            fix="Leave the other strategy's scope first.",
+        )
+
+
+def _in_words(frame: Frame | None) -> str:
+    return "no context" if frame is None else f"{frame.mode.value} context"
+
+
+class ReplicaContext:
+    """What a step function knows about its replica, and how it talks to the others.
+
+    `get_replica_context()` returns it inside `strategy.run`; entering one with `with` puts the thread into replica
+    context.
+
+    Args:
+        strategy: the strategy.
+        replica_id_in_sync_group: the number of this replica; None when it is not known.
+
+    Raises:
+        OptionError: for a replica id that is no int.
+
+    """
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
+        if replica_id_in_sync_group is not None and not isinstance(
+            replica_id_in_sync_group, (int, np.integer)
+        ):
+            raise OptionError.at(
+                "ReplicaContext",
+                found=f"replica_id_in_sync_group={replica_id_in_sync_group!r}",
+                expected="an int or None",
+            )
+        self._strategy = strategy
+        self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
+        self._entered: list[Frame] = []
+
+    def __enter__(self) -> ReplicaContext:
+        frame = current_frame()
+        if frame is not None:
+            require_same_strategy(frame, self._strategy, "ReplicaContext.__enter__")
+        self._entered.append(Frame(self._strategy, Mode.REPLICA, self).__enter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose step function this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, from 0 on; the rank in the strategy's communicator."""
+        if self._replica_id is None:
+            raise ContextError.at(
+                "ReplicaContext.replica_id_in_sync_group", found="no id", expected="a context made with an id"
+            )
+        return self._replica_id
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """This replica's device: a tuple of one device string."""
+        return self._strategy.extended.worker_devices
+
+    def all_reduce(
+        self,
+        reduce_op: Any,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Reduce a nested structure over all replicas.  Collective.
+
+        Args:
+            reduce_op: a ReduceOp, or "SUM" / "MEAN" in any letter case.
+            value: arrays, numbers, variables or IndexedSlices, alone or in any nest of dict, list, tuple, namedtuple
+                and dataclass; structure, dtypes and shapes are equal on all ranks.
+            options: hints; None for the strategy's own.
+            name: what to compare between the ranks besides the call itself; for code that branches by rank.
+            out: a structure like `value` of arrays to write the result into; may be `value` itself.
+
+        Returns:
+            A structure like `value`, equal on every rank: a NumPy scalar for a scalar or a number, else an ndarray
+            (`out`, where it is given).  A MEAN of integers is float32 (8 and 16 bits) or float64.
+
+        Raises:
+            ContextError: outside this context's step function.
+            ReduceOpError, DTypeError, LeafError, EmptyBatchError: for bad input on any rank, raised on every rank.
+            CollectiveMismatchError: on every rank, before data moves, when structures, dtypes, shapes or calls differ.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> def step():
+        ...     return ms.get_replica_context().all_reduce("SUM", {"loss": 2.0, "grads": [np.ones(2)]})
+        >>> strategy.run(step)
+        {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
+
+        """
+        self._require("all_reduce")
+        extended = self._strategy.extended
+        leaves, structure = nest.flatten(value)
+        with extended.communicator.guard.call(
+            "ReplicaContext.all_reduce", structure.text, name or ""
+        ) as call:
+            targets = None if out is None else _checked_targets(out, structure, call.where)
+            results = extended.all_reduce_leaves(reduce_op, leaves, nest.leaf_paths(value), options, targets)
+        return structure.pack(results)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate the replicas' arrays along `axis`, in rank order.  Collective.
+
+        Args:
+            value: an array or a nest of arrays; the length along `axis` may differ between ranks, and may be 0.
+            axis: an int; negative counts from the end.
+            options: hints; None for the strategy's own.
+
+        Returns:
+            A structure like `value`; the same on every rank.
+
+        Raises:
+            ContextError: outside this context's step function.
+            ShapeError: for scalars and for an axis out of range.
+            CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
+
+        """
+        self._require("all_gather")
+        extended = self._strategy.extended
+        leaves, structure = nest.flatten(value)
+        with extended.communicator.guard.call("ReplicaContext.all_gather", structure.text) as call:
+            return structure.pack([extended.gather_leaf(leaf, axis, call) for leaf in leaves])
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context and return what it returns.
+
+        Every rank calls its own merge_fn once, with its own arguments; nothing communicates unless merge_fn does.
+
+        Raises:
+            ContextError: outside this context's step function.
+            OptionTypeError: when merge_fn cannot be called, or args is no sequence.
+
+        """
+        self._require("merge_call")
+        if not callable(merge_fn):
+            raise OptionTypeError.at(
+                "ReplicaContext.merge_call",
+                found=f"merge_fn={merge_fn!r}",
+                expected="a function merge_fn(strategy, ...)",
+            )
+        if not isinstance(args, (list, tuple)):
+            raise OptionTypeError.at(
+                "ReplicaContext.merge_call",
+                found=f"args of type {type(args).__name__}",
+                expected="a tuple",
+                fix="Write args=(x,).",
+            )
+        with cross_replica(self._strategy):
+            return merge_fn(self._strategy, *args, **(kwargs or {}))
+
+    def _require(self, method: str) -> None:
+        frame = current_frame()
+        if frame is not None and frame.replica_context is self:
+            return
+        if frame is None and self._strategy is get_strategy():
+            return
+        where = f"ReplicaContext.{method}"
+        if frame is not None and frame.mode is not Mode.REPLICA:
+            raise ContextError.at(
+                where,
+                found=f"a call in {_in_words(frame)}",
+                expected="a call in replica context (inside a step function)",
+                fix="Call it in the function given to `strategy.run`; here, use strategy.reduce or strategy.extended.",
+            )
+        raise ContextError.at(
+            where,
+            found="a call through a context that this thread is not in",
+            expected="a call through the context of the running step function",
+            fix="Call get_replica_context() anew in each step instead of keeping its result.",
+        )
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
+
+
+def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Array]:
+    targets, found = nest.flatten(out)
+    if found.text != structure.text:
+        raise StructureError.at(
+            where, found=f"out with structure {found.text}", expected=f"structure {structure.text}"
+        )
+    for path, target in zip(nest.leaf_paths(out), targets, strict=True):
+        if not isinstance(target, np.ndarray) or not target.flags.writeable:
+            raise ShapeError.at(
+                where, found=f"out{path} = {type(target).__name__}", expected="a writeable ndarray"
+            )
+    return targets

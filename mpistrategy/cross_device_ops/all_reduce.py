@@ -1,0 +1,22 @@
+"""MpiAllReduce: one MPI Allreduce for each pack."""
+
+from __future__ import annotations
+
+from mpistrategy.arrays import Array
+from mpistrategy.cross_device_ops.destinations import Destination
+from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
+from mpistrategy.mpi.transport import Communicator
+
+
+class MpiAllReduce(PackedCrossDeviceOps):
+    """Sums with MPI Allreduce, or with MPI Reduce where only one rank wants the result.
+
+    Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
+    """
+
+    def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
+        """Replace `buffer` by the sum over the ranks."""
+        if destination.only_rank is None:
+            communicator.allreduce(buffer)
+        else:
+            communicator.reduce(buffer, destination.only_rank)

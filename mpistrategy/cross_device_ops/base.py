@@ -1,0 +1,195 @@
+"""CrossDeviceOps: the public interface of every reduction algorithm, and the checks they all share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import dtype_name, to_array
+from mpistrategy.cross_device_ops import destinations as placing
+from mpistrategy.errors import (
+    ContextError,
+    DTypeError,
+    EmptyBatchError,
+    OptionError,
+    OptionTypeError,
+    UnsupportedError,
+)
+from mpistrategy.mpi import ambient
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.values import Mirrored, local_component
+
+
+class CrossDeviceOps:
+    """Reduces values of all replicas, and broadcasts values to them.
+
+    Give an instance to `MirroredStrategy(cross_device_ops=...)`, or call its methods directly while a strategy's
+    scope is entered.  All methods are collective.  To write an algorithm of your own, override
+    `reduce_implementation` and `batch_reduce_implementation` (and `broadcast_implementation` where the default, rank
+    0's value by MPI Bcast, does not do).
+    """
+
+    def reduce(
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce one value over the replicas.
+
+        Args:
+            reduce_op: a ReduceOp, or "SUM" / "MEAN".
+            per_replica_value: this rank's value: a PerReplica, an array, a number or IndexedSlices; shape and dtype
+                are equal on all ranks.
+            destinations: where the result goes; see `mpistrategy.cross_device_ops.destinations.resolve`.
+            options: hints; None for the defaults.
+
+        Returns:
+            A Mirrored; on ranks that are no destination, reading it raises PlacementError.
+
+        Raises:
+            ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError: for bad input, on every rank.
+            CollectiveMismatchError: when the ranks' calls differ.
+
+        """
+        communicator = current_communicator(f"{type(self).__name__}.reduce")
+        with communicator.guard.call(f"{type(self).__name__}.reduce") as call:
+            op = ReduceOp.parse(reduce_op, call.where)
+            placing.resolve(destinations, communicator, call.where)
+            return self.reduce_implementation(
+                op, per_replica_value, destinations, _checked(options, call.where)
+            )
+
+    def batch_reduce(
+        self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
+    ) -> list[Any]:
+        """Reduce several values in one go; the same as `reduce` for each pair, with fewer messages.
+
+        Args:
+            reduce_op: a ReduceOp, or "SUM" / "MEAN".
+            value_destination_pairs: a sequence or an iterator of (value, destinations) tuples.
+            options: hints; None for the defaults.
+
+        Returns:
+            A list of Mirrored, in the order of the pairs.
+
+        Raises:
+            EmptyBatchError: when there are no pairs.
+            OptionTypeError, OptionError: when `value_destination_pairs` is no sequence of pairs.
+
+        """
+        communicator = current_communicator(f"{type(self).__name__}.batch_reduce")
+        with communicator.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+            op = ReduceOp.parse(reduce_op, call.where)
+            pairs = _checked_pairs(value_destination_pairs, call.where)
+            for _, destinations in pairs:
+                placing.resolve(destinations, communicator, call.where)
+            return self.batch_reduce_implementation(op, pairs, _checked(options, call.where))
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Send rank 0's value to the destinations.
+
+        Args:
+            tensor: an array or a number, of equal shape and dtype on all ranks.
+            destinations: where the result goes, as in `reduce`.
+
+        Returns:
+            A Mirrored.
+
+        """
+        communicator = current_communicator(f"{type(self).__name__}.broadcast")
+        with communicator.guard.call(f"{type(self).__name__}.broadcast") as call:
+            placing.resolve(destinations, communicator, call.where)
+            return self.broadcast_implementation(tensor, destinations)
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        """Override: reduce one value.  The arguments have been checked."""
+        raise UnsupportedError.at(
+            f"{type(self).__name__}.reduce", found="no reduce_implementation", expected="one in your subclass"
+        )
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: list[tuple[Any, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Override: reduce several values.  The arguments have been checked; the pairs are a list of tuples."""
+        raise UnsupportedError.at(
+            f"{type(self).__name__}.batch_reduce",
+            found="no batch_reduce_implementation",
+            expected="one in your subclass",
+        )
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Override: send rank 0's value to the destinations."""
+        communicator = current_communicator(f"{type(self).__name__}.broadcast")
+        with communicator.guard.call(f"{type(self).__name__}.broadcast") as call:
+            destination = placing.resolve(destinations, communicator, call.where)
+            array = to_array(local_component(tensor), call.where)
+            if array.dtype.hasobject:
+                raise DTypeError.at(
+                    call.where, found=f"dtype {array.dtype}", expected="a dtype of fixed size"
+                )
+            call.agree(
+                "broadcast", values=((dtype_name(array.dtype), array.shape),), destination=destination.text
+            )
+            sent = np.array(array, order="C", copy=True)
+            communicator.bcast(sent, 0)
+            return mirrored(sent, destination, communicator)
+
+
+def mirrored(value: Any, destination: placing.Destination, communicator: Communicator) -> Mirrored:
+    """Wrap a result that lives on the ranks of `destination`."""
+    if destination.includes(communicator.rank):
+        return Mirrored((value,), destination.text)
+    return Mirrored((), destination.text)
+
+
+def current_communicator(where: str) -> Communicator:
+    """Return the communicator of the strategy this thread works for.
+
+    Raises:
+        ContextError: outside every strategy.
+
+    """
+    communicator = ambient.current()
+    if communicator is None:
+        raise ContextError.at(
+            where,
+            found="a call outside every strategy",
+            expected="a call inside `with strategy.scope():` or through a strategy",
+            fix="Enter the scope first: the strategy says which ranks take part.",
+        )
+    return communicator
+
+
+def _checked(options: Any, where: str) -> CommunicationOptions:
+    if options is None:
+        return CommunicationOptions()
+    if not isinstance(options, CommunicationOptions):
+        raise OptionTypeError.at(
+            where, found=f"options={options!r}", expected="a CommunicationOptions or None"
+        )
+    return options
+
+
+def _checked_pairs(pairs: Any, where: str) -> list[tuple[Any, Any]]:
+    expected = "an iterable of (value, destinations) tuples"
+    try:
+        listed = list(pairs)
+    except TypeError as error:
+        raise OptionTypeError.at(
+            where, found=f"value_destination_pairs={pairs!r}", expected=expected
+        ) from error
+    if not listed:
+        raise EmptyBatchError.at(where, found="no values at all", expected="at least one value to reduce")
+    for pair in listed:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise OptionError.at(where, found=f"the element {pair!r}", expected=expected)
+    return listed

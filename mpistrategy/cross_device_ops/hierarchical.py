@@ -1,0 +1,43 @@
+"""HierarchicalCopyAllReduce: first within each node, then between the nodes' leaders, then back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrategy.arrays import Array
+from mpistrategy.cross_device_ops.destinations import Destination
+from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
+from mpistrategy.errors import OptionError
+from mpistrategy.mpi.transport import Communicator
+
+_LEADER = 0
+
+
+class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
+    """Sums within each node to its leader, between the leaders, and sends the result back within each node.
+
+    Only one rank of a node sends over the network.  Right for any number of ranks on any node.
+
+    Args:
+        num_packs: the values are split into about so many packs; 0 leaves it to the library.
+
+    Raises:
+        OptionError: for a negative num_packs.
+
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        checked: Any = num_packs
+        if not isinstance(checked, (int, float)) or checked < 0:
+            raise OptionError.at(
+                "HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0"
+            )
+        self.num_packs = num_packs
+
+    def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
+        """Replace `buffer` by the sum over the ranks."""
+        groups = communicator.node()
+        groups.node.reduce(buffer, _LEADER)
+        if groups.leaders is not None:
+            groups.leaders.allreduce(buffer)
+        groups.node.bcast(buffer, _LEADER)

@@ -1,0 +1,121 @@
+"""The pipeline that every built-in algorithm shares: convert, agree, pack, sum, unpack, divide, wrap.
+
+A subclass says only how one contiguous buffer is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import Array, dtype_name, to_reducible
+from mpistrategy.cross_device_ops import destinations as placing
+from mpistrategy.cross_device_ops import packing, sparse
+from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
+from mpistrategy.cross_device_ops.destinations import Destination
+from mpistrategy.cross_device_ops.mean import finish
+from mpistrategy.errors import OptionError
+from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.values import IndexedSlices, Mirrored, local_component
+
+
+class PackedCrossDeviceOps(CrossDeviceOps):
+    """Base of the algorithms that sum one buffer at a time."""
+
+    num_packs = 0
+
+    def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
+        """Replace `buffer` by the sum over the ranks, at least on the destination's ranks."""
+        raise NotImplementedError
+
+    def sum_arrays(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        destination: Destination,
+        options: CommunicationOptions,
+        call: Call,
+    ) -> list[Array]:
+        """Return the sums of `arrays`, in their wire dtypes; undefined on ranks that are no destination."""
+        sums: list[Array] = [np.empty(0)] * len(arrays)
+        for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs):
+            buffer = pack.fill(arrays)
+            self.sum_buffer(communicator, buffer, destination)
+            for index, view in pack.views(buffer):
+                sums[index] = view
+        return sums
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        """Reduce one value as a batch of one."""
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: list[tuple[Any, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Reduce several values: one check for all of them, then one message for each pack."""
+        communicator = current_communicator(f"{type(self).__name__}.batch_reduce")
+        with communicator.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+            targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
+            values = [_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            call.agree(
+                "reduce",
+                op=reduce_op.value,
+                values=tuple(_layout(value) for value in values),
+                destination=_in_words(targets),
+            )
+            results: list[Any] = [None] * len(values)
+            for target in dict.fromkeys(targets):
+                dense = [
+                    i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)
+                ]
+                sums = self.sum_arrays(communicator, [values[i] for i in dense], target, options, call)
+                for i, total in zip(dense, sums, strict=True):
+                    here = target.includes(communicator.rank)
+                    results[i] = (
+                        finish(total, values[i].dtype, reduce_op, communicator.size) if here else None
+                    )
+            for i, value in enumerate(values):
+                if isinstance(value, IndexedSlices):
+                    results[i] = sparse.concatenate(communicator, value, reduce_op, call)
+                elif isinstance(value, Mirrored):
+                    results[i] = value.values[0] if value.values else None
+            return [mirrored(r, target, communicator) for r, target in zip(results, targets, strict=True)]
+
+
+def _component(value: Any, op: ReduceOp, where: str) -> Any:
+    if isinstance(value, Mirrored):
+        if op is ReduceOp.SUM:
+            raise OptionError.at(
+                where,
+                found="a Mirrored value under SUM",
+                expected="a value that each replica contributes",
+                fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
+                "replicas.",
+            )
+        return value
+    value = local_component(value)
+    if isinstance(value, IndexedSlices):
+        return sparse.checked(value, where)
+    return to_reducible(value, where)
+
+
+def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
+    if isinstance(value, IndexedSlices):
+        return sparse.layout(value)
+    if isinstance(value, Mirrored):
+        return ("Mirrored", ())
+    return (dtype_name(value.dtype), value.shape)
+
+
+def _in_words(targets: list[Destination]) -> str:
+    distinct = dict.fromkeys(targets)
+    return next(iter(distinct)).text if len(distinct) == 1 else "; ".join(target.text for target in targets)

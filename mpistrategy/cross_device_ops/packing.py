@@ -1,0 +1,92 @@
+"""Many small arrays become few large buffers: grouped by dtype, in order, up to a number of bytes.
+
+A pack is summed in one call, and the results are views of it: fresh memory that nobody else holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import Array, wire_dtype
+
+#: What bytes_per_pack=0 stands for.
+DEFAULT_BYTES_PER_PACK = 32 * 2**20
+
+Layout = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One array's place in a pack."""
+
+    index: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One buffer: its dtype on the wire and the arrays in it."""
+
+    dtype: np.dtype[Any]
+    size: int
+    members: tuple[Member, ...]
+
+    def fill(self, arrays: Sequence[Array]) -> Array:
+        """Return a new buffer with the arrays' values, converted to the wire dtype."""
+        buffer = np.empty(self.size, self.dtype)
+        for member in self.members:
+            buffer[member.start : member.stop].reshape(member.shape)[...] = arrays[member.index]
+        return buffer
+
+    def views(self, buffer: Array) -> list[tuple[int, Array]]:
+        """Return (index, view of `buffer` with the array's shape) for every member."""
+        return [(m.index, buffer[m.start : m.stop].reshape(m.shape)) for m in self.members]
+
+
+def plan(arrays: Sequence[Array], bytes_per_pack: int = 0, num_packs: int = 0) -> tuple[Pack, ...]:
+    """Return the packs for these arrays; equal on every rank for equal dtypes and shapes.
+
+    Args:
+        bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
+        num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
+
+    """
+    return _plan(tuple((array.dtype, array.shape) for array in arrays), int(bytes_per_pack), int(num_packs))
+
+
+@lru_cache(maxsize=256)
+def _plan(layouts: tuple[Layout, ...], bytes_per_pack: int, num_packs: int) -> tuple[Pack, ...]:
+    by_dtype: dict[np.dtype[Any], list[tuple[int, tuple[int, ...]]]] = {}
+    for index, (dtype, shape) in enumerate(layouts):
+        by_dtype.setdefault(wire_dtype(dtype), []).append((index, shape))
+    packs: list[Pack] = []
+    for dtype, entries in by_dtype.items():
+        limit = bytes_per_pack or DEFAULT_BYTES_PER_PACK
+        if num_packs:
+            total = sum(prod(shape) for _, shape in entries) * dtype.itemsize
+            limit = max(1, -(-total // num_packs))
+        packs.extend(_split(dtype, entries, limit))
+    return tuple(packs)
+
+
+def _split(dtype: np.dtype[Any], entries: list[tuple[int, tuple[int, ...]]], limit: int) -> list[Pack]:
+    packs: list[Pack] = []
+    members: list[Member] = []
+    size = 0
+    for index, shape in entries:
+        count = prod(shape)
+        if members and (size + count) * dtype.itemsize > limit:
+            packs.append(Pack(dtype, size, tuple(members)))
+            members, size = [], 0
+        members.append(Member(index, size, size + count, shape))
+        size += count
+    packs.append(Pack(dtype, size, tuple(members)))
+    return packs

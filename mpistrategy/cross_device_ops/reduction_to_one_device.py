@@ -1,0 +1,117 @@
+"""ReductionToOneDevice: everything meets on one rank and is sent out again from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy import devices
+from mpistrategy.arrays import Array
+from mpistrategy.cross_device_ops import packing
+from mpistrategy.cross_device_ops.destinations import Destination, ranks_of
+from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
+from mpistrategy.errors import OptionTypeError, ShapeError
+from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import CommunicationOptions
+
+
+class ReductionToOneDevice(PackedCrossDeviceOps):
+    """Sums on one rank with MPI Reduce, then sends the result where it is wanted with MPI Bcast.
+
+    Args:
+        reduce_to_device: the rank that sums, as a device string such as ``"task:1"``; None means the destination
+            where that is a single rank, else rank 0.
+        accumulation_fn: called once for each value on the summing rank, with the list of all ranks' values in rank
+            order; returns one array of the same shape.  None means the sum, in the order that the MPI chooses.
+            MEAN divides by the number of replicas afterwards, whatever the function did.
+
+    Raises:
+        DeviceError: for a reduce_to_device that cannot be read.
+        OptionTypeError: for an accumulation_fn that cannot be called.
+
+    """
+
+    def __init__(
+        self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Array]], Any] | None = None
+    ) -> None:
+        where = "ReductionToOneDevice"
+        if reduce_to_device is not None:
+            if not isinstance(reduce_to_device, str):
+                raise OptionTypeError.at(
+                    where, found=f"reduce_to_device={reduce_to_device!r}", expected="a device string"
+                )
+            devices.parse(reduce_to_device)
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise OptionTypeError.at(
+                where, found=f"accumulation_fn={accumulation_fn!r}", expected="a function of a list"
+            )
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+
+    def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
+        """Replace `buffer` by the sum over the ranks."""
+        root = self._root(communicator, destination)
+        communicator.reduce(buffer, root)
+        _send_out(communicator, buffer, root, destination)
+
+    def sum_arrays(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        destination: Destination,
+        options: CommunicationOptions,
+        call: Call,
+    ) -> list[Array]:
+        """Return the sums, or what the accumulation function makes of the values."""
+        if self.accumulation_fn is None:
+            return super().sum_arrays(communicator, arrays, destination, options, call)
+        root = self._root(communicator, destination)
+        results: list[Array] = [np.empty(0)] * len(arrays)
+        for pack in packing.plan(arrays, options.bytes_per_pack):
+            buffer = pack.fill(arrays)
+            everyone = (
+                [np.empty_like(buffer) for _ in range(communicator.size)]
+                if communicator.rank == root
+                else None
+            )
+            communicator.gatherv(buffer, everyone, root)
+            # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
+            call.expect_more()
+            if everyone is not None:
+                self._accumulate(pack, everyone, buffer, arrays, call.where)
+            call.agree("accumulated")
+            _send_out(communicator, buffer, root, destination)
+            for index, view in pack.views(buffer):
+                results[index] = view
+        return results
+
+    def _root(self, communicator: Communicator, destination: Destination) -> int:
+        if self.reduce_to_device is not None:
+            return ranks_of(
+                self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)"
+            )[0]
+        return destination.only_rank or 0
+
+    def _accumulate(
+        self, pack: packing.Pack, everyone: list[Array], buffer: Array, arrays: Sequence[Array], where: str
+    ) -> None:
+        assert self.accumulation_fn is not None
+        by_rank = [pack.views(theirs) for theirs in everyone]
+        for position, (index, target) in enumerate(pack.views(buffer)):
+            values = [views[position][1].astype(arrays[index].dtype, copy=False) for views in by_rank]
+            result = np.asarray(self.accumulation_fn(values))
+            if result.shape != target.shape:
+                raise ShapeError.at(
+                    where,
+                    found=f"shape {result.shape} returned by accumulation_fn",
+                    expected=f"the shape {target.shape} of each value",
+                )
+            np.copyto(target, result, casting="same_kind")
+
+
+def _send_out(communicator: Communicator, buffer: Array, root: int, destination: Destination) -> None:
+    if destination.only_rank != root:
+        communicator.bcast(buffer, root)

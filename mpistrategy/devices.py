@@ -1,0 +1,82 @@
+"""Device strings in TensorFlow's spelling, parsed once: ``/job:worker/replica:0/task:3/device:GPU:0``.
+
+The task is the rank.  Short forms leave parts out: ``GPU:0`` (a device on whatever rank has it), ``task:3`` or
+``/task:3`` (whatever device rank 3 drives).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mpistrategy.errors import DeviceError
+
+KINDS = ("CPU", "GPU")
+_FORMS = "'CPU:0', 'GPU:1', 'task:3', or '/job:worker/replica:0/task:3/device:GPU:0'"
+_PART = re.compile(r"^(job|replica|task|device):(.+)$", re.IGNORECASE)
+_KIND_AND_INDEX = re.compile(r"^(?P<kind>[A-Za-z]+)(?::(?P<index>\d+|\*))?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device, or a pattern for several: a field that is None matches everything.
+
+    Attributes:
+        task: the rank that drives the device.
+        kind: "CPU" or "GPU".
+        index: the number of the device on its node.
+
+    """
+
+    task: int | None = None
+    kind: str | None = None
+    index: int | None = None
+
+    def __str__(self) -> str:
+        parts = ["/job:worker/replica:0" if self.task is not None else ""]
+        if self.task is not None:
+            parts.append(f"/task:{self.task}")
+        if self.kind is not None:
+            parts.append(f"/device:{self.kind}:{'*' if self.index is None else self.index}")
+        return "".join(parts)
+
+    def matches(self, other: Device) -> bool:
+        """Return whether `other`, a complete device, is one of those that this pattern names."""
+        return all(
+            mine is None or mine == theirs
+            for mine, theirs in ((self.task, other.task), (self.kind, other.kind), (self.index, other.index))
+        )
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Device:
+    """Read a device string.
+
+    Raises:
+        DeviceError: for an empty string, an unknown part, or a device kind other than CPU and GPU.
+
+    """
+    if not text.strip():
+        raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")
+    task: int | None = None
+    kind: str | None = None
+    index: int | None = None
+    for part in text.strip().strip("/").split("/"):
+        match = _PART.match(part)
+        name, value = (match[1].lower(), match[2]) if match else ("device", part)
+        if name == "task" and value.isdigit():
+            task = int(value)
+        elif name == "device":
+            kind, index = _parse_kind(value, text)
+        elif name == "task" or (name == "replica" and not value.isdigit()):
+            raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")
+    return Device(task, kind, index)
+
+
+def _parse_kind(value: str, text: str) -> tuple[str, int | None]:
+    match = _KIND_AND_INDEX.match(value)
+    if match is None or match["kind"].upper() not in KINDS:
+        raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")
+    index = match["index"]
+    return match["kind"].upper(), None if index in (None, "*") else int(index)

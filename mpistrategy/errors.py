@@ -1,0 +1,102 @@
+"""The exception tree: one base, one class for each kind of mistake.
+
+Every class also derives from the built-in exception that TensorFlow raises for the same mistake, so
+``except ValueError`` written for tf.distribute goes on working.  Every text says where, what was found, what
+was expected, and how to fix it.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class MpiStrategyError(Exception):
+    """Base of every error that mpistrategy raises on purpose."""
+
+    #: True once every rank has been told about this error (see `mpistrategy.mpi.guard`).
+    known_to_peers = False
+
+    @classmethod
+    def at(cls, where: str, *, found: str, expected: str, fix: str = "") -> Self:
+        """Build the error from its four parts.
+
+        Args:
+            where: the public name that was called, e.g. ``"ReplicaContext.all_reduce"``.
+            found: what was given.
+            expected: what would have been right.
+            fix: what to write instead; may be empty when `expected` says it.
+
+        """
+        text = f"{where}: found {found}; expected {expected}."
+        return cls(f"{text} {fix}" if fix else text)
+
+
+class ContextError(MpiStrategyError, RuntimeError):
+    """A method was called in the wrong one of replica, cross-replica and update context."""
+
+
+class ReduceOpError(MpiStrategyError, ValueError):
+    """A reduce operation that does not exist."""
+
+
+class OptionError(MpiStrategyError, ValueError):
+    """An option or a constructor argument outside its allowed values."""
+
+
+class OptionTypeError(MpiStrategyError, TypeError):
+    """An option or an argument of the wrong type."""
+
+
+class LeafError(MpiStrategyError, ValueError):
+    """A leaf of a structure that is no array and cannot become one (None, an arbitrary object)."""
+
+
+class DTypeError(MpiStrategyError, TypeError):
+    """A dtype that the operation refuses (bool and strings in reductions), or one that does not fit."""
+
+
+class ShapeError(MpiStrategyError, ValueError):
+    """A shape or an axis that does not fit."""
+
+
+class StructureError(MpiStrategyError, ValueError):
+    """Nested structures that should be equal and are not."""
+
+
+class EmptyBatchError(MpiStrategyError, ValueError, IndexError):
+    """A reduction of no values at all."""
+
+
+class DeviceError(MpiStrategyError, ValueError):
+    """A device string that cannot be read, or a device that does not exist."""
+
+
+class DestinationError(MpiStrategyError, ValueError):
+    """Something that is no destination of a reduction or a broadcast."""
+
+
+class PlacementError(MpiStrategyError, RuntimeError):
+    """A value was read on a rank where it does not live."""
+
+
+class AggregationError(MpiStrategyError, ValueError):
+    """A variable's aggregation does not allow the operation in this context."""
+
+
+class UnsupportedError(MpiStrategyError, NotImplementedError):
+    """An operation that does not exist for this kind of value."""
+
+
+class LaunchError(MpiStrategyError, RuntimeError):
+    """MPI is missing or cannot be started."""
+
+
+class CollectiveMismatchError(MpiStrategyError, RuntimeError):
+    """The ranks called different collectives, or the same one with values that do not match.
+
+    Raised on every rank before any data moved; the text is a table rank -> call.
+    """
+
+
+class RemoteError(MpiStrategyError, RuntimeError):
+    """Another rank failed, with an exception of its own, in a call that all ranks make together."""

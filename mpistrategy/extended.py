@@ -1,0 +1,306 @@
+"""StrategyExtended: what library authors use below `Strategy`: destinations, updates, placement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy import context, nest
+from mpistrategy.arrays import Array, dtype_name, is_python_number, to_reducible
+from mpistrategy.context import Frame, Mode, ReplicaContext
+from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpistrategy.cross_device_ops.gathering import gather
+from mpistrategy.errors import ContextError, EmptyBatchError, OptionTypeError, ShapeError
+from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.transport import Communicator, SingleCommunicator
+from mpistrategy.options import CommunicationOptions
+from mpistrategy.values import (
+    ArrayLike,
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    local_component,
+)
+from mpistrategy.variables import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.strategy import Strategy
+
+
+class StrategyExtended:
+    """The part of a strategy that algorithms and other libraries build on; found as `strategy.extended`.
+
+    Args:
+        container_strategy: the strategy it belongs to.
+        communicator: the ranks; None means this rank alone.
+        cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
+        options: the default communication options.
+
+    """
+
+    def __init__(
+        self,
+        container_strategy: Strategy,
+        communicator: Communicator | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        self._container_strategy = container_strategy
+        self.communicator: Communicator = communicator or SingleCommunicator()
+        self.cross_device_ops = cross_device_ops or MpiAllReduce()
+        self.options = options or CommunicationOptions()
+        #: Whether variables belong to this rank alone (one replica, no synchronization).
+        self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
+        self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        self._colocated_with: list[Variable] = []
+
+    # ------------------------------------------------------------------------------------------- reductions
+
+    def reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduce one value over the replicas to `destinations`.  Collective; cross-replica context.
+
+        Args:
+            reduce_op: a ReduceOp, or "SUM" / "MEAN".
+            value: this rank's value.
+            destinations: a value or a variable (result on every rank; a variable is not changed), a device string
+                such as ``"task:0"`` (result on that rank), or a list of device strings.
+            options: hints.
+
+        Returns:
+            A Mirrored; on ranks that are no destination, reading it raises PlacementError.
+
+        Raises:
+            ContextError: in a step function.
+            ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
+
+        """
+        self._require_cross_replica("reduce_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to"):
+            return self.cross_device_ops.reduce(reduce_op, value, destinations, self.options.merge(options))
+
+    def batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
+    ) -> list[Any]:
+        """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
+        self._require_cross_replica("batch_reduce_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.batch_reduce_to"):
+            return self.cross_device_ops.batch_reduce(
+                reduce_op, value_destination_pairs, self.options.merge(options)
+            )
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Send replica 0's value to `destinations`.  Collective; cross-replica context.
+
+        Returns:
+            A Mirrored, as in `reduce_to`.
+
+        """
+        self._require_cross_replica("broadcast_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to"):
+            return self.cross_device_ops.broadcast(tensor, destinations)
+
+    def all_reduce_leaves(
+        self,
+        reduce_op: Any,
+        leaves: list[Any],
+        paths: Iterable[str],
+        options: CommunicationOptions | None,
+        targets: list[Array] | None = None,
+    ) -> list[Any]:
+        """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call."""
+        where = "ReplicaContext.all_reduce"
+        if not leaves:
+            raise EmptyBatchError.at(
+                where, found="an empty structure", expected="at least one array to reduce"
+            )
+        values = [leaf if isinstance(leaf, Mirrored) else PerReplica((_plain(leaf),)) for leaf in leaves]
+        for value, path in zip(values, paths, strict=True):
+            if not isinstance(value, Mirrored) and not isinstance(value.values[0], IndexedSlices):
+                to_reducible(value.values[0], where, path)
+        pairs = [(value, value) for value in values]
+        reduced = self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
+        results = [local_component(result) for result in reduced]
+        if targets is None:
+            return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
+        for target, result in zip(targets, results, strict=True):
+            if target.shape != result.shape or target.dtype != result.dtype:
+                raise ShapeError.at(
+                    where,
+                    found=f"out with {dtype_name(target.dtype)}{list(target.shape)}",
+                    expected=f"{dtype_name(result.dtype)}{list(result.shape)}",
+                )
+        for target, result in zip(targets, results, strict=True):
+            target[...] = result
+        return list(targets)
+
+    def sum_or_mean(self, reduce_op: Any, array: Array) -> Array:
+        """Return the reduction of one array on every rank, in any context."""
+        with self._entered():
+            value = PerReplica((array,))
+            reduced = self.cross_device_ops.reduce(reduce_op, value, value, self.options)
+            return np.asarray(local_component(reduced))
+
+    def gather_leaf(self, leaf: Any, axis: Any, call: Call) -> Array:
+        """Return all ranks' arrays along `axis`; the caller has entered the guard's call."""
+        return gather(self.communicator, _plain(leaf), axis, call)
+
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank has come here with the same `name`.  Collective.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when another rank makes another call.
+
+        """
+        with self.communicator.guard.call("barrier", name=name) as call:
+            call.agree("barrier")
+
+    # ---------------------------------------------------------------------------------------------- updates
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(var, *args, **kwargs)`` in update context, where writes to `var` are local.
+
+        Args:
+            var: a variable of this strategy.
+            fn: the function.
+            args: Mirrored and PerReplica values are unwrapped to this rank's component.
+            kwargs: likewise.
+            group: False returns a tuple of one: this rank's result.
+
+        Returns:
+            What fn returned, arrays wrapped in Mirrored.
+
+        Raises:
+            ContextError: in another strategy's context.
+            OptionTypeError: when `var` is no variable of this strategy.
+
+        """
+        frame = context.current_frame()
+        if frame is not None:
+            context.require_same_strategy(frame, self._container_strategy, "StrategyExtended.update")
+        if not isinstance(var, Variable):
+            raise OptionTypeError.at("StrategyExtended.update", found=f"var={var!r}", expected="a Variable")
+        return self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` in update context, on the devices that `non_slot_devices` returned."""
+        self._require_cross_replica("update_non_slot")
+        return self._in_update(fn, args, kwargs, group)
+
+    def _in_update(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None, group: bool
+    ) -> Any:
+        plain_args = [nest.map_structure(local_component, arg) for arg in args]
+        plain_kwargs = {key: nest.map_structure(local_component, arg) for key, arg in (kwargs or {}).items()}
+        with Frame(self._container_strategy, Mode.UPDATE):
+            result = fn(*plain_args, **plain_kwargs)
+        if not group:
+            return (result,)
+        return nest.map_structure(
+            lambda leaf: Mirrored((leaf,)) if isinstance(leaf, np.ndarray) else leaf, result
+        )
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
+        self._require_cross_replica("call_for_each_replica")
+        plain_args = [nest.map_structure(local_component, arg) for arg in args]
+        plain_kwargs = {key: nest.map_structure(local_component, arg) for key, arg in (kwargs or {}).items()}
+        with ReplicaContext(self._container_strategy, self.communicator.rank):
+            return fn(*plain_args, **plain_kwargs)
+
+    # -------------------------------------------------------------------------------------------- placement
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+        """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
+
+        Every variable of a strategy lives on every replica, so this records a relation and checks it.
+
+        Raises:
+            ContextError: outside scope().
+            OptionTypeError: when the argument is no variable of this strategy.
+
+        """
+        frame = context.current_frame()
+        if frame is None or frame.strategy is not self._container_strategy:
+            raise ContextError.at(
+                "StrategyExtended.colocate_vars_with",
+                found="a call outside scope()",
+                expected="a call inside strategy.scope()",
+            )
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise OptionTypeError.at(
+                "StrategyExtended.colocate_vars_with",
+                found=repr(colocate_with_variable),
+                expected="a variable created in this strategy's scope",
+            )
+        self._colocated_with.append(colocate_with_variable)
+        try:
+            yield
+        finally:
+            self._colocated_with.pop()
+
+    def register_variable(self, variable: Variable) -> None:
+        """Note a variable that was created for this strategy, and its place."""
+        variable.colocated_with = self._colocated_with[-1] if self._colocated_with else None
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether `v` is a variable of this strategy."""
+        return isinstance(v, Variable) and v.strategy is self._container_strategy
+
+    def value_container(self, value: Any) -> Any:
+        """Return the container of a component: here a value is its own container."""
+        return value
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
+        """Return where variables that belong to no other variable go: this rank's device."""
+        return self.worker_devices
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """This rank's device, as a tuple of one full device string."""
+        return (str(self.communicator.devices[self.communicator.rank]),)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device of this rank's copies of the variables: the same as `worker_devices`."""
+        return self.worker_devices
+
+    def _require_cross_replica(self, method: str) -> None:
+        context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
+
+    def _entered(self) -> Frame:
+        return context.cross_replica(self._container_strategy)
+
+
+def as_given(result: Any, value: Any) -> Any:
+    """Return a 0-d result as a NumPy scalar where the input was a scalar or a number."""
+    scalar = isinstance(value, np.generic) or is_python_number(value)
+    return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, DistributedValues):
+        leaf = local_component(leaf)
+    return leaf._read() if isinstance(leaf, ArrayLike) else leaf

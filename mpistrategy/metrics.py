@@ -1,0 +1,73 @@
+"""Metrics over all replicas: each replica adds to its own ON_READ variables; reading the result combines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.variables import Variable
+
+
+class Sum:
+    """The sum of everything that all replicas added.  Create it in `strategy.scope()`.
+
+    Args:
+        name: a name for messages, equal on all ranks.
+
+    """
+
+    def __init__(self, name: str = "sum") -> None:
+        self._total = _per_replica_sum(f"{name}/total")
+
+    def update_state(self, value: Any) -> None:
+        """Add all elements of `value`; local, for step functions."""
+        self._total.assign_add(float(np.sum(value)))
+
+    def result(self) -> float:
+        """Return the sum over all replicas.  Collective in cross-replica context."""
+        return float(self._total)
+
+    def reset_state(self) -> None:
+        """Start again from 0."""
+        self._total.assign(0.0)
+
+
+class Mean:
+    """The mean of everything that all replicas added, right for parts of unequal size.
+
+    Args:
+        name: a name for messages, equal on all ranks.
+
+    """
+
+    def __init__(self, name: str = "mean") -> None:
+        self._total = _per_replica_sum(f"{name}/total")
+        self._count = _per_replica_sum(f"{name}/count")
+
+    def update_state(self, value: Any, weight: Any = 1.0) -> None:
+        """Add the elements of `value`, each with `weight` (a number, or an array of its shape); local."""
+        value = np.asarray(value, np.float64)
+        weights = np.broadcast_to(np.asarray(weight, np.float64), value.shape)
+        self._total.assign_add(float(np.sum(value * weights)))
+        self._count.assign_add(float(np.sum(weights)))
+
+    def result(self) -> float:
+        """Return the weighted mean over all replicas; NaN when nothing was added.  Collective."""
+        total, count = float(self._total), float(self._count)
+        return total / count if count else float("nan")
+
+    def reset_state(self) -> None:
+        """Start again."""
+        self._total.assign(0.0)
+        self._count.assign(0.0)
+
+
+def _per_replica_sum(name: str) -> Variable:
+    return Variable(
+        np.float64(0),
+        name=name,
+        synchronization=VariableSynchronization.ON_READ,
+        aggregation=VariableAggregation.SUM,
+    )

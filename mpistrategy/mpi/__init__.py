@@ -1,0 +1,1 @@
+"""Bytes between ranks: the only place that says rank, root and MPI."""

@@ -1,0 +1,160 @@
+"""The end of one rank is the end of the job: no peer is left waiting for a rank that has died.
+
+MPI leaves the others hanging when a Python exception ends one rank.  From the first communicator of several ranks on,
+an uncaught exception (in any thread) and a non-zero `sys.exit` abort the whole job, with that rank's traceback; an
+orderly end waits for the peers and tells a peer that still calls a collective who has left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from mpistrategy.mpi.guard import Guard
+
+#: How long a rank that ends with a non-zero status waits for its peers to end as well, before it aborts them.
+PATIENCE_SECONDS = 2.0
+_INTERRUPTED = 130
+_FORWARDING_SECONDS = 0.2
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
+
+
+class _Watch:
+    """What this process knows about its own end."""
+
+    def __init__(
+        self, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]
+    ) -> None:
+        self.rank, self.size, self._abort, self.mpi_is_over = rank, size, abort, mpi_is_over
+        self.guards: list[Guard] = []
+        self.status = 0
+        self.last_words = ""
+        self.pid = os.getpid()
+
+    def say(self, text: str) -> None:
+        prefix = f"[rank {self.rank}/{self.size}] "
+        sys.stdout.flush()
+        sys.stderr.write("".join(prefix + line + "\n" for line in text.splitlines()))
+        sys.stderr.flush()
+
+    def abort(self, status: int) -> None:
+        # MPI_Abort kills the launcher's helpers, and with them whatever they have not yet read from our pipes.
+        time.sleep(_FORWARDING_SECONDS)
+        self._abort(status)
+
+    def end_job(
+        self, error: BaseException, kind: type[BaseException], trace: TracebackType | None, where: str
+    ) -> None:
+        self.say("".join(traceback.format_exception(kind, error, trace)).rstrip())
+        self.say(f"{kind.__name__} was not caught{where}: the whole job ends here.")
+        self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+_watch: _Watch | None = None
+
+
+def watch(
+    guard: Guard, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]
+) -> None:
+    """Watch over this process from now on, and say goodbye to the peers of `guard` at its end."""
+    global _watch
+    if _watch is None:
+        _watch = _Watch(rank, size, abort, mpi_is_over)
+        _install(_watch)
+    _watch.guards.append(guard)
+
+
+def forget(guard: Guard) -> None:
+    """Say no goodbye to the peers of `guard`: its communicator is closed."""
+    if _watch is not None and guard in _watch.guards:
+        _watch.guards.remove(guard)
+
+
+def _install(state: _Watch) -> None:
+    previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _is_interactive() or os.getpid() != state.pid:
+            previous_hook(kind, error, trace)
+        else:
+            state.end_job(error, kind, trace, "")
+
+    def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or issubclass(args.exc_type, SystemExit) or os.getpid() != state.pid:
+            previous_thread_hook(args)
+        else:
+            name = args.thread.name if args.thread is not None else "?"
+            state.end_job(args.exc_value, args.exc_type, args.exc_traceback, f" in thread {name!r}")
+
+    sys.excepthook = uncaught
+    threading.excepthook = uncaught_in_thread
+    _replace_exit(state)
+    atexit.register(_say_goodbye, state)
+
+
+def _replace_exit(state: _Watch) -> None:
+    """Make `sys.exit`, `exit` and `quit` remember a status that ends the program.
+
+    Python tells nobody with which status it ends, and MPI_Finalize waits for the peers before the launcher could see
+    it.  An exception that is deleted with no Python frame below it was caught by nobody.
+    """
+
+    class Exit(SystemExit):
+        def __del__(self) -> None:
+            if sys._getframe().f_back is None:
+                state.status = _status(self.code)
+
+    def leave(status: Any = None, /) -> NoReturn:
+        """Exit the interpreter by raising SystemExit(status)."""
+        stack = "".join(traceback.format_stack(sys._getframe(1)))
+        state.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
+        raise Exit(status)
+
+    sys.exit = leave
+    for name in ("exit", "quit"):
+        if hasattr(builtins, name):
+            setattr(builtins, name, leave)
+
+
+def _status(code: Any) -> int:
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _say_goodbye(state: _Watch) -> None:
+    if os.getpid() != state.pid or state.mpi_is_over():
+        return
+    end = time.monotonic() + (PATIENCE_SECONDS if state.status else math.inf)
+    waiting = list(state.guards)
+    for guard in waiting:
+        guard.start_leaving()
+    pause = _SHORTEST_PAUSE
+    while waiting:
+        for guard in list(waiting):
+            left = guard.peers_have_left()
+            if left:
+                waiting.remove(guard)
+            elif left is False and not state.status:
+                guard.tell_peers()
+            elif state.status and (left is False or time.monotonic() > end):
+                state.say(state.last_words)
+                state.say(
+                    f"ended with status {state.status} while other ranks go on: the whole job ends here."
+                )
+                state.abort(state.status)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1")

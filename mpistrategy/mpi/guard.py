@@ -1,0 +1,240 @@
+"""The collective contract: all ranks say what they are about to do, and nobody moves data unless all say the same.
+
+MPI adds two swapped Allreduces, or reinterprets a float64 as a float32, and exits with status 0.  Here every
+collective of the library starts with `Call.agree`: a 62-bit digest of the call (public name, operation, structure,
+dtypes, shapes, destination, name) is compared with one 16-byte Allreduce on a channel of its own.  Only when the
+digests differ do the ranks exchange their calls in words, and then every rank raises the same table.
+
+A rank that cannot make the call at all (a string among its arrays, say) takes part in the comparison with its error,
+so that its peers raise too instead of waiting for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import NamedTuple, Protocol, TypeVar
+
+from mpistrategy import errors
+from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
+
+_PACKAGE = __name__.partition(".")[0]
+_CACHED_DIGESTS = 4096
+
+E = TypeVar("E", bound=BaseException)
+
+
+class Signature(NamedTuple):
+    """What all ranks must agree on before data moves; every field is plain data that prints the same everywhere."""
+
+    verb: str
+    op: str = ""
+    structure: str = ""
+    values: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    destination: str = ""
+    name: str = ""
+    call: str = ""
+
+    def describe(self) -> dict[str, str]:
+        """Return the non-empty fields in words."""
+        values = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.values)
+        words = {**self._asdict(), "values": values}
+        return {field: str(value) for field, value in words.items() if value}
+
+
+_LEAVING = Signature("exit", call="(this rank has left: its program ended)")
+
+
+class ControlChannel(Protocol):
+    """Tiny collectives on a communicator that never carries data."""
+
+    def all_equal(self, digest: int) -> bool:
+        """Wait for every rank's digest; return whether all are equal."""
+
+    def start(self, digest: int) -> None:
+        """Begin `all_equal` without waiting."""
+
+    def finished(self) -> bool | None:
+        """Return the answer to `start`, or None while ranks are missing."""
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order."""
+
+
+@dataclass(slots=True)
+class _Report:
+    """What one rank says after the digests differed."""
+
+    call: dict[str, str]
+    site: str
+    error: str = ""
+    text: str = ""
+
+
+class Guard:
+    """Compares the calls of all ranks of one communicator.
+
+    Args:
+        channel: how to reach the other ranks; None when there are none.
+        rank: this rank's number.
+
+    """
+
+    def __init__(self, channel: ControlChannel | None = None, rank: int = 0) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._digests: dict[Signature, int] = {}
+        self.current: Call | None = None
+
+    def call(self, where: str, structure: str = "", name: str = "") -> Call:
+        """Return a context manager for one public call that all ranks make together."""
+        return Call(self, where, structure, name)
+
+    def compare(self, signature: Signature) -> None:
+        """Raise on every rank unless all ranks bring an equal `signature`."""
+        if self._channel is None:
+            return
+        digest = self._digests.get(signature)
+        if digest is None:
+            digest = self._remember(signature)
+        if not self._channel.all_equal(digest):
+            self._raise_mismatch(_Report(signature.describe(), call_site()))
+
+    def report_failure(self, where: str, error: BaseException) -> None:
+        """Take part in the peers' comparison with an error instead of a call, so that they raise as well."""
+        if self._channel is None:
+            return
+        # No signature has a negative digest, so this never looks like agreement, unless all ranks fail alike.
+        if not self._channel.all_equal(-1 - self._rank):
+            self._exchange(_Report({"call": where}, call_site(), type(error).__name__, str(error)))
+
+    def start_leaving(self) -> None:
+        """Begin to tell the peers that this rank has come to its end."""
+        if self._channel is not None:
+            self._channel.start(self._remember(_LEAVING))
+
+    def peers_have_left(self) -> bool | None:
+        """Return True when all ranks have come to their end, False when one calls a collective, None while waiting."""
+        return True if self._channel is None else self._channel.finished()
+
+    def tell_peers(self) -> None:
+        """Answer the peers that call a collective: they raise an error that names this rank.  Then wait on."""
+        self._exchange(_Report(_LEAVING.describe(), "its end"))
+        self.start_leaving()
+
+    def _remember(self, signature: Signature) -> int:
+        if len(self._digests) >= _CACHED_DIGESTS:
+            self._digests.clear()
+        raw = hashlib.blake2b(repr(tuple(signature)).encode(), digest_size=8).digest()
+        digest = int.from_bytes(raw, "little") >> 2
+        self._digests[signature] = digest
+        return digest
+
+    def _exchange(self, mine: _Report) -> list[_Report]:
+        assert self._channel is not None
+        texts = self._channel.allgather_text(json.dumps([mine.call, mine.site, mine.error, mine.text]))
+        return [_Report(*json.loads(text)) for text in texts]
+
+    def _raise_mismatch(self, mine: _Report) -> None:
+        reports = self._exchange(mine)
+        for rank, report in enumerate(reports):
+            if report.error:
+                kind = getattr(errors, report.error, RemoteError)
+                if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
+                    kind = RemoteError
+                raise _known(
+                    kind(
+                        f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
+                    )
+                )
+        raise _known(CollectiveMismatchError(_table(reports)))
+
+
+class Call:
+    """One public call that all ranks make together; leaving it with an exception tells the peers.
+
+    The outermost call lends its name and its structure to the signatures of those inside it.
+    """
+
+    __slots__ = ("_agreed", "_guard", "_outer", "name", "structure", "where")
+
+    def __init__(self, guard: Guard, where: str, structure: str, name: str) -> None:
+        self._guard = guard
+        self._outer: Call | None = None
+        self._agreed = False
+        self.where = where
+        self.structure = structure
+        self.name = name
+
+    def __enter__(self) -> Call:
+        self._outer = outer = self._guard.current
+        if outer is not None:
+            self.where = outer.where
+            self.structure = outer.structure or self.structure
+            self.name = outer.name or self.name
+        self._guard.current = self
+        return self
+
+    def agree(
+        self,
+        verb: str,
+        *,
+        op: str = "",
+        values: tuple[tuple[str, tuple[int, ...]], ...] = (),
+        destination: str = "",
+    ) -> None:
+        """Compare this call with the other ranks'; on return all ranks are about to do the same.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when the calls differ.
+            MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
+
+        """
+        self._guard.compare(Signature(verb, op, self.structure, values, destination, self.name, self.where))
+        self._agreed = True
+
+    def expect_more(self) -> None:
+        """Say that the peers will wait at one more `agree`: a failure before it must be reported to them."""
+        self._agreed = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._guard.current = self._outer
+        if not isinstance(error, Exception) or self._agreed or getattr(error, "known_to_peers", False):
+            if self._outer is not None and error is None:
+                self._outer._agreed = self._outer._agreed or self._agreed
+            return
+        self._guard.report_failure(self.where, error)
+        _known(error)
+
+
+def _known(error: E) -> E:
+    error.known_to_peers = True  # type: ignore[attr-defined]
+    return error
+
+
+def call_site() -> str:
+    """Return ``file:line`` of the first frame outside this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+
+
+def _table(reports: list[_Report]) -> str:
+    fields = list(dict.fromkeys(field for report in reports for field in report.call))
+    different = [field for field in fields if len({report.call.get(field, "") for report in reports}) > 1]
+    lines = [f"the ranks do not make the same call; they differ in: {', '.join(different) or 'nothing'}"]
+    for rank, report in enumerate(reports):
+        shown = {field: report.call.get(field, "-") for field in ("call", *different)}
+        words = "  ".join(f"{field}={value}" for field, value in shown.items())
+        lines.append(f"  rank {rank}: {words}  at {report.site}")
+    lines.append(
+        "Nothing was sent. Make every rank call the same collectives, in the same order, with equal structures,"
+    )
+    lines.append("dtypes and shapes.")
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""Flatten and rebuild nested structures: dict, list, tuple, namedtuple, dataclass.
+
+Everything else, None and strings included, is a leaf.  A dictionary's leaves come in the order of its sorted
+keys, so that two ranks that filled equal dictionaries in another order agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The shape of a nest without its leaves.
+
+    Attributes:
+        text: the same string on every rank for the same structure; what ranks compare.
+        num_leaves: how many leaves it holds.
+
+    """
+
+    text: str
+    num_leaves: int
+    rebuild: Callable[[Iterator[Any]], Any] = dataclasses.field(compare=False, repr=False)
+
+    def pack(self, leaves: list[Any]) -> Any:
+        """Return the nest with these leaves in place of its own."""
+        return self.rebuild(iter(leaves))
+
+
+LEAF = Structure("*", 1, next)
+
+
+def flatten(nest: Any) -> tuple[list[Any], Structure]:
+    """Return the leaves of `nest` in order, and its structure.
+
+    >>> leaves, structure = flatten({"b": [1, 2], "a": 3})
+    >>> leaves, structure.text
+    ([3, 1, 2], "{'a':*,'b':[*,*]}")
+    >>> structure.pack([30, 10, 20])
+    {'b': [10, 20], 'a': 30}
+    """
+    leaves: list[Any] = []
+    return leaves, _visit(nest, leaves)
+
+
+def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
+    """Return `nest` with `function` applied to every leaf."""
+    leaves, structure = flatten(nest)
+    return structure.pack([function(leaf) for leaf in leaves])
+
+
+def leaf_paths(nest: Any) -> list[str]:
+    """Return how to reach each leaf, in the order of `flatten`, e.g. ``["['a']", "['b'][0]"]``."""
+    return [path for path, _ in _walk(nest, "")]
+
+
+def _is_record(nest: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(nest) and not isinstance(nest, type) and not getattr(nest, "is_leaf", False)
+    )
+
+
+def _sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
+    try:
+        return sorted(mapping)
+    except TypeError:
+        return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
+
+
+def _visit(nest: Any, leaves: list[Any]) -> Structure:
+    kind = type(nest)
+    if kind is list or kind is tuple:
+        children = [_visit(child, leaves) for child in nest]
+        opening, closing = "[]" if kind is list else "()"
+        return _combine(children, opening, [c.text for c in children], closing, kind)
+    if isinstance(nest, Mapping):
+        keys = _sorted_keys(nest)
+        children = [_visit(nest[key], leaves) for key in keys]
+        original = list(nest)
+
+        def build_mapping(values: list[Any]) -> Any:
+            by_key = dict(zip(keys, values, strict=True))
+            items = [(key, by_key[key]) for key in original]
+            return dict(items) if kind is dict else _new_mapping(kind, nest, items)
+
+        opening = "{" if kind is dict else f"{kind.__name__}{{"
+        texts = [f"{key!r}:{c.text}" for key, c in zip(keys, children, strict=True)]
+        return _combine(children, opening, texts, "}", build_mapping)
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        children = [_visit(child, leaves) for child in nest]
+        texts = [f"{name}={c.text}" for name, c in zip(nest._fields, children, strict=True)]
+        return _combine(children, f"{kind.__name__}(", texts, ")", lambda values: kind(*values))
+    if isinstance(nest, (list, tuple)):
+        children = [_visit(child, leaves) for child in nest]
+        return _combine(children, f"{kind.__name__}(", [c.text for c in children], ")", kind)
+    if _is_record(nest):
+        names = [field.name for field in dataclasses.fields(nest) if field.init]
+        children = [_visit(getattr(nest, name), leaves) for name in names]
+        texts = [f"{name}={c.text}" for name, c in zip(names, children, strict=True)]
+
+        def build_record(values: list[Any]) -> Any:
+            return dataclasses.replace(nest, **dict(zip(names, values, strict=True)))
+
+        return _combine(children, f"{kind.__name__}(", texts, ")", build_record)
+    leaves.append(nest)
+    return LEAF
+
+
+def _combine(
+    children: list[Structure], opening: str, texts: list[str], closing: str, build: Callable[[list[Any]], Any]
+) -> Structure:
+    def rebuild(leaves: Iterator[Any]) -> Any:
+        return build([child.rebuild(leaves) for child in children])
+
+    return Structure(
+        opening + ",".join(texts) + closing, sum(child.num_leaves for child in children), rebuild
+    )
+
+
+def _new_mapping(kind: type, like: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Any:
+    factory = getattr(like, "default_factory", None)
+    make: Callable[..., Any] = kind
+    return make(factory, items) if factory is not None else make(items)
+
+
+def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(nest, Mapping):
+        for key in _sorted_keys(nest):
+            yield from _walk(nest[key], f"{path}[{key!r}]")
+    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        for name in nest._fields:
+            yield from _walk(getattr(nest, name), f"{path}.{name}")
+    elif isinstance(nest, (list, tuple)):
+        for index, child in enumerate(nest):
+            yield from _walk(child, f"{path}[{index}]")
+    elif _is_record(nest):
+        for field in dataclasses.fields(nest):
+            if field.init:
+                yield from _walk(getattr(nest, field.name), f"{path}.{field.name}")
+    else:
+        yield path, nest

@@ -1,0 +1,126 @@
+"""The enumerations and option objects of the public API."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together.
+
+    AUTO lets the strategy choose (ON_WRITE); NONE makes no distributed variable and is refused in a scope of
+    several replicas; ON_WRITE keeps the copies equal at every write; ON_READ lets them differ and combines them
+    when they are read in cross-replica context.
+    """
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values of a variable are combined."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one: their sum, or the sum divided by their number."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def parse(cls, value: Any, where: str) -> ReduceOp:
+        """Return the ReduceOp that `value` names.
+
+        Args:
+            value: a ReduceOp, "SUM" or "MEAN" in any letter case, or VariableAggregation.SUM / MEAN.
+            where: the public name to blame in the error.
+
+        Raises:
+            ReduceOpError: for anything else.
+
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        if value is VariableAggregation.SUM:
+            return cls.SUM
+        if value is VariableAggregation.MEAN:
+            return cls.MEAN
+        raise ReduceOpError.at(
+            where,
+            found=f"reduce_op={value!r}",
+            expected='ReduceOp.SUM, ReduceOp.MEAN, or the strings "SUM", "MEAN"',
+        )
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which transport carries a collective: the best one (AUTO), MPI (RING) or NCCL."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Hints for one collective, or the defaults of a strategy.
+
+    Attributes:
+        bytes_per_pack: small values are packed into buffers of at most this many bytes; 0 lets the library choose.
+        timeout_seconds: how long a collective may take; None means the default.
+        implementation: a `CommunicationImplementation` or its name in any letter case.
+
+    Raises:
+        OptionError: for a negative bytes_per_pack or an unknown implementation.
+        OptionTypeError: for a bytes_per_pack that is no number.
+
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        where = "CommunicationOptions"
+        if not isinstance(self.bytes_per_pack, (int, float)):
+            raise OptionTypeError.at(
+                where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0"
+            )
+        if self.bytes_per_pack < 0:
+            raise OptionError.at(
+                where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0"
+            )
+        chosen = self.implementation
+        if isinstance(chosen, str) and chosen.upper() in CommunicationImplementation.__members__:
+            object.__setattr__(self, "implementation", CommunicationImplementation[chosen.upper()])
+        elif not isinstance(chosen, CommunicationImplementation):
+            raise OptionError.at(
+                where,
+                found=f"implementation={chosen!r}",
+                expected='"AUTO", "RING", "NCCL" or a CommunicationImplementation',
+            )
+
+    def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """Return these options with every field that `options` sets to something else than the default."""
+        if options is None:
+            return self
+        default = CommunicationOptions()
+        chosen = {
+            field.name: getattr(
+                options if getattr(options, field.name) != getattr(default, field.name) else self, field.name
+            )
+            for field in fields(self)
+        }
+        return CommunicationOptions(**chosen)

@@ -1,0 +1,383 @@
+"""Strategy: the object a program holds; MirroredStrategy over MPI, OneDeviceStrategy, and the default strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from mpistrategy import context, devices, nest
+from mpistrategy.arrays import to_reducible, wire_dtype
+from mpistrategy.context import Frame, Mode
+from mpistrategy.cross_device_ops import CrossDeviceOps
+from mpistrategy.cross_device_ops.gathering import checked_axis
+from mpistrategy.cross_device_ops.mean import divide
+from mpistrategy.errors import ContextError, EmptyBatchError, LaunchError, MpiStrategyError, OptionTypeError
+from mpistrategy.extended import StrategyExtended, as_given
+from mpistrategy.input import DistributedDataset
+from mpistrategy.mpi.topology import check_exists, choose_device
+from mpistrategy.mpi.transport import Communicator, SingleCommunicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.values import DistributedValues, IndexedSlices, PerReplica, local_component
+
+
+class _Scope:
+    """The context manager that `Strategy.scope` returns; may be entered several times."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Strategy:
+        strategy, frame = self._strategy, context.current_frame()
+        if frame is not None:
+            context.require_cross_replica(strategy, "Strategy.scope")
+        inner: contextlib.AbstractContextManager[Any] = Frame(strategy, Mode.CROSS_REPLICA)
+        if strategy.is_default:
+            inner = contextlib.nullcontext()
+        inner.__enter__()
+        self._entered.append(inner)
+        return strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What the function given to `experimental_distribute_values_from_function` is told.
+
+    Attributes:
+        replica_id_in_sync_group: the replica whose value is asked for: this rank's.
+        num_replicas_in_sync: how many replicas there are.
+
+    """
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+class Strategy:
+    """Runs one program on all replicas and keeps their variables together.
+
+    Args:
+        extended: what does the work; see `StrategyExtended`.
+
+    """
+
+    is_default = False
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The part for library authors: destinations, updates, placement."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part: the number of ranks."""
+        return self.extended.communicator.size
+
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
+        """Return a context manager that puts the thread into this strategy's cross-replica context.
+
+        Variables created inside belong to the strategy.  May be nested in itself, not in another strategy's scope.
+
+        Raises:
+            ContextError: on entering, in a step function or in another strategy's scope.
+
+        """
+        return _Scope(self)
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; return this rank's result.
+
+        Args:
+            fn: the step function.
+            args: PerReplica and Mirrored values, in any nest, are replaced by this rank's component; dataset elements
+                are this rank's part already.
+            kwargs: likewise.
+
+        Raises:
+            ContextError: inside a step function, or in another strategy's scope.
+            OptionTypeError: when fn cannot be called, or args is no sequence.
+
+        """
+        if not callable(fn):
+            raise OptionTypeError.at("Strategy.run", found=f"fn={fn!r}", expected="a function")
+        if not isinstance(args, (list, tuple)):
+            raise OptionTypeError.at(
+                "Strategy.run",
+                found=f"args of type {type(args).__name__}",
+                expected="a tuple",
+                fix="Write args=(x,).",
+            )
+        context.require_cross_replica(self, "Strategy.run")
+        return self.extended.call_for_each_replica(fn, args, kwargs)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduce a value over the replicas, and along `axis` of each replica's array.  Collective.
+
+        Args:
+            reduce_op: a ReduceOp, or "SUM" / "MEAN".
+            value: this rank's value, e.g. what `run` returned; without axis also a nest of values.
+            axis: None reduces over the replicas only, and shapes must be equal.  An int (or a tuple of ints) also
+                reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
+                number of elements along it over all ranks.
+
+        Returns:
+            The result, equal on every rank; NumPy scalars for scalars.
+
+        Raises:
+            ContextError: in a step function.
+            ShapeError, OptionTypeError: for an axis that does not exist, or is no int.
+            ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
+
+        """
+        context.require_cross_replica(self, "Strategy.reduce")
+        extended = self.extended
+        leaves, structure = nest.flatten(value)
+        described = structure.text if axis is None else f"{structure.text} along axis {axis}"
+        with (
+            context.cross_replica(self),
+            extended.communicator.guard.call("Strategy.reduce", described) as call,
+        ):
+            op = ReduceOp.parse(reduce_op, call.where)
+            if axis is None:
+                if not leaves:
+                    raise EmptyBatchError.at(
+                        call.where, found="an empty structure", expected="at least one value"
+                    )
+                pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
+                reduced = (
+                    extended.cross_device_ops.batch_reduce(op, pairs, extended.options)
+                    if len(pairs) > 1
+                    else [extended.cross_device_ops.reduce(op, *pairs[0], extended.options)]
+                )
+                results = [local_component(result) for result in reduced]
+                return structure.pack(
+                    [as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)]
+                )
+            if structure is not nest.LEAF:
+                raise OptionTypeError.at(
+                    call.where,
+                    found=f"a structure {structure.text} with axis={axis!r}",
+                    expected="a single array",
+                )
+            return self._reduce_along(op, local_component(value), axis, call.where)
+
+    def _reduce_along(self, op: ReduceOp, value: Any, axis: Any, where: str) -> Any:
+        array = to_reducible(np.asarray(value) if hasattr(value, "_read") else value, where)
+        axes = tuple(
+            checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis])
+        )
+        # 16-bit floats are rounded once, at the end: the local sum is kept in the wire dtype.
+        here = np.asarray(np.sum(array, axis=axes, dtype=wire_dtype(array.dtype)))
+        length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))
+        pairs = [(PerReplica((part,)), PerReplica((0,))) for part in (here, length)]
+        total, count = self.extended.cross_device_ops.batch_reduce(ReduceOp.SUM, pairs, self.extended.options)
+        result = np.asarray(local_component(total))
+        if op is ReduceOp.MEAN:
+            result = divide(result, int(local_component(count)))
+        if array.dtype != wire_dtype(array.dtype):
+            with np.errstate(over="ignore"):
+                result = result.astype(array.dtype)
+        return result
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
+
+        Args:
+            value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.
+            axis: an int; negative counts from the end.
+
+        Returns:
+            The same on every rank.
+
+        Raises:
+            ContextError: in a step function.
+            ShapeError: for scalars and an axis out of range.
+            UnsupportedError: for IndexedSlices.
+
+        """
+        context.require_cross_replica(self, "Strategy.gather")
+        leaves, structure = nest.flatten(value)
+        with self.extended.communicator.guard.call("Strategy.gather", structure.text) as call:
+            return structure.pack([self.extended.gather_leaf(leaf, axis, call) for leaf in leaves])
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return this rank's components of a value: a tuple of one (empty where the value does not live)."""
+        if isinstance(value, DistributedValues):
+            return value.values
+        return (nest.map_structure(local_component, value),)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Call `value_fn` for this rank's replica and wrap what it returns in PerReplica.
+
+        Raises:
+            ContextError: in a step function.
+
+        """
+        context.require_cross_replica(self, "Strategy.experimental_distribute_values_from_function")
+        communicator = self.extended.communicator
+        value = value_fn(ValueContext(communicator.rank, communicator.size))
+        return nest.map_structure(lambda leaf: PerReplica((leaf,)), value)
+
+    def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
+        """Return a dataset that gives each rank its part of every global batch.
+
+        Args:
+            dataset: an iterable (a list, a generator, an object that can be iterated anew) of global batches: arrays
+                or nests of arrays with equal first axes.  Every rank iterates over the same batches.
+
+        Returns:
+            An iterable of this rank's contiguous parts; see `DistributedDataset`.
+
+        """
+        return DistributedDataset(dataset, self.extended.communicator.rank, self.extended.communicator.size)
+
+    def close(self) -> None:
+        """Give the communicator back.  Collective; the strategy cannot be used afterwards."""
+        self.extended.communicator.close()
+
+    def __repr__(self) -> str:
+        device = self.extended.worker_devices[0]
+        return f"<{type(self).__name__} replica {self.extended.communicator.rank} of {self.num_replicas_in_sync} on {device}>"
+
+
+class MirroredStrategy(Strategy):
+    """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
+
+    Started without a launcher (plain ``python``), it has one replica.
+
+    Args:
+        devices: one device string for each rank of this node, in order; None or [] means automatic.
+        cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
+        communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
+            Dup of it.  Disjoint sub-communicators give independent groups.
+        communication_options: the default options of every collective.
+
+    Raises:
+        LaunchError: when no MPI library can be loaded.
+        DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
+        OptionTypeError: for arguments of the wrong type.
+        All on every rank.
+
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        communicator: Any = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        where = "MirroredStrategy"
+        ranks = _connect(communicator)
+        try:
+            local_rank, local_size = ranks.local_rank_and_size()
+            with ranks.guard.call(where) as call:
+                if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+                    raise OptionTypeError.at(
+                        where, found=f"cross_device_ops={cross_device_ops!r}", expected="a CrossDeviceOps"
+                    )
+                if communication_options is not None and not isinstance(
+                    communication_options, CommunicationOptions
+                ):
+                    raise OptionTypeError.at(
+                        where,
+                        found=f"communication_options={communication_options!r}",
+                        expected="a CommunicationOptions",
+                    )
+                device = choose_device(devices, ranks.rank, local_rank, local_size)
+                call.agree(
+                    "create a strategy",
+                    op=type(cross_device_ops).__name__,
+                    destination=str(communication_options),
+                )
+            ranks.share_device(device)
+        except MpiStrategyError:
+            ranks.close()
+            raise
+        super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica on one device of this rank; never starts MPI.  The specification of every other strategy.
+
+    Args:
+        device: a device string such as ``"CPU:0"``.
+
+    Raises:
+        DeviceError: for a device that does not exist.
+        OptionTypeError: when `device` is no string.
+
+    """
+
+    def __init__(self, device: str = "CPU:0") -> None:
+        if not isinstance(device, str):
+            raise OptionTypeError.at(
+                "OneDeviceStrategy", found=f"device={device!r}", expected="a device string"
+            )
+        wanted = devices.parse(device)
+        complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
+        check_exists(complete)
+        super().__init__(StrategyExtended(self, SingleCommunicator((complete,))))
+
+
+class _DefaultStrategy(Strategy):
+    """The strategy of a thread that has entered none: one replica, here."""
+
+    is_default = True
+
+    def __init__(self) -> None:
+        super().__init__(StrategyExtended(self))
+
+
+def _connect(comm: Any) -> Any:
+    try:
+        from mpistrategy.mpi.communicator import MpiCommunicator
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError.at(
+            "MirroredStrategy",
+            found=f"no MPI library ({error})",
+            expected="an MPI that mpi4py can load",
+            fix="Load your cluster's MPI module, or install one: pip install 'mpistrategy[mpich]'. "
+            "OneDeviceStrategy needs no MPI.",
+        ) from error
+    return MpiCommunicator(comm)
+
+
+def _contribution(leaf: Any) -> Any:
+    if isinstance(leaf, (DistributedValues, IndexedSlices)):
+        return leaf
+    return PerReplica((leaf._read() if hasattr(leaf, "_read") else leaf,))
+
+
+@cache
+def _default_strategy() -> Strategy:
+    return _DefaultStrategy()
+
+
+context.set_default_strategy_factory(_default_strategy)
+
+__all__ = [
+    "Communicator",
+    "ContextError",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "Strategy",
+    "ValueContext",
+]

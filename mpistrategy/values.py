@@ -1,0 +1,175 @@
+"""Values that know they are distributed: PerReplica, Mirrored, IndexedSlices.
+
+A rank holds only its own component.  Plain arrays are the normal currency; these containers appear where they say
+something, and they act as arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from mpistrategy.arrays import Array
+from mpistrategy.errors import PlacementError, UnsupportedError
+
+
+class ArrayLike(NDArrayOperatorsMixin):
+    """Arithmetic, comparison, indexing and conversion for anything with a `_read` method."""
+
+    def _read(self) -> Any:
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        array = np.asarray(self._read())
+        if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
+            raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
+        return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(target, ArrayLike) for target in kwargs.get("out", ())):
+            raise UnsupportedError.at(
+                f"{type(self).__name__}.__i{ufunc.__name__}__",
+                found=f"an in-place {ufunc.__name__}",
+                expected="an assignment that keeps the replicas together",
+                fix="Write v.assign_add(x), v.assign_sub(x) or v.assign(...).",
+            )
+        plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._read()[key]
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __bool__(self) -> bool:
+        return bool(self._read())
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __complex__(self) -> complex:
+        return complex(self._read())
+
+    def __index__(self) -> int:
+        index: int = self._read().__index__()
+        return index
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read(), spec) if spec else str(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the local component."""
+        return np.shape(self._read())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the local component."""
+        return np.asarray(self._read()).dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape))
+
+    def numpy(self) -> Any:
+        """Return the value as an ndarray (or whatever the component is)."""
+        return np.asarray(self._read())
+
+
+class DistributedValues(ArrayLike):
+    """A value with one component on each replica; this rank holds its own.
+
+    Attributes:
+        values: the components that live on this rank: a tuple of one, or an empty tuple where none does.
+
+    """
+
+    def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
+        self.values = tuple(values)
+
+    def _read(self) -> Any:
+        return self.values[0]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.values))})"
+
+
+class PerReplica(DistributedValues):
+    """A value that may be different on every replica."""
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on every replica where it lives.
+
+    Args:
+        values: a tuple of one component, or an empty tuple on a rank where the value does not live.
+        lives_on: the ranks where it lives, in words; used in the error that reading it elsewhere raises.
+
+    """
+
+    def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
+        super().__init__(values)
+        self.lives_on = lives_on
+
+    def _read(self) -> Any:
+        if not self.values:
+            raise PlacementError.at(
+                "Mirrored",
+                found="a read on a rank where the value does not live",
+                expected=f"a read on {self.lives_on}",
+                fix="Give a variable, a value or the list of all devices as destination to have it on every rank.",
+            )
+        return self.values[0]
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.values else f"Mirrored(<lives on {self.lives_on}>)"
+
+
+class IndexedSlices:
+    """A sparse array: row ``indices[i]`` of the dense one has the sum of all ``values[j]`` with that index.
+
+    Args:
+        values: array of shape ``(n, ...)``.
+        indices: integer array of shape ``(n,)``; may repeat.
+        dense_shape: the shape of the dense array, or None when unknown.
+
+    """
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+        self.values = values
+        self.indices = indices
+        self.dense_shape = dense_shape
+
+    def to_dense(self) -> Array:
+        """Return the dense array; repeated indices add up.  Needs `dense_shape`."""
+        if self.dense_shape is None:
+            raise UnsupportedError.at(
+                "IndexedSlices.to_dense",
+                found="dense_shape=None",
+                expected="a dense_shape",
+                fix="Pass one when creating it.",
+            )
+        values = np.asarray(self.values)
+        dense = np.zeros(tuple(int(n) for n in np.asarray(self.dense_shape)), values.dtype)
+        np.add.at(dense, np.asarray(self.indices), values)
+        return dense
+
+    def __repr__(self) -> str:
+        return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"
+
+
+def local_component(value: Any) -> Any:
+    """Return this rank's component of a DistributedValues; anything else unchanged."""
+    return value._read() if isinstance(value, DistributedValues) else value
