@@ -63,9 +63,7 @@ def to_array(value: Any, where: str, path: str = "") -> Array:
     """
     leaf = f"leaf {path}" if path else "the value"
     if is_cupy(value):
-        raise UnsupportedError.at(
-            where, found=f"a CuPy array as {leaf}", expected="a NumPy array", fix="Pass x.get()."
-        )
+        raise UnsupportedError.at(where, found=f"a CuPy array as {leaf}", expected="a NumPy array", fix="Pass x.get().")
     if isinstance(value, np.ma.MaskedArray):
         raise LeafError.at(
             where,
@@ -76,9 +74,7 @@ def to_array(value: Any, where: str, path: str = "") -> Array:
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise LeafError.at(
-            where, found=f"{leaf} = {_short(value)}", expected="an array or a number"
-        ) from error
+        raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number") from error
     if array.dtype.kind == "O":
         raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

@@ -179,9 +179,7 @@ class ReplicaContext:
     """
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
-        if replica_id_in_sync_group is not None and not isinstance(
-            replica_id_in_sync_group, (int, np.integer)
-        ):
+        if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
             raise OptionError.at(
                 "ReplicaContext",
                 found=f"replica_id_in_sync_group={replica_id_in_sync_group!r}",
@@ -266,9 +264,7 @@ class ReplicaContext:
         self._require("all_reduce")
         extended = self._strategy.extended
         leaves, structure = nest.flatten(value)
-        with extended.communicator.guard.call(
-            "ReplicaContext.all_reduce", structure.text, name or ""
-        ) as call:
+        with extended.communicator.guard.call("ReplicaContext.all_reduce", structure.text, name or "") as call:
             targets = None if out is None else _checked_targets(out, structure, call.where)
             results = extended.all_reduce_leaves(reduce_op, leaves, nest.leaf_paths(value), options, targets)
         return structure.pack(results)
@@ -353,12 +349,8 @@ class ReplicaContext:
 def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Array]:
     targets, found = nest.flatten(out)
     if found.text != structure.text:
-        raise StructureError.at(
-            where, found=f"out with structure {found.text}", expected=f"structure {structure.text}"
-        )
+        raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
     for path, target in zip(nest.leaf_paths(out), targets, strict=True):
         if not isinstance(target, np.ndarray) or not target.flags.writeable:
-            raise ShapeError.at(
-                where, found=f"out{path} = {type(target).__name__}", expected="a writeable ndarray"
-            )
+            raise ShapeError.at(where, found=f"out{path} = {type(target).__name__}", expected="a writeable ndarray")
     return targets

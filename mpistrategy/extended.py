@@ -90,9 +90,7 @@ class StrategyExtended:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         self._require_cross_replica("batch_reduce_to")
         with self._entered(), self.communicator.guard.call("StrategyExtended.batch_reduce_to"):
-            return self.cross_device_ops.batch_reduce(
-                reduce_op, value_destination_pairs, self.options.merge(options)
-            )
+            return self.cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, self.options.merge(options))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
@@ -116,9 +114,7 @@ class StrategyExtended:
         """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call."""
         where = "ReplicaContext.all_reduce"
         if not leaves:
-            raise EmptyBatchError.at(
-                where, found="an empty structure", expected="at least one array to reduce"
-            )
+            raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
         values = [leaf if isinstance(leaf, Mirrored) else PerReplica((_plain(leaf),)) for leaf in leaves]
         for value, path in zip(values, paths, strict=True):
             if not isinstance(value, Mirrored) and not isinstance(value.values[0], IndexedSlices):
@@ -215,9 +211,7 @@ class StrategyExtended:
             result = fn(*plain_args, **plain_kwargs)
         if not group:
             return (result,)
-        return nest.map_structure(
-            lambda leaf: Mirrored((leaf,)) if isinstance(leaf, np.ndarray) else leaf, result
-        )
+        return nest.map_structure(lambda leaf: Mirrored((leaf,)) if isinstance(leaf, np.ndarray) else leaf, result)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -59,9 +59,7 @@ def leaf_paths(nest: Any) -> list[str]:
 
 
 def _is_record(nest: Any) -> bool:
-    return (
-        dataclasses.is_dataclass(nest) and not isinstance(nest, type) and not getattr(nest, "is_leaf", False)
-    )
+    return dataclasses.is_dataclass(nest) and not isinstance(nest, type) and not getattr(nest, "is_leaf", False)
 
 
 def _sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
@@ -116,9 +114,7 @@ def _combine(
     def rebuild(leaves: Iterator[Any]) -> Any:
         return build([child.rebuild(leaves) for child in children])
 
-    return Structure(
-        opening + ",".join(texts) + closing, sum(child.num_leaves for child in children), rebuild
-    )
+    return Structure(opening + ",".join(texts) + closing, sum(child.num_leaves for child in children), rebuild)
 
 
 def _new_mapping(kind: type, like: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Any:

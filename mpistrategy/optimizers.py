@@ -74,9 +74,7 @@ class Optimizer:
             )
         pairs = list(grads_and_vars)
         if not pairs:
-            raise EmptyBatchError.at(
-                where, found="no gradients", expected="at least one (gradient, variable) pair"
-            )
+            raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
         context.merge_call(self._merge, args=(pairs,))
 
     def _merge(self, strategy: Strategy, pairs: Sequence[tuple[Any, Variable]]) -> None:

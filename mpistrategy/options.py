@@ -95,13 +95,9 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         where = "CommunicationOptions"
         if not isinstance(self.bytes_per_pack, (int, float)):
-            raise OptionTypeError.at(
-                where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0"
-            )
+            raise OptionTypeError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
         if self.bytes_per_pack < 0:
-            raise OptionError.at(
-                where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0"
-            )
+            raise OptionError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
         chosen = self.implementation
         if isinstance(chosen, str) and chosen.upper() in CommunicationImplementation.__members__:
             object.__setattr__(self, "implementation", CommunicationImplementation[chosen.upper()])

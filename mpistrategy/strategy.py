@@ -98,9 +98,7 @@ class Strategy:
         """
         return _Scope(self)
 
-    def run(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; return this rank's result.
 
         Args:
@@ -156,9 +154,7 @@ class Strategy:
             op = ReduceOp.parse(reduce_op, call.where)
             if axis is None:
                 if not leaves:
-                    raise EmptyBatchError.at(
-                        call.where, found="an empty structure", expected="at least one value"
-                    )
+                    raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
                 pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
                 reduced = (
                     extended.cross_device_ops.batch_reduce(op, pairs, extended.options)
@@ -166,9 +162,7 @@ class Strategy:
                     else [extended.cross_device_ops.reduce(op, *pairs[0], extended.options)]
                 )
                 results = [local_component(result) for result in reduced]
-                return structure.pack(
-                    [as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)]
-                )
+                return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
             if structure is not nest.LEAF:
                 raise OptionTypeError.at(
                     call.where,
@@ -179,9 +173,7 @@ class Strategy:
 
     def _reduce_along(self, op: ReduceOp, value: Any, axis: Any, where: str) -> Any:
         array = to_reducible(np.asarray(value) if hasattr(value, "_read") else value, where)
-        axes = tuple(
-            checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis])
-        )
+        axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
         # 16-bit floats are rounded once, at the end: the local sum is kept in the wire dtype.
         here = np.asarray(np.sum(array, axis=axes, dtype=wire_dtype(array.dtype)))
         length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))
@@ -293,9 +285,7 @@ class MirroredStrategy(Strategy):
                     raise OptionTypeError.at(
                         where, found=f"cross_device_ops={cross_device_ops!r}", expected="a CrossDeviceOps"
                     )
-                if communication_options is not None and not isinstance(
-                    communication_options, CommunicationOptions
-                ):
+                if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
                     raise OptionTypeError.at(
                         where,
                         found=f"communication_options={communication_options!r}",
@@ -328,9 +318,7 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str = "CPU:0") -> None:
         if not isinstance(device, str):
-            raise OptionTypeError.at(
-                "OneDeviceStrategy", found=f"device={device!r}", expected="a device string"
-            )
+            raise OptionTypeError.at("OneDeviceStrategy", found=f"device={device!r}", expected="a device string")
         wanted = devices.parse(device)
         complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
         check_exists(complete)

@@ -76,9 +76,7 @@ class Variable(ArrayLike):
             _check_dtype(self._storage.dtype, self.aggregation)
             self.name = f"Variable_{next(_numbers)}" if name is None else name
             self.trainable = (
-                self.synchronization is not VariableSynchronization.ON_READ
-                if trainable is None
-                else bool(trainable)
+                self.synchronization is not VariableSynchronization.ON_READ if trainable is None else bool(trainable)
             )
             call.agree(
                 "create",
@@ -158,9 +156,7 @@ class Variable(ArrayLike):
         """Return `value` as an array of this variable's dtype and shape, or raise without having changed anything."""
         value = _plain(value)
         if isinstance(value, IndexedSlices):
-            raise UnsupportedError.at(
-                where, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense()."
-            )
+            raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense().")
         array = to_array(value, f"{where} of {self.name!r}")
         if array.dtype != self.dtype:
             array = _converted(array, value, self.dtype, f"{where} of {self.name!r}")
@@ -196,9 +192,7 @@ def _write_local(variable: Variable, where: str, value: Any, apply: Callable[[Ar
     apply(variable._storage, variable._incoming(value, where))
 
 
-def _write_combined(
-    variable: Variable, where: str, value: Any, apply: Callable[[Array, Array], None]
-) -> None:
+def _write_combined(variable: Variable, where: str, value: Any, apply: Callable[[Array, Array], None]) -> None:
     aggregation = variable.aggregation
     if aggregation is VariableAggregation.NONE:
         raise AggregationError.at(
@@ -339,9 +333,7 @@ def _converted(array: Array, value: Any, dtype: np.dtype[Any], where: str) -> Ar
     if is_python_number(value) or isinstance(value, np.generic):
         try:
             with np.errstate(over="raise"):
-                if np.can_cast(array.dtype, dtype, "same_kind") or (
-                    array.dtype.kind in "iu" and dtype.kind in "iufc"
-                ):
+                if np.can_cast(array.dtype, dtype, "same_kind") or (array.dtype.kind in "iu" and dtype.kind in "iufc"):
                     return np.asarray(value, dtype=dtype)
         except (OverflowError, FloatingPointError) as error:
             raise DTypeError.at(

@@ -59,9 +59,7 @@ class CrossDeviceOps:
         with communicator.guard.call(f"{type(self).__name__}.reduce") as call:
             op = ReduceOp.parse(reduce_op, call.where)
             placing.resolve(destinations, communicator, call.where)
-            return self.reduce_implementation(
-                op, per_replica_value, destinations, _checked(options, call.where)
-            )
+            return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call.where))
 
     def batch_reduce(
         self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
@@ -133,12 +131,8 @@ class CrossDeviceOps:
             destination = placing.resolve(destinations, communicator, call.where)
             array = to_array(local_component(tensor), call.where)
             if array.dtype.hasobject:
-                raise DTypeError.at(
-                    call.where, found=f"dtype {array.dtype}", expected="a dtype of fixed size"
-                )
-            call.agree(
-                "broadcast", values=((dtype_name(array.dtype), array.shape),), destination=destination.text
-            )
+                raise DTypeError.at(call.where, found=f"dtype {array.dtype}", expected="a dtype of fixed size")
+            call.agree("broadcast", values=((dtype_name(array.dtype), array.shape),), destination=destination.text)
             sent = np.array(array, order="C", copy=True)
             communicator.bcast(sent, 0)
             return mirrored(sent, destination, communicator)
@@ -173,9 +167,7 @@ def _checked(options: Any, where: str) -> CommunicationOptions:
     if options is None:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
-        raise OptionTypeError.at(
-            where, found=f"options={options!r}", expected="a CommunicationOptions or None"
-        )
+        raise OptionTypeError.at(where, found=f"options={options!r}", expected="a CommunicationOptions or None")
     return options
 
 
@@ -184,9 +176,7 @@ def _checked_pairs(pairs: Any, where: str) -> list[tuple[Any, Any]]:
     try:
         listed = list(pairs)
     except TypeError as error:
-        raise OptionTypeError.at(
-            where, found=f"value_destination_pairs={pairs!r}", expected=expected
-        ) from error
+        raise OptionTypeError.at(where, found=f"value_destination_pairs={pairs!r}", expected=expected) from error
     if not listed:
         raise EmptyBatchError.at(where, found="no values at all", expected="at least one value to reduce")
     for pair in listed:

@@ -57,11 +57,7 @@ def resolve(destinations: Any, communicator: Communicator, where: str) -> Destin
     if isinstance(destinations, (ArrayLike, IndexedSlices, np.ndarray, np.generic)):
         return EVERY_RANK
     texts = [destinations] if isinstance(destinations, str) else destinations
-    if (
-        not isinstance(texts, (list, tuple))
-        or not texts
-        or not all(isinstance(text, str) and text for text in texts)
-    ):
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise DestinationError.at(
             where,
             found=f"destinations={destinations!r}",

@@ -53,9 +53,7 @@ def checked_axis(axis: Any, ndim: int, where: str) -> int:
 
     """
     if axis is None:
-        raise ShapeError.at(
-            where, found="axis=None", expected="an int", fix="Pass axis=0 for the first axis."
-        )
+        raise ShapeError.at(where, found="axis=None", expected="an int", fix="Pass axis=0 for the first axis.")
     try:
         index = operator.index(axis)
     except TypeError as error:
@@ -63,7 +61,5 @@ def checked_axis(axis: Any, ndim: int, where: str) -> int:
     if not -ndim <= index < ndim:
         expected = "an array with at least one axis" if ndim == 0 else f"an axis from {-ndim} to {ndim - 1}"
         fix = "Make it an array of one element first: np.atleast_1d(x)." if ndim == 0 else ""
-        raise ShapeError.at(
-            where, found=f"axis={index} of an array with {ndim} axes", expected=expected, fix=fix
-        )
+        raise ShapeError.at(where, found=f"axis={index} of an array with {ndim} axes", expected=expected, fix=fix)
     return index % ndim

@@ -29,9 +29,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
         checked: Any = num_packs
         if not isinstance(checked, (int, float)) or checked < 0:
-            raise OptionError.at(
-                "HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0"
-            )
+            raise OptionError.at("HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0")
         self.num_packs = num_packs
 
     def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:

@@ -74,15 +74,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             )
             results: list[Any] = [None] * len(values)
             for target in dict.fromkeys(targets):
-                dense = [
-                    i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)
-                ]
+                dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
                 sums = self.sum_arrays(communicator, [values[i] for i in dense], target, options, call)
                 for i, total in zip(dense, sums, strict=True):
                     here = target.includes(communicator.rank)
-                    results[i] = (
-                        finish(total, values[i].dtype, reduce_op, communicator.size) if here else None
-                    )
+                    results[i] = finish(total, values[i].dtype, reduce_op, communicator.size) if here else None
             for i, value in enumerate(values):
                 if isinstance(value, IndexedSlices):
                     results[i] = sparse.concatenate(communicator, value, reduce_op, call)

@@ -72,11 +72,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         results: list[Array] = [np.empty(0)] * len(arrays)
         for pack in packing.plan(arrays, options.bytes_per_pack):
             buffer = pack.fill(arrays)
-            everyone = (
-                [np.empty_like(buffer) for _ in range(communicator.size)]
-                if communicator.rank == root
-                else None
-            )
+            everyone = [np.empty_like(buffer) for _ in range(communicator.size)] if communicator.rank == root else None
             communicator.gatherv(buffer, everyone, root)
             # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
             call.expect_more()
@@ -90,9 +86,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     def _root(self, communicator: Communicator, destination: Destination) -> int:
         if self.reduce_to_device is not None:
-            return ranks_of(
-                self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)"
-            )[0]
+            return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
         return destination.only_rank or 0
 
     def _accumulate(

@@ -31,9 +31,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 class _Watch:
     """What this process knows about its own end."""
 
-    def __init__(
-        self, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]
-    ) -> None:
+    def __init__(self, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]) -> None:
         self.rank, self.size, self._abort, self.mpi_is_over = rank, size, abort, mpi_is_over
         self.guards: list[Guard] = []
         self.status = 0
@@ -51,9 +49,7 @@ class _Watch:
         time.sleep(_FORWARDING_SECONDS)
         self._abort(status)
 
-    def end_job(
-        self, error: BaseException, kind: type[BaseException], trace: TracebackType | None, where: str
-    ) -> None:
+    def end_job(self, error: BaseException, kind: type[BaseException], trace: TracebackType | None, where: str) -> None:
         self.say("".join(traceback.format_exception(kind, error, trace)).rstrip())
         self.say(f"{kind.__name__} was not caught{where}: the whole job ends here.")
         self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
@@ -62,9 +58,7 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-def watch(
-    guard: Guard, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]
-) -> None:
+def watch(guard: Guard, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]) -> None:
     """Watch over this process from now on, and say goodbye to the peers of `guard` at its end."""
     global _watch
     if _watch is None:
@@ -148,9 +142,7 @@ def _say_goodbye(state: _Watch) -> None:
                 guard.tell_peers()
             elif state.status and (left is False or time.monotonic() > end):
                 state.say(state.last_words)
-                state.say(
-                    f"ended with status {state.status} while other ranks go on: the whole job ends here."
-                )
+                state.say(f"ended with status {state.status} while other ranks go on: the whole job ends here.")
                 state.abort(state.status)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

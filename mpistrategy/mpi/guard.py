@@ -146,9 +146,7 @@ class Guard:
                 if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
                     kind = RemoteError
                 raise _known(
-                    kind(
-                        f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
-                    )
+                    kind(f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}")
                 )
         raise _known(CollectiveMismatchError(_table(reports)))
 

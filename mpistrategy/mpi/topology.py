@@ -31,9 +31,7 @@ def choose_device(wanted: Any, rank: int, local_rank: int, local_size: int) -> D
     if wanted is None or (isinstance(wanted, (list, tuple)) and not wanted):
         return Device(rank, "CPU", 0)
     if not isinstance(wanted, (list, tuple)) or not all(isinstance(text, str) for text in wanted):
-        raise OptionTypeError.at(
-            _WHERE, found=f"devices={wanted!r}", expected="a list of device strings, or None"
-        )
+        raise OptionTypeError.at(_WHERE, found=f"devices={wanted!r}", expected="a list of device strings, or None")
     parsed = [devices.parse(text) for text in wanted]
     _refuse_repeated(wanted, parsed)
     if len(parsed) < local_size:
@@ -63,9 +61,7 @@ def check_exists(device: Device, local_size: int = 1) -> None:
         )
     cores = max(os.cpu_count() or 1, local_size)
     if device.index is not None and device.index >= cores:
-        raise DeviceError.at(
-            _WHERE, found=f"device {device}", expected=f"an index below {cores} on this node"
-        )
+        raise DeviceError.at(_WHERE, found=f"device {device}", expected=f"an index below {cores} on this node")
 
 
 def _refuse_repeated(texts: Sequence[str], parsed: list[Device]) -> None:
