@@ -50,9 +50,7 @@ EXACT = Rounding(
     "integers, booleans, strings, and floating-point sums of at most two values: every order is the same", 0
 )
 ANY_ORDER = Rounding("floating-point sums of more than two values: the order is MPI's", 1)
-HALF = Rounding(
-    "float16 and bfloat16: summed in float32 and rounded once, where TensorFlow rounds every step", 1
-)
+HALF = Rounding("float16 and bfloat16: summed in float32 and rounded once, where TensorFlow rounds every step", 1)
 
 
 def rounding_for(dtype: str, num_values: int) -> Rounding:
@@ -157,10 +155,7 @@ def _shape_numbers(node: Json) -> list[int] | None:
         return None
     if is_array(node):
         return [int(n) for n in array_of(node)]
-    return [
-        int(array_of(n)) if is_array(n) else int(n)
-        for n in (node["tuple"] if isinstance(node, dict) else node)
-    ]
+    return [int(array_of(n)) if is_array(n) else int(n) for n in (node["tuple"] if isinstance(node, dict) else node)]
 
 
 def arrays_agree(expected: Json, found: Json, tolerance: Tolerance) -> bool:

@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
+
 import mpistrategy as ms
 
 from .compare import Difference
 from .environment import kind_of
 from .judge import is_typed_error
-from .values import Json, is_array, leaves
+from .values import Json, array_of, is_array, leaves
 
 TABLE = Path(__file__).with_name("deviations.toml")
 KINDS = ("deviation", "superseded")
@@ -39,6 +41,7 @@ class Rule:
         when: conditions on the recorded case; all must hold.
         ours: conditions on the outcomes of our ranks; all must hold.
         only: the observations that may differ; empty for any.
+        same_numbers: the numbers agree; only dtypes differ, or a Python number stands in place of an array.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Rule:
     when: tuple[str, ...] = ()
     ours: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    same_numbers: bool = False
 
     def covers(self, case: Json) -> bool:
         """Return whether the rule is about this case, whatever we did."""
@@ -57,6 +61,8 @@ class Rule:
     def excuses(self, case: Json, outcomes: list[Json], found: Iterable[Difference]) -> bool:
         """Return whether these differences are what the rule allows."""
         if not self.covers(case) or not all(_holds(OURS, text, outcomes) for text in self.ours):
+            return False
+        if self.same_numbers and not all(map(numbers_agree, found)):
             return False
         return not self.only or all(difference.name in self.only for difference in found)
 
@@ -86,6 +92,13 @@ def _check(rule: Rule) -> None:
 def find_rule(rules: list[Rule], case: Json, outcomes: list[Json], found: list[Difference]) -> Rule | None:
     """Return the first rule that excuses a case's differences."""
     return next((rule for rule in rules if rule.excuses(case, outcomes, found)), None)
+
+
+def numbers_agree(difference: Difference) -> bool:
+    """Return whether both sides of a difference are the same numbers, whatever their dtype."""
+    sides = [difference.expected, difference.found]
+    arrays = [array_of(side) if is_array(side) else np.asarray(side) for side in sides]
+    return all(a.dtype.kind in "iufc" for a in arrays) and np.array_equal(arrays[0], arrays[1])
 
 
 def _word(text: str) -> tuple[bool, str, str]:
@@ -140,11 +153,7 @@ def _op_kind(case: Json, name: str) -> bool:
     op = (case.get("inputs") or {}).get("reduce_op")
     kinds = {"reduce_op": "enum", "aggregation": "aggregation"}
     found = (
-        "string"
-        if isinstance(op, str)
-        else kinds.get(next(iter(op), ""), "else")
-        if isinstance(op, dict)
-        else "else"
+        "string" if isinstance(op, str) else kinds.get(next(iter(op), ""), "else") if isinstance(op, dict) else "else"
     )
     return found == name
 
@@ -216,9 +225,39 @@ def _mixes_int32(case: Json, _: str) -> bool:
     inputs = case.get("inputs") or {}
     groups = inputs.get("per_replica") or [[pair[0] for pair in inputs.get("pairs", ())]]
     return any(
-        len(leaves(group)) > 1 and any(is_array(x) and x["dtype"] == "int32" for x in leaves(group))
-        for group in groups
+        len(leaves(group)) > 1 and any(is_array(x) and x["dtype"] == "int32" for x in leaves(group)) for group in groups
     )
+
+
+def _mirrored_value(case: Json, _: str) -> bool:
+    """``mirrored value``: the reduced value is a Mirrored."""
+    return "mirrored_from_sum_of" in ((case.get("inputs") or {}).get("value") or {})
+
+
+def _structured_value(case: Json, _: str) -> bool:
+    """``structured value``: each replica's value is a dict, a list or a tuple."""
+    values = ((case.get("inputs") or {}).get("value") or {}).get("per_replica", ())
+    return any(_shape_of(value) not in ("*", "sparse") for value in values)
+
+
+def _negative_axis(case: Json, _: str) -> bool:
+    """``negative axis``."""
+    axis = (case.get("inputs") or {}).get("axis")
+    return isinstance(axis, int) and axis < 0
+
+
+def _impossible_device(case: Json, _: str) -> bool:
+    """``impossible device``: a device is named that no replica has."""
+    inputs = case.get("inputs") or {}
+    kind, _, index = str(inputs.get("reduce_to_device", "")).rpartition(":")
+    beyond = kind.endswith("CPU") and int(index) >= case["num_replicas"]
+    return beyond or (inputs.get("destinations") == "other_device" and case["num_replicas"] <= 3)
+
+
+def _nccl(case: Json, _: str) -> bool:
+    """``nccl``: the class under test is NcclAllReduce."""
+    inputs = case.get("inputs") or {}
+    return "NcclAllReduce" in (inputs.get("class"), inputs.get("cdo"))
 
 
 WHEN: dict[str, Callable[..., bool]] = {
@@ -234,6 +273,11 @@ WHEN: dict[str, Callable[..., bool]] = {
     "lacks": _lacks,
     "plain": _plain,
     "int32 beside another": _mixes_int32,
+    "mirrored value": _mirrored_value,
+    "structured value": _structured_value,
+    "negative axis": _negative_axis,
+    "impossible device": _impossible_device,
+    "nccl": _nccl,
 }
 
 # ------------------------------------------------------------------------------------------------ `ours`

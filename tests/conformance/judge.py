@@ -33,20 +33,19 @@ def judge(case: Json, program: Program, outcomes: list[Json]) -> list[Difference
     return found_all + _judge_placement(case, outcomes)
 
 
-def _judge_ranks(
-    case: Json, program: Program, expected: list[Json], outcomes: list[Json]
-) -> Iterator[Difference]:
+def _judge_ranks(case: Json, program: Program, expected: list[Json], outcomes: list[Json]) -> Iterator[Difference]:
     tolerance = Tolerance.of_case(case)
     bystanders = may_be_bystanders(case, program, expected, outcomes)
     for rank, (want, got) in enumerate(zip(expected, outcomes, strict=True)):
-        if got["status"] == "ok" and rank in bystanders:
+        if rank in bystanders and (got["status"] == "ok" or is_typed_error(got)):
             continue
         for difference in judge_rank(want, got, program, tolerance):
             yield Difference(f"{difference.path}[rank {rank}]", difference.expected, difference.found)
 
 
 def may_be_bystanders(case: Json, program: Program, expected: list[Json], outcomes: list[Json]) -> set[int]:
-    """Return the ranks that may return normally although the one recorded process failed as a whole.
+    """Return the ranks that may fare otherwise although the one recorded process failed as a whole: return
+    normally, or raise a typed error where they waited for the one that failed.
 
     That is so for faults of some replicas only: a program marked `partial`, and an exception of the user's
     own. At least one rank must have failed as recorded.
@@ -75,9 +74,7 @@ def judge_rank(want: Json, got: Json, program: Program, tolerance: Tolerance) ->
     yield from _observation_differences(want.get("observed", {}), got.get("observed", {}), program, tolerance)
 
 
-def _observation_differences(
-    want: Json, got: Json, program: Program, tolerance: Tolerance
-) -> Iterator[Difference]:
+def _observation_differences(want: Json, got: Json, program: Program, tolerance: Tolerance) -> Iterator[Difference]:
     for name, value in want.items():
         if name == "notes":
             notes = {f"notes.{key}": note for key, note in value.items()}
@@ -148,7 +145,8 @@ def expected_outcome(case: Json, program: Program, rank: int) -> Json:
     outcome = case["outcome"]
     if "by_rank" in outcome:
         record = outcome["by_rank"][rank]
-        return {**record, "status": record.get("status", "ok")}
+        observed = local_view(record.get("observed", {}), rank)
+        return {**record, "status": record.get("status", "ok"), "observed": observed}
     record = {key: value for key, value in outcome.items() if key != "same_on_every_rank"}
     observed = record.get("observed", {})
     if kind_of(case) != "multi_worker":
@@ -162,9 +160,7 @@ def _observations_of_rank(observed: Json, case: Json, program: Program, rank: in
         seen["notes"] = {name: _own_note(note, rank) for name, note in seen["notes"].items()}
         seen["notes"] = {name: note for name, note in seen["notes"].items() if note != {}}
     for name in program.copies:
-        group, key = (
-            (seen.get("notes", {}), name[len("notes.") :]) if name.startswith("notes.") else (seen, name)
-        )
+        group, key = (seen.get("notes", {}), name[len("notes.") :]) if name.startswith("notes.") else (seen, name)
         if key in group:
             group[key] = own_copy(group[key], rank, case["num_replicas"])
     return program.view(seen, rank, case) if program.view else seen
@@ -200,9 +196,7 @@ def kinds_agree(want: dict[str, Any], got: dict[str, Any]) -> bool:
 
 def is_typed_error(outcome: Json) -> bool:
     """Return whether an outcome is an exception that says what was wrong."""
-    return outcome["status"] == "error" and bool(
-        {outcome["error"]["type"], *outcome["error"]["bases"]} & set(TYPED)
-    )
+    return outcome["status"] == "error" and bool({outcome["error"]["type"], *outcome["error"]["bases"]} & set(TYPED))
 
 
 def _status(outcome: Json) -> str:

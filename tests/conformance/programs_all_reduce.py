@@ -25,9 +25,7 @@ def all_reduce(env: Env, p: Inputs) -> Any:
     values = [decode(v) for v in p["per_replica"]]
     options = {"options": ms.CommunicationOptions(**p["options"])} if p.get("options") else {}
     return {
-        "result": env.attempt(
-            env.run, lambda: all_reduce_in_step(decode(p["reduce_op"]), env.pick(values), **options)
-        )
+        "result": env.attempt(env.run, lambda: all_reduce_in_step(decode(p["reduce_op"]), env.pick(values), **options))
     }
 
 
@@ -35,9 +33,7 @@ def all_reduce(env: Env, p: Inputs) -> Any:
 def all_gather(env: Env, p: Inputs) -> Any:
     values = [decode(v) for v in p["per_replica"]]
     return {
-        "result": env.attempt(
-            env.run, lambda: ms.get_replica_context().all_gather(env.pick(values), axis=p["axis"])
-        )
+        "result": env.attempt(env.run, lambda: ms.get_replica_context().all_gather(env.pick(values), axis=p["axis"]))
     }
 
 
@@ -102,9 +98,7 @@ def extra_call_on_last_replica(env: Env, p: Inputs) -> Any:
 @program("different_ops_on_replicas")
 def different_ops_on_replicas(env: Env, p: Inputs) -> Any:
     def step() -> Any:
-        return all_reduce_in_step(
-            "SUM" if env.rid() == 0 else "MEAN", constant(3.0) * np.float32(env.rid() + 1)
-        )
+        return all_reduce_in_step("SUM" if env.rid() == 0 else "MEAN", constant(3.0) * np.float32(env.rid() + 1))
 
     return {"result": env.attempt(env.run, step)}
 
@@ -136,9 +130,7 @@ def mirrored_variable_read_value(env: Env, p: Inputs) -> Any:
 @program("on_read_variable_argument")
 def on_read_variable_argument(env: Env, p: Inputs) -> Any:
     with env.strategy.scope():
-        v = variable(
-            0.0, synchronization=ms.VariableSynchronization.ON_READ, aggregation=ms.VariableAggregation.SUM
-        )
+        v = variable(0.0, synchronization=ms.VariableSynchronization.ON_READ, aggregation=ms.VariableAggregation.SUM)
     env.run(lambda: v.assign(float(env.rid() + 1)))
     return {"result": env.attempt(env.run, lambda: all_reduce_in_step("SUM", v))}
 
@@ -181,11 +173,7 @@ def result_is_usable_in_step(env: Env, p: Inputs) -> Any:
 
 @program("step_is_a_function")
 def step_is_a_function(env: Env, p: Inputs) -> Any:
-    return {
-        "result": env.attempt(
-            env.run, lambda: all_reduce_in_step("SUM", np.float32(env.rid()) + np.float32(1))
-        )
-    }
+    return {"result": env.attempt(env.run, lambda: all_reduce_in_step("SUM", np.float32(env.rid()) + np.float32(1)))}
 
 
 @program("indexed_slices_from_gradient")

@@ -203,9 +203,7 @@ def argument_kinds_differ(env: Env, p: Inputs) -> Any:
         env.lnote("received", v)
 
     return {
-        "result": env.attempt(
-            env.run, lambda: merge_call(merge_fn, args=(constant(1.0) if env.rid() == 0 else None,))
-        )
+        "result": env.attempt(env.run, lambda: merge_call(merge_fn, args=(constant(1.0) if env.rid() == 0 else None,)))
     }
 
 

@@ -86,9 +86,7 @@ def reduce_mirrored_value(env: Env, p: Inputs) -> Any:
 @program("reduce_on_read_variable")
 def reduce_on_read_variable(env: Env, p: Inputs) -> Any:
     with env.strategy.scope():
-        v = variable(
-            0.0, synchronization=ms.VariableSynchronization.ON_READ, aggregation=ms.VariableAggregation.MEAN
-        )
+        v = variable(0.0, synchronization=ms.VariableSynchronization.ON_READ, aggregation=ms.VariableAggregation.MEAN)
     env.run(lambda: v.assign(env.rid() + 1.0))
     with env.strategy.scope():
         return {

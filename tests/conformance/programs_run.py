@@ -99,9 +99,7 @@ def returns_container(env: Env, p: Inputs) -> Any:
 @program("returns_on_read_member")
 def returns_on_read_member(env: Env, p: Inputs) -> Any:
     with env.strategy.scope():
-        v = variable(
-            0.0, synchronization=ms.VariableSynchronization.ON_READ, aggregation=ms.VariableAggregation.SUM
-        )
+        v = variable(0.0, synchronization=ms.VariableSynchronization.ON_READ, aggregation=ms.VariableAggregation.SUM)
     env.run(lambda: v.assign(env.rid() + 1.0))
     result = env.run(lambda: v)
     return {"result": result, "is v": result is v}

@@ -66,7 +66,4 @@ def _print_shares(counts: dict[str, Counter[str]]) -> None:
             sum(count.total() for count in chosen),
         )
         if total:
-            print(
-                f"deviations in {name}: {deviations} of {total}"
-                f" = {deviations / total:.1%} (limit {limit:.0%})"
-            )
+            print(f"deviations in {name}: {deviations} of {total} = {deviations / total:.1%} (limit {limit:.0%})")

@@ -131,11 +131,7 @@ def gather_json(outcome: Json, comm: MPI.Comm) -> list[Json]:
 
 def verdict(case: Json, program: Program | None, outcomes: list[Json], rules: list[Rule]) -> Result:
     """Judge the ranks' outcomes of one case."""
-    notes = [
-        f"rank {r}: {o['note']}"
-        for r, o in enumerate(outcomes)
-        if o["status"] in ("unsupported", "left open")
-    ]
+    notes = [f"rank {r}: {o['note']}" for r, o in enumerate(outcomes) if o["status"] in ("unsupported", "left open")]
     if program is None or all(outcome["status"] == "unsupported" for outcome in outcomes):
         return Result(case["id"], "unsupported", details=tuple(notes))
     if notes:

@@ -88,9 +88,7 @@ def _decode_mapping(node: Json) -> Any:
 
 def _decode_slices(node: Json) -> ms.IndexedSlices:
     fields = node["IndexedSlices"]
-    return ms.IndexedSlices(
-        decode(fields["values"]), decode(fields["indices"]), decode(fields.get("dense_shape"))
-    )
+    return ms.IndexedSlices(decode(fields["values"]), decode(fields["indices"]), decode(fields.get("dense_shape")))
 
 
 _DECODERS: dict[str, Any] = {
@@ -133,11 +131,7 @@ def encode(value: Any) -> Json:
     if isinstance(value, Caught):
         return encode_error(value.error)
     if isinstance(value, ms.DistributedValues):
-        return (
-            encode(value.values[0])
-            if value.values
-            else {"elsewhere": getattr(value, "lives_on", "another rank")}
-        )
+        return encode(value.values[0]) if value.values else {"elsewhere": getattr(value, "lives_on", "another rank")}
     if isinstance(value, ms.Variable):
         return _encode_array("variable", np.asarray(value.local_copy()))
     if isinstance(value, ms.IndexedSlices):
