@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,9 @@ class Frame:
     ) -> None:
         ambient.leave()
         _stack.frames.pop()
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class _Stack(threading.local):
@@ -144,7 +148,7 @@ def require_cross_replica(strategy: Strategy, where: str) -> None:
             where,
             found="a call in replica context (inside a step function)",
             expected="a call in cross-replica context",
-            fix="Call it outside `strategy.run`, or inside a function given to `get_replica_context().merge_call(...)`.",
+            fix="Call it outside `strategy.run`, or in a function given to `get_replica_context().merge_call`.",
         )
 
 
@@ -215,7 +219,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> int:
         """The number of this replica, from 0 on; the rank in the strategy's communicator."""
         if self._replica_id is None:
-            raise ContextError.at(
+            raise OptionError.at(
                 "ReplicaContext.replica_id_in_sync_group", found="no id", expected="a context made with an id"
             )
         return self._replica_id
@@ -261,10 +265,12 @@ class ReplicaContext:
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
 
         """
-        self._require("all_reduce")
         extended = self._strategy.extended
         leaves, structure = nest.flatten(value)
-        with extended.communicator.guard.call("ReplicaContext.all_reduce", structure.text, name or "") as call:
+        with (
+            self._required("all_reduce"),
+            extended.communicator.guard.call("ReplicaContext.all_reduce", structure.text, name or "") as call,
+        ):
             targets = None if out is None else _checked_targets(out, structure, call.where)
             results = extended.all_reduce_leaves(reduce_op, leaves, nest.leaf_paths(value), options, targets)
         return structure.pack(results)
@@ -286,10 +292,12 @@ class ReplicaContext:
             CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
 
         """
-        self._require("all_gather")
         extended = self._strategy.extended
         leaves, structure = nest.flatten(value)
-        with extended.communicator.guard.call("ReplicaContext.all_gather", structure.text) as call:
+        with (
+            self._required("all_gather"),
+            extended.communicator.guard.call("ReplicaContext.all_gather", structure.text) as call,
+        ):
             return structure.pack([extended.gather_leaf(leaf, axis, call) for leaf in leaves])
 
     def merge_call(
@@ -304,7 +312,7 @@ class ReplicaContext:
             OptionTypeError: when merge_fn cannot be called, or args is no sequence.
 
         """
-        self._require("merge_call")
+        self._required("merge_call")
         if not callable(merge_fn):
             raise OptionTypeError.at(
                 "ReplicaContext.merge_call",
@@ -321,12 +329,13 @@ class ReplicaContext:
         with cross_replica(self._strategy):
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 
-    def _require(self, method: str) -> None:
+    def _required(self, method: str) -> AbstractContextManager[Any]:
+        """Raise ContextError unless this thread is in this context; return what must be entered to communicate."""
         frame = current_frame()
         if frame is not None and frame.replica_context is self:
-            return
+            return _NOTHING
         if frame is None and self._strategy is get_strategy():
-            return
+            return Frame(self._strategy, Mode.REPLICA, self)
         where = f"ReplicaContext.{method}"
         if frame is not None and frame.mode is not Mode.REPLICA:
             raise ContextError.at(

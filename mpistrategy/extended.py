@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy import context, nest
-from mpistrategy.arrays import Array, dtype_name, is_python_number, to_reducible
+from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, to_reducible
 from mpistrategy.context import Frame, Mode, ReplicaContext
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.gathering import gather
-from mpistrategy.errors import ContextError, EmptyBatchError, OptionTypeError, ShapeError
+from mpistrategy.errors import ContextError, EmptyBatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
-from mpistrategy.options import CommunicationOptions
+from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.values import (
     ArrayLike,
     DistributedValues,
@@ -115,22 +115,22 @@ class StrategyExtended:
         where = "ReplicaContext.all_reduce"
         if not leaves:
             raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
+        op = ReduceOp.parse(reduce_op, where)
         values = [leaf if isinstance(leaf, Mirrored) else PerReplica((_plain(leaf),)) for leaf in leaves]
-        for value, path in zip(values, paths, strict=True):
-            if not isinstance(value, Mirrored) and not isinstance(value.values[0], IndexedSlices):
-                to_reducible(value.values[0], where, path)
-        pairs = [(value, value) for value in values]
-        reduced = self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
+        for index, (value, path) in enumerate(zip(values, paths, strict=True)):
+            component = value.values[0] if value.values else None
+            if not isinstance(component, IndexedSlices):
+                array = to_reducible(component, where, path)
+                if targets is not None:
+                    _check_target(targets[index], array, op, f"{where}: out{path}")
+            elif targets is not None:
+                raise UnsupportedError.at(
+                    where, found="IndexedSlices with out=", expected="arrays", fix="Leave out= away."
+                )
+        reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], self.options.merge(options))
         results = [local_component(result) for result in reduced]
         if targets is None:
             return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
-        for target, result in zip(targets, results, strict=True):
-            if target.shape != result.shape or target.dtype != result.dtype:
-                raise ShapeError.at(
-                    where,
-                    found=f"out with {dtype_name(target.dtype)}{list(target.shape)}",
-                    expected=f"{dtype_name(result.dtype)}{list(result.shape)}",
-                )
         for target, result in zip(targets, results, strict=True):
             target[...] = result
         return list(targets)
@@ -286,6 +286,16 @@ class StrategyExtended:
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
+
+
+def _check_target(target: Array, value: Array, op: ReduceOp, where: str) -> None:
+    dtype = mean_dtype(value.dtype) if op is ReduceOp.MEAN else value.dtype
+    if target.shape != value.shape or target.dtype != dtype:
+        raise ShapeError.at(
+            where,
+            found=f"{dtype_name(target.dtype)}{list(target.shape)}",
+            expected=f"{dtype_name(dtype)}{list(value.shape)}, as the result",
+        )
 
 
 def as_given(result: Any, value: Any) -> Any:

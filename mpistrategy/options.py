@@ -79,8 +79,9 @@ class CommunicationOptions:
 
     Attributes:
         bytes_per_pack: small values are packed into buffers of at most this many bytes; 0 lets the library choose.
-        timeout_seconds: how long a collective may take; None means the default.
-        implementation: a `CommunicationImplementation` or its name in any letter case.
+        timeout_seconds: how long a collective may take; None means the default.  Kept, not enforced yet.
+        implementation: a `CommunicationImplementation` or its name in any letter case.  MPI carries everything so
+            far, whatever is asked for.
 
     Raises:
         OptionError: for a negative bytes_per_pack or an unknown implementation.

@@ -87,6 +87,11 @@ class Strategy:
         """How many replicas take part: the number of ranks."""
         return self.extended.communicator.size
 
+    @property
+    def devices_by_rank(self) -> tuple[str, ...]:
+        """The device of every replica, in rank order."""
+        return tuple(str(device) for device in self.extended.communicator.devices)
+
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Return a context manager that puts the thread into this strategy's cross-replica context.
 
@@ -156,10 +161,11 @@ class Strategy:
                 if not leaves:
                     raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
                 pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
+                reduce = extended.cross_device_ops.reduce
                 reduced = (
-                    extended.cross_device_ops.batch_reduce(op, pairs, extended.options)
-                    if len(pairs) > 1
-                    else [extended.cross_device_ops.reduce(op, *pairs[0], extended.options)]
+                    [reduce(op, *pairs[0], extended.options)]
+                    if len(pairs) == 1
+                    else (extended.cross_device_ops.batch_reduce(op, pairs, extended.options))
                 )
                 results = [local_component(result) for result in reduced]
                 return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
@@ -224,7 +230,7 @@ class Strategy:
         context.require_cross_replica(self, "Strategy.experimental_distribute_values_from_function")
         communicator = self.extended.communicator
         value = value_fn(ValueContext(communicator.rank, communicator.size))
-        return nest.map_structure(lambda leaf: PerReplica((leaf,)), value)
+        return nest.map_structure(lambda leaf: PerReplica((leaf,), communicator), value)
 
     def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
         """Return a dataset that gives each rank its part of every global batch.
@@ -245,7 +251,8 @@ class Strategy:
 
     def __repr__(self) -> str:
         device = self.extended.worker_devices[0]
-        return f"<{type(self).__name__} replica {self.extended.communicator.rank} of {self.num_replicas_in_sync} on {device}>"
+        rank = self.extended.communicator.rank
+        return f"<{type(self).__name__} replica {rank} of {self.num_replicas_in_sync} on {device}>"
 
 
 class MirroredStrategy(Strategy):

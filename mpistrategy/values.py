@@ -107,7 +107,18 @@ class DistributedValues(ArrayLike):
 
 
 class PerReplica(DistributedValues):
-    """A value that may be different on every replica."""
+    """A value that may be different on every replica.
+
+    Args:
+        values: a tuple of this rank's component.
+        group: the communicator whose ranks hold the other components, where it is known: it lets a CrossDeviceOps
+            that is called outside every scope find them.
+
+    """
+
+    def __init__(self, values: tuple[Any, ...] | list[Any], group: Any = None) -> None:
+        super().__init__(values)
+        self.group = group
 
 
 class Mirrored(DistributedValues):

@@ -199,7 +199,7 @@ def _write_combined(variable: Variable, where: str, value: Any, apply: Callable[
             f"{where} of {variable.name!r}",
             found="a write in replica context to an ON_WRITE variable with aggregation NONE",
             expected="an aggregation that says how the replicas' values become one",
-            fix="Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA', or write it in cross-replica context.",
+            fix="Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA', or write in cross-replica context.",
         )
     extended = variable.strategy.extended
     with extended.communicator.guard.call(where, name=variable.name) as call:

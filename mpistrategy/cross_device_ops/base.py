@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,8 @@ class CrossDeviceOps:
             CollectiveMismatchError: when the ranks' calls differ.
 
         """
-        communicator = current_communicator(f"{type(self).__name__}.reduce")
-        with communicator.guard.call(f"{type(self).__name__}.reduce") as call:
+        communicator = current_communicator(f"{type(self).__name__}.reduce", per_replica_value)
+        with ambient.working_on(communicator), communicator.guard.call(f"{type(self).__name__}.reduce") as call:
             op = ReduceOp.parse(reduce_op, call.where)
             placing.resolve(destinations, communicator, call.where)
             return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call.where))
@@ -79,8 +80,12 @@ class CrossDeviceOps:
             OptionTypeError, OptionError: when `value_destination_pairs` is no sequence of pairs.
 
         """
-        communicator = current_communicator(f"{type(self).__name__}.batch_reduce")
-        with communicator.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+        where = f"{type(self).__name__}.batch_reduce"
+        # A generator of pairs can be walked only once: list it before it is needed twice.
+        if isinstance(value_destination_pairs, Iterator):
+            value_destination_pairs = list(value_destination_pairs)
+        communicator = current_communicator(where, _first_value(value_destination_pairs))
+        with ambient.working_on(communicator), communicator.guard.call(where) as call:
             op = ReduceOp.parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
@@ -145,14 +150,13 @@ def mirrored(value: Any, destination: placing.Destination, communicator: Communi
     return Mirrored((), destination.text)
 
 
-def current_communicator(where: str) -> Communicator:
-    """Return the communicator of the strategy this thread works for.
+def current_communicator(where: str, value: Any = None) -> Communicator:
+    """Return the communicator of the strategy this thread works for, else that of `value`.
 
     Raises:
-        ContextError: outside every strategy.
-
+        ContextError: outside every strategy, for a value that belongs to none.
     """
-    communicator = ambient.current()
+    communicator: Communicator | None = ambient.current() or getattr(value, "group", None)
     if communicator is None:
         raise ContextError.at(
             where,
@@ -161,6 +165,13 @@ def current_communicator(where: str) -> Communicator:
             fix="Enter the scope first: the strategy says which ranks take part.",
         )
     return communicator
+
+
+def _first_value(pairs: Any) -> Any:
+    try:
+        return pairs[0][0]
+    except (TypeError, IndexError, KeyError):
+        return None
 
 
 def _checked(options: Any, where: str) -> CommunicationOptions:

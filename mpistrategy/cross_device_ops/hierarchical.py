@@ -7,7 +7,7 @@ from typing import Any
 from mpistrategy.arrays import Array
 from mpistrategy.cross_device_ops.destinations import Destination
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
-from mpistrategy.errors import OptionError
+from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.transport import Communicator
 
 _LEADER = 0
@@ -28,7 +28,11 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def __init__(self, num_packs: int = 1) -> None:
         checked: Any = num_packs
-        if not isinstance(checked, (int, float)) or checked < 0:
+        if not isinstance(checked, (int, float)):
+            raise OptionTypeError.at(
+                "HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0"
+            )
+        if checked < 0:
             raise OptionError.at("HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0")
         self.num_packs = num_packs
 

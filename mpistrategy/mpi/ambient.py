@@ -7,6 +7,8 @@ the ranks it works on here.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mpistrategy.mpi.transport import Communicator
 
@@ -32,3 +34,17 @@ def leave() -> None:
 def current() -> Communicator | None:
     """Return this thread's current communicator, or None outside every strategy."""
     return _stack.entered[-1] if _stack.entered else None
+
+
+def working_on(communicator: Communicator) -> AbstractContextManager[None]:
+    """Return a context manager that makes `communicator` current; it does nothing where it is current already."""
+    return nullcontext() if current() is communicator else _entering(communicator)
+
+
+@contextmanager
+def _entering(communicator: Communicator) -> Iterator[None]:
+    enter(communicator)
+    try:
+        yield
+    finally:
+        leave()
