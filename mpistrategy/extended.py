@@ -113,6 +113,8 @@ class StrategyExtended:
     ) -> list[Any]:
         """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call."""
         where = "ReplicaContext.all_reduce"
+        if not leaves and self.is_local:
+            return []  # alone, a structure without leaves is its own reduction
         if not leaves:
             raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
         op = ReduceOp.parse(reduce_op, where)
