@@ -5,7 +5,6 @@ Importing it starts no MPI; the first `MirroredStrategy` does.
 
 from mpistrategy import errors, metrics, optimizers
 from mpistrategy.context import (
-    ReplicaContext,
     experimental_set_strategy,
     get_replica_context,
     get_strategy,
@@ -20,6 +19,8 @@ from mpistrategy.cross_device_ops import (
 )
 from mpistrategy.extended import StrategyExtended
 from mpistrategy.input import DistributedDataset
+from mpistrategy.mirrored_strategy import MirroredStrategy
+from mpistrategy.one_device_strategy import OneDeviceStrategy
 from mpistrategy.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -27,7 +28,8 @@ from mpistrategy.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrategy.strategy import MirroredStrategy, OneDeviceStrategy, Strategy, ValueContext
+from mpistrategy.replica_context import ReplicaContext
+from mpistrategy.strategy import Strategy, ValueContext
 from mpistrategy.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrategy.variables import Variable
 

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from mpistrategy import nest
-from mpistrategy.arrays import Array
-from mpistrategy.errors import ContextError, OptionError, OptionTypeError, ShapeError, StructureError
+from mpistrategy.errors import ContextError
 from mpistrategy.mpi import ambient
 
 if TYPE_CHECKING:
-    from mpistrategy.options import CommunicationOptions
+    from mpistrategy.replica_context import ReplicaContext
     from mpistrategy.strategy import Strategy
 
 
@@ -51,9 +46,6 @@ class Frame:
     ) -> None:
         ambient.leave()
         _stack.frames.pop()
-
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class _Stack(threading.local):
@@ -113,7 +105,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if frame is not None and not (len(_stack.frames) == 1 and _stack.frames[0] is _set_frame.frame):
         raise ContextError.at(
             "experimental_set_strategy",
-            found=f"a call in {_in_words(frame)}",
+            found=f"a call in {in_words(frame)}",
             expected="a call outside every scope",
             fix="Leave the `with strategy.scope():` block first.",
         )
@@ -157,209 +149,12 @@ def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:
     if frame.strategy is not strategy:
         raise ContextError.at(
             where,
-            found=f"a call in {_in_words(frame)} of another strategy",
+            found=f"a call in {in_words(frame)} of another strategy",
             expected="one strategy at a time",
             fix="Leave the other strategy's scope first.",
         )
 
 
-def _in_words(frame: Frame | None) -> str:
+def in_words(frame: Frame | None) -> str:
+    """Return the name of a context."""
     return "no context" if frame is None else f"{frame.mode.value} context"
-
-
-class ReplicaContext:
-    """What a step function knows about its replica, and how it talks to the others.
-
-    `get_replica_context()` returns it inside `strategy.run`; entering one with `with` puts the thread into replica
-    context.
-
-    Args:
-        strategy: the strategy.
-        replica_id_in_sync_group: the number of this replica; None when it is not known.
-
-    Raises:
-        OptionError: for a replica id that is no int.
-
-    """
-
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
-        if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
-            raise OptionError.at(
-                "ReplicaContext",
-                found=f"replica_id_in_sync_group={replica_id_in_sync_group!r}",
-                expected="an int or None",
-            )
-        self._strategy = strategy
-        self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
-        self._entered: list[Frame] = []
-
-    def __enter__(self) -> ReplicaContext:
-        frame = current_frame()
-        if frame is not None:
-            require_same_strategy(frame, self._strategy, "ReplicaContext.__enter__")
-        self._entered.append(Frame(self._strategy, Mode.REPLICA, self).__enter__())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy whose step function this is."""
-        return self._strategy
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas take part."""
-        return self._strategy.num_replicas_in_sync
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The number of this replica, from 0 on; the rank in the strategy's communicator."""
-        if self._replica_id is None:
-            raise OptionError.at(
-                "ReplicaContext.replica_id_in_sync_group", found="no id", expected="a context made with an id"
-            )
-        return self._replica_id
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """This replica's device: a tuple of one device string."""
-        return self._strategy.extended.worker_devices
-
-    def all_reduce(
-        self,
-        reduce_op: Any,
-        value: Any,
-        options: CommunicationOptions | None = None,
-        *,
-        name: str | None = None,
-        out: Any = None,
-    ) -> Any:
-        """Reduce a nested structure over all replicas.  Collective.
-
-        Args:
-            reduce_op: a ReduceOp, or "SUM" / "MEAN" in any letter case.
-            value: arrays, numbers, variables or IndexedSlices, alone or in any nest of dict, list, tuple, namedtuple
-                and dataclass; structure, dtypes and shapes are equal on all ranks.
-            options: hints; None for the strategy's own.
-            name: what to compare between the ranks besides the call itself; for code that branches by rank.
-            out: a structure like `value` of arrays to write the result into; may be `value` itself.
-
-        Returns:
-            A structure like `value`, equal on every rank: a NumPy scalar for a scalar or a number, else an ndarray
-            (`out`, where it is given).  A MEAN of integers is float32 (8 and 16 bits) or float64.
-
-        Raises:
-            ContextError: outside this context's step function.
-            ReduceOpError, DTypeError, LeafError, EmptyBatchError: for bad input on any rank, raised on every rank.
-            CollectiveMismatchError: on every rank, before data moves, when structures, dtypes, shapes or calls differ.
-
-        >>> import numpy as np, mpistrategy as ms
-        >>> strategy = ms.OneDeviceStrategy("CPU:0")
-        >>> def step():
-        ...     return ms.get_replica_context().all_reduce("SUM", {"loss": 2.0, "grads": [np.ones(2)]})
-        >>> strategy.run(step)
-        {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
-
-        """
-        extended = self._strategy.extended
-        leaves, structure = nest.flatten(value)
-        with (
-            self._required("all_reduce"),
-            extended.communicator.guard.call("ReplicaContext.all_reduce", structure.text, name or "") as call,
-        ):
-            targets = None if out is None else _checked_targets(out, structure, call.where)
-            results = extended.all_reduce_leaves(reduce_op, leaves, nest.leaf_paths(value), options, targets)
-        return structure.pack(results)
-
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenate the replicas' arrays along `axis`, in rank order.  Collective.
-
-        Args:
-            value: an array or a nest of arrays; the length along `axis` may differ between ranks, and may be 0.
-            axis: an int; negative counts from the end.
-            options: hints; None for the strategy's own.
-
-        Returns:
-            A structure like `value`; the same on every rank.
-
-        Raises:
-            ContextError: outside this context's step function.
-            ShapeError: for scalars and for an axis out of range.
-            CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
-
-        """
-        extended = self._strategy.extended
-        leaves, structure = nest.flatten(value)
-        with (
-            self._required("all_gather"),
-            extended.communicator.guard.call("ReplicaContext.all_gather", structure.text) as call,
-        ):
-            return structure.pack([extended.gather_leaf(leaf, axis, call) for leaf in leaves])
-
-    def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context and return what it returns.
-
-        Every rank calls its own merge_fn once, with its own arguments; nothing communicates unless merge_fn does.
-
-        Raises:
-            ContextError: outside this context's step function.
-            OptionTypeError: when merge_fn cannot be called, or args is no sequence.
-
-        """
-        self._required("merge_call")
-        if not callable(merge_fn):
-            raise OptionTypeError.at(
-                "ReplicaContext.merge_call",
-                found=f"merge_fn={merge_fn!r}",
-                expected="a function merge_fn(strategy, ...)",
-            )
-        if not isinstance(args, (list, tuple)):
-            raise OptionTypeError.at(
-                "ReplicaContext.merge_call",
-                found=f"args of type {type(args).__name__}",
-                expected="a tuple",
-                fix="Write args=(x,).",
-            )
-        with cross_replica(self._strategy):
-            return merge_fn(self._strategy, *args, **(kwargs or {}))
-
-    def _required(self, method: str) -> AbstractContextManager[Any]:
-        """Raise ContextError unless this thread is in this context; return what must be entered to communicate."""
-        frame = current_frame()
-        if frame is not None and frame.replica_context is self:
-            return _NOTHING
-        if frame is None and self._strategy is get_strategy():
-            return Frame(self._strategy, Mode.REPLICA, self)
-        where = f"ReplicaContext.{method}"
-        if frame is not None and frame.mode is not Mode.REPLICA:
-            raise ContextError.at(
-                where,
-                found=f"a call in {_in_words(frame)}",
-                expected="a call in replica context (inside a step function)",
-                fix="Call it in the function given to `strategy.run`; here, use strategy.reduce or strategy.extended.",
-            )
-        raise ContextError.at(
-            where,
-            found="a call through a context that this thread is not in",
-            expected="a call through the context of the running step function",
-            fix="Call get_replica_context() anew in each step instead of keeping its result.",
-        )
-
-    def __repr__(self) -> str:
-        return f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
-
-
-def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Array]:
-    targets, found = nest.flatten(out)
-    if found.text != structure.text:
-        raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
-    for path, target in zip(nest.leaf_paths(out), targets, strict=True):
-        if not isinstance(target, np.ndarray) or not target.flags.writeable:
-            raise ShapeError.at(where, found=f"out{path} = {type(target).__name__}", expected="a writeable ndarray")
-    return targets

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrategy import context, nest
 from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, to_reducible
-from mpistrategy.context import Frame, Mode, ReplicaContext
+from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.errors import ContextError, EmptyBatchError, OptionTypeError, ShapeError, UnsupportedError

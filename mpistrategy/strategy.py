@@ -1,4 +1,4 @@
-"""Strategy: the object a program holds; MirroredStrategy over MPI, OneDeviceStrategy, and the default strategy."""
+"""Strategy: the object that a program holds, and the default strategy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy import context, devices, nest
+from mpistrategy import context, nest
 from mpistrategy.arrays import to_reducible, wire_dtype
 from mpistrategy.context import Frame, Mode
-from mpistrategy.cross_device_ops import CrossDeviceOps
 from mpistrategy.cross_device_ops.gathering import checked_axis
 from mpistrategy.cross_device_ops.mean import divide
-from mpistrategy.errors import ContextError, EmptyBatchError, LaunchError, MpiStrategyError, OptionTypeError
+from mpistrategy.errors import EmptyBatchError, OptionTypeError
 from mpistrategy.extended import StrategyExtended, as_given
 from mpistrategy.input import DistributedDataset
-from mpistrategy.mpi.topology import check_exists, choose_device
-from mpistrategy.mpi.transport import Communicator, SingleCommunicator
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import ReduceOp
 from mpistrategy.values import DistributedValues, IndexedSlices, PerReplica, local_component
 
 
@@ -255,83 +252,6 @@ class Strategy:
         return f"<{type(self).__name__} replica {rank} of {self.num_replicas_in_sync} on {device}>"
 
 
-class MirroredStrategy(Strategy):
-    """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
-
-    Started without a launcher (plain ``python``), it has one replica.
-
-    Args:
-        devices: one device string for each rank of this node, in order; None or [] means automatic.
-        cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
-        communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
-            Dup of it.  Disjoint sub-communicators give independent groups.
-        communication_options: the default options of every collective.
-
-    Raises:
-        LaunchError: when no MPI library can be loaded.
-        DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
-        OptionTypeError: for arguments of the wrong type.
-        All on every rank.
-
-    """
-
-    def __init__(
-        self,
-        devices: Sequence[str] | None = None,
-        cross_device_ops: CrossDeviceOps | None = None,
-        *,
-        communicator: Any = None,
-        communication_options: CommunicationOptions | None = None,
-    ) -> None:
-        where = "MirroredStrategy"
-        ranks = _connect(communicator)
-        try:
-            local_rank, local_size = ranks.local_rank_and_size()
-            with ranks.guard.call(where) as call:
-                if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
-                    raise OptionTypeError.at(
-                        where, found=f"cross_device_ops={cross_device_ops!r}", expected="a CrossDeviceOps"
-                    )
-                if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
-                    raise OptionTypeError.at(
-                        where,
-                        found=f"communication_options={communication_options!r}",
-                        expected="a CommunicationOptions",
-                    )
-                device = choose_device(devices, ranks.rank, local_rank, local_size)
-                call.agree(
-                    "create a strategy",
-                    op=type(cross_device_ops).__name__,
-                    destination=str(communication_options),
-                )
-            ranks.share_device(device)
-        except MpiStrategyError:
-            ranks.close()
-            raise
-        super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
-
-
-class OneDeviceStrategy(Strategy):
-    """One replica on one device of this rank; never starts MPI.  The specification of every other strategy.
-
-    Args:
-        device: a device string such as ``"CPU:0"``.
-
-    Raises:
-        DeviceError: for a device that does not exist.
-        OptionTypeError: when `device` is no string.
-
-    """
-
-    def __init__(self, device: str = "CPU:0") -> None:
-        if not isinstance(device, str):
-            raise OptionTypeError.at("OneDeviceStrategy", found=f"device={device!r}", expected="a device string")
-        wanted = devices.parse(device)
-        complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
-        check_exists(complete)
-        super().__init__(StrategyExtended(self, SingleCommunicator((complete,))))
-
-
 class _DefaultStrategy(Strategy):
     """The strategy of a thread that has entered none: one replica, here."""
 
@@ -339,20 +259,6 @@ class _DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(StrategyExtended(self))
-
-
-def _connect(comm: Any) -> Any:
-    try:
-        from mpistrategy.mpi.communicator import MpiCommunicator
-    except (ImportError, RuntimeError) as error:
-        raise LaunchError.at(
-            "MirroredStrategy",
-            found=f"no MPI library ({error})",
-            expected="an MPI that mpi4py can load",
-            fix="Load your cluster's MPI module, or install one: pip install 'mpistrategy[mpich]'. "
-            "OneDeviceStrategy needs no MPI.",
-        ) from error
-    return MpiCommunicator(comm)
 
 
 def _contribution(leaf: Any) -> Any:
@@ -367,12 +273,3 @@ def _default_strategy() -> Strategy:
 
 
 context.set_default_strategy_factory(_default_strategy)
-
-__all__ = [
-    "Communicator",
-    "ContextError",
-    "MirroredStrategy",
-    "OneDeviceStrategy",
-    "Strategy",
-    "ValueContext",
-]

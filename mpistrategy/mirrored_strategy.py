@@ -1,0 +1,86 @@
+"""MirroredStrategy: one replica on every MPI rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy.cross_device_ops import CrossDeviceOps
+from mpistrategy.errors import LaunchError, MpiStrategyError, OptionTypeError
+from mpistrategy.extended import StrategyExtended
+from mpistrategy.mpi.topology import choose_device
+from mpistrategy.options import CommunicationOptions
+from mpistrategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.communicator import MpiCommunicator
+
+
+class MirroredStrategy(Strategy):
+    """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
+
+    Started without a launcher (plain ``python``), it has one replica.
+
+    Args:
+        devices: one device string for each rank of this node, in order; None or [] means automatic.
+        cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
+        communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
+            Dup of it.  Disjoint sub-communicators give independent groups.
+        communication_options: the default options of every collective.
+
+    Raises:
+        LaunchError: when no MPI library can be loaded.
+        DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
+        OptionTypeError: for arguments of the wrong type.
+        All on every rank.
+
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        communicator: Any = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        where = "MirroredStrategy"
+        ranks = _connect(communicator)
+        try:
+            local_rank, local_size = ranks.local_rank_and_size()
+            with ranks.guard.call(where) as call:
+                if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+                    raise OptionTypeError.at(
+                        where, found=f"cross_device_ops={cross_device_ops!r}", expected="a CrossDeviceOps"
+                    )
+                if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
+                    raise OptionTypeError.at(
+                        where,
+                        found=f"communication_options={communication_options!r}",
+                        expected="a CommunicationOptions",
+                    )
+                device = choose_device(devices, ranks.rank, local_rank, local_size)
+                call.agree(
+                    "create a strategy",
+                    op=type(cross_device_ops).__name__,
+                    destination=str(communication_options),
+                )
+            ranks.share_device(device)
+        except MpiStrategyError:
+            ranks.close()
+            raise
+        super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
+
+
+def _connect(comm: Any) -> MpiCommunicator:
+    try:
+        from mpistrategy.mpi.communicator import MpiCommunicator
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError.at(
+            "MirroredStrategy",
+            found=f"no MPI library ({error})",
+            expected="an MPI that mpi4py can load",
+            fix="Load your cluster's MPI module, or install one: pip install 'mpistrategy[mpich]'. "
+            "OneDeviceStrategy needs no MPI.",
+        ) from error
+    return MpiCommunicator(comm)

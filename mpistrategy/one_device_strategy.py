@@ -1,0 +1,31 @@
+"""OneDeviceStrategy: one replica, no MPI."""
+
+from __future__ import annotations
+
+from mpistrategy import devices
+from mpistrategy.errors import OptionTypeError
+from mpistrategy.extended import StrategyExtended
+from mpistrategy.mpi.topology import check_exists
+from mpistrategy.mpi.transport import SingleCommunicator
+from mpistrategy.strategy import Strategy
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica on one device of this rank; never starts MPI.  The specification of every other strategy.
+
+    Args:
+        device: a device string such as ``"CPU:0"``.
+
+    Raises:
+        DeviceError: for a device that does not exist.
+        OptionTypeError: when `device` is no string.
+
+    """
+
+    def __init__(self, device: str = "CPU:0") -> None:
+        if not isinstance(device, str):
+            raise OptionTypeError.at("OneDeviceStrategy", found=f"device={device!r}", expected="a device string")
+        wanted = devices.parse(device)
+        complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
+        check_exists(complete)
+        super().__init__(StrategyExtended(self, SingleCommunicator((complete,))))
