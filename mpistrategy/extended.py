@@ -17,6 +17,7 @@ from mpistrategy.errors import ContextError, EmptyBatchError, OptionTypeError, S
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.values import (
     ArrayLike,
     DistributedValues,
