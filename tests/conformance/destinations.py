@@ -23,13 +23,12 @@ def make_value(env: Env, node: Json) -> Any:
     return decode(node["plain"])
 
 
-def device(env: Env, replica: int) -> str:
-    """The device of a replica, counted among the local ones as the recorded process did: a worker has its
-    own."""
+def device(env: Env, replica: int) -> Any:
+    """The device of a replica.  Each worker names its own local device: together they name all of them."""
     if env.kind == "mirrored":
         return str(env.strategy.devices_by_rank[replica])
     if env.kind == "multi_worker":
-        return str(env.strategy.extended.worker_devices[0])
+        return list(env.strategy.devices_by_rank)
     return "/device:CPU:0"
 
 
@@ -49,7 +48,7 @@ _DESTINATIONS: dict[str, Any] = {
     "none": lambda env: None,
     "empty_string": lambda env: "",
     "int": lambda env: 3,
-    "list_of_devices": lambda env: [device(env, 0)],
+    "list_of_devices": lambda env: [str(env.strategy.devices_by_rank[0])],
     "numpy": lambda env: np.zeros(2),
 }
 

@@ -98,7 +98,7 @@ def numbers_agree(difference: Difference) -> bool:
     """Return whether both sides of a difference are the same numbers, whatever their dtype."""
     sides = [difference.expected, difference.found]
     arrays = [array_of(side) if is_array(side) else np.asarray(side) for side in sides]
-    return all(a.dtype.kind in "iufc" for a in arrays) and np.array_equal(arrays[0], arrays[1])
+    return all(a.dtype.kind in "biufc" for a in arrays) and np.array_equal(arrays[0], arrays[1])
 
 
 def _word(text: str) -> tuple[bool, str, str]:
@@ -251,7 +251,13 @@ def _impossible_device(case: Json, _: str) -> bool:
     inputs = case.get("inputs") or {}
     kind, _, index = str(inputs.get("reduce_to_device", "")).rpartition(":")
     beyond = kind.endswith("CPU") and int(index) >= case["num_replicas"]
-    return beyond or (inputs.get("destinations") == "other_device" and case["num_replicas"] <= 3)
+    destination = inputs.get("destinations")
+    return beyond or destination == "unknown_device" or (destination == "other_device" and case["num_replicas"] <= 3)
+
+
+def _result_counts_calls(case: Json, _: str) -> bool:
+    """``result counts calls``: the function that update calls returns which call it was."""
+    return (case.get("inputs") or {}).get("fn") in ("return_call_number", "return_dict", "return_number")
 
 
 def _nccl(case: Json, _: str) -> bool:
@@ -278,6 +284,7 @@ WHEN: dict[str, Callable[..., bool]] = {
     "negative axis": _negative_axis,
     "impossible device": _impossible_device,
     "nccl": _nccl,
+    "result counts calls": _result_counts_calls,
 }
 
 # ------------------------------------------------------------------------------------------------ `ours`
