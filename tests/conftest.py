@@ -1,0 +1,323 @@
+"""pytest under mpiexec: every rank runs every test, and all ranks agree on what came of it.
+
+pytest-mpi gives the markers; by itself it leaves each rank to its own report, and a rank that failed meets
+the others' collectives with its next test. Here the ranks exchange the outcome after each phase (setup, call,
+teardown) of each test, so that one rank's failure fails the test everywhere and rank 0's report shows every
+rank's reason. A rank that failed while the others are stuck in a collective says why and ends the job.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.errors
+import launching
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+# How long a rank waits for the others, in seconds: GRACE when its own test was cut short, so that they may be
+# stuck in a collective that it never entered, else PATIENCE.
+GRACE = float(os.environ.get("MPISTRATEGY_TEST_GRACE", "10"))
+PATIENCE = float(os.environ.get("MPISTRATEGY_TEST_PATIENCE", "90"))
+CUT_SHORT = ("failed", "skipped", "xfailed")
+ABORT_STATUS = 3
+
+# All ranks must draw the same examples, run the same number of them, and not judge by a clock.
+hypothesis.settings.register_profile(
+    "mpi",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    report_multiple_bugs=False,
+)
+hypothesis.settings.load_profile("mpi")
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one rank says at a meeting: `outcome` is compared, `text` tells why."""
+
+    outcome: str
+    text: str
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome == "failed"
+
+
+class Ranks:
+    """The ranks of this session, on a communicator that no test can reach."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._comm = MPI.COMM_WORLD.Dup()
+        self.rank, self.size = self._comm.rank, self._comm.size
+
+    def meet(self, where: str, outcome: str = "passed", text: str = "") -> list[Account]:
+        """Wait for all ranks at `where` and return their accounts; end the job if they do not come."""
+        account = "\0".join((where, outcome, text)).encode(errors="replace")
+        # The rows alone settle the common case: all came to the same place with the same outcome, silently.
+        row = np.array([_fingerprint(where), _fingerprint(outcome), len(account), bool(text)], np.int64)
+        rows = np.empty((self.size, row.size), np.int64)
+        patience = GRACE if outcome in CUT_SHORT else PATIENCE
+        self._wait(self._comm.Iallgather(row, rows), patience, where, text)
+        if not rows[:, 3].any() and (rows[:, :2] == row[:2]).all():
+            return [Account(outcome, "")] * self.size
+
+        lengths = rows[:, 2]
+        everything = np.empty(int(lengths.sum()), np.uint8)
+        sent = np.frombuffer(account, np.uint8)
+        self._comm.Allgatherv(sent, [everything, lengths.tolist()])
+        parts = np.split(everything, np.cumsum(lengths)[:-1])
+        told = [part.tobytes().decode(errors="replace").split("\0", 2) for part in parts]
+        if len({place for place, *_ in told}) > 1:
+            places = "\n".join(f"rank {rank}: {place} ({what})\n{why}" for rank, (place, what, why) in enumerate(told))
+            if self.rank == 0:
+                self._say(f"the ranks are at different places, ending the job\n{places}")
+            self._comm.Barrier()  # the text is out before the first Abort ends rank 0
+            MPI.COMM_WORLD.Abort(ABORT_STATUS)
+        return [Account(outcome, text) for _, outcome, text in told]
+
+    def close(self) -> None:
+        """Leave together: some launchers end the job at the first non-zero exit, be the report out or not."""
+        on_the_way_out = sys.exc_info()[0]  # an error in pytest or a plugin, which only Python would show later
+        self.meet("end of the session", text=traceback.format_exc() if on_the_way_out else "")
+        self._comm.Free()
+
+    def _wait(self, request: MPI.Request, patience: float, where: str, text: str) -> None:
+        started = time.monotonic()
+        while not request.Test():
+            waited = time.monotonic() - started
+            if waited > patience:
+                reason = text or "(nothing failed on this rank)"
+                self._say(f"{where}: the other ranks did not come within {patience:g} s, ending the job\n{reason}")
+                MPI.COMM_WORLD.Abort(ABORT_STATUS)
+            time.sleep(min(waited / 8, 5e-3))  # gives the core to the ranks that are waited for
+
+    def _say(self, text: str) -> None:
+        capture = self._config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        sys.stderr.write(f"\n=== rank {self.rank} of {self.size}: {text}\n")
+        sys.stderr.flush()
+
+
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "little")
+
+
+class Muted(io.TextIOBase):
+    """A terminal for the ranks that do not report.
+
+    The main thread's words are dropped. Another thread's come from pytest-timeout, just before it ends this
+    process, and are wanted from whichever rank says them.
+    """
+
+    def write(self, text: str) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            sys.stderr.write(text)
+        return len(text)
+
+
+RANKS = pytest.StashKey[Ranks]()
+FOLDER = pytest.StashKey[Path]()
+STATUS = pytest.StashKey[int]()
+FAILED = pytest.StashKey[bool]()
+COLLECT_ERRORS = pytest.StashKey[list[str]]()
+
+
+# ---------------------------------------------------------------------------------------------- the session
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.help or config.option.markers:
+        return
+    if not config.getoption("--with-mpi", default=False):
+        raise pytest.UsageError(
+            "pytest-mpi skips tests silently without --with-mpi. Run scripts/test, or for one process: "
+            "python -m pytest --with-mpi, or for more: mpiexec -n 2 python -m pytest --with-mpi"
+        )
+    ranks = config.stash[RANKS] = Ranks(config)
+    config.stash[COLLECT_ERRORS] = []
+    # pytest's sessions tidy up one common folder, and stumble over each other when they do so at the same time.
+    mine = config.option.basetemp or (tempfile.mkdtemp(prefix="mpistrategy-tests-") if ranks.rank == 0 else "")
+    folder = config.stash[FOLDER] = Path(ranks.meet("choosing a folder", text=str(mine))[0].text)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.option.basetemp = folder / f"rank{ranks.rank}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.stash[RANKS].rank:
+        session.config.get_terminal_writer()._file = Muted()
+    for plugin in session.config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "MPIPlugin":
+            plugin._is_testing_mpi = False  # only turns off its page-long closing report
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    ranks = config.stash[RANKS]
+    library = " ".join(launching.LIBRARY.replace(",", " ").split()[:3])
+    return f"MPI: {library}, {ranks.size} ranks; tmp_path: {config.stash[FOLDER]} (kept after a failure)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.failed:
+        collector.config.stash[COLLECT_ERRORS].append(f"{report.nodeid}: {report.longreprtext}")
+    return report
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse to start when the ranks are about to run different tests."""
+    ranks = session.config.stash[RANKS]
+    mine = "\n".join(item.nodeid for item in session.items)
+    errors = session.config.stash[COLLECT_ERRORS]
+    accounts = ranks.meet("collection", f"{_fingerprint(mine)}, errors: {len(errors)}")
+    if len({account.outcome for account in accounts}) == 1:
+        return
+    lists = [set(account.text.split("\n")) for account in ranks.meet("comparing", text=mine)]
+    troubles = [account.text for account in ranks.meet("explaining", text="\n".join(errors))]
+    lines = ["the ranks collected different tests"]
+    for rank, (items, trouble) in enumerate(zip(lists, troubles, strict=True)):
+        more, less = sorted(items - lists[0]), sorted(lists[0] - items)
+        lines.append(f"rank {rank}: {len(items)} tests; only here, not on rank 0: {more[:3]}; missing: {less[:3]}")
+        lines += [trouble] if trouble else []
+    pytest.exit("\n".join(lines), returncode=ABORT_STATUS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    accounts = session.config.stash[RANKS].meet("exit status", outcome=str(int(exitstatus)))
+    session.exitstatus = session.config.stash[STATUS] = max(int(account.outcome) for account in accounts)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    ranks = config.stash.get(RANKS, None)
+    if ranks is not None:
+        sys.stdout.flush()
+        ranks.close()
+        if ranks.rank == 0 and config.stash.get(STATUS, None) == 0:
+            shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------- each test
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    ranks = item.config.stash[RANKS]
+    outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
+    text = report.longreprtext if report.failed else ""
+    accounts = ranks.meet(f"{report.nodeid} [{report.when}]", outcome, text)
+    # Ranks that disagree without a failure (one skipped, say) would run different phases next.
+    if any(a.failed for a in accounts) or len({a.outcome for a in accounts}) > 1:
+        item.stash[FAILED] = True
+        others = _tell(accounts, told=text)
+        if report.failed:
+            report.sections += [("on the ranks", others)] if ranks.size > 1 else []
+        else:
+            report.outcome, report.longrepr = "failed", others
+            vars(report).pop("wasxfail", None)
+    return report
+
+
+def _tell(accounts: Sequence[Account], told: str | None = None) -> str:
+    """Say who came to what and why; equal reasons are told once, and `told` not again."""
+    groups: dict[Account, list[int]] = {}
+    for rank, account in enumerate(accounts):
+        groups.setdefault(account, []).append(rank)
+    named = {a: f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}" for a, members in groups.items()}
+    ordered = sorted(named, key=lambda account: not account.failed)
+    head = "; ".join(f"{account.outcome} on {named[account]}" for account in ordered)
+    reasons = [f"--- {named[account]}\n{account.text}" for account in ordered if account.text not in ("", told)]
+    return "\n".join([head, *reasons])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ranks = config.stash[RANKS]
+    for item in items:
+        handle = getattr(getattr(item, "obj", None), "hypothesis", None)
+        if ranks.size > 1 and handle is not None and not hasattr(handle.inner_test, "agreed"):
+            handle.inner_test = _agree_on_examples(handle.inner_test, item.nodeid, ranks)
+
+
+def _agree_on_examples(test: Callable[..., None], name: str, ranks: Ranks) -> Callable[..., None]:
+    """Make an example that fails on one rank fail on all, so that they go on to the same next example.
+
+    Hypothesis decides by the outcome what it tries next; a rank that shrinks alone would meet the others'
+    collectives with the wrong ones.
+    """
+    count = 0
+
+    @functools.wraps(test)
+    def example(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        __tracebackhide__ = True
+        count += 1
+        failure: BaseException | None = None
+        try:
+            test(*args, **kwargs)
+        except hypothesis.errors.UnsatisfiedAssumption:
+            raise  # no failure: the same on every rank, since all drew the same
+        except (Exception, pytest.fail.Exception) as error:
+            failure = error
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        accounts = ranks.meet(f"{name} example {count}", "failed" if failure else "passed", text)
+        if any(account.failed for account in accounts):
+            raise AssertionError(_tell(accounts)) from failure
+
+    example.agreed = True  # type: ignore[attr-defined]
+    return example
+
+
+# ---------------------------------------------------------------------------------------------- for the tests
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> Iterator[MPI.Intracomm]:
+    """A communicator of all ranks for this test alone."""
+    fresh = MPI.COMM_WORLD.Dup()
+    yield fresh
+    if not request.node.stash.get(FAILED, False):  # after a failure messages may be under way in it
+        fresh.Free()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., launching.Finished]:
+    """Start an MPI job: ``launch(n, what, timeout=60, env=None)``.
+
+    `what` is a program's source (str), its file (Path), or a list of arguments for python. Only in the
+    session on one rank: others would each start one.
+    """
+    if MPI.COMM_WORLD.size > 1:
+        pytest.skip("starts MPI jobs of its own: runs in the session on 1 rank")
+
+    def start(ranks: int, what: str | Path | Sequence[str | Path], **options: Any) -> launching.Finished:
+        if isinstance(what, str):
+            what = launching.program(what, tmp_path)
+        return launching.launch(ranks, [what] if isinstance(what, Path) else what, **options)
+
+    return start

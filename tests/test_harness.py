@@ -1,0 +1,185 @@
+"""The harness itself, on small pytest sessions under real mpiexec: what conftest.py promises, it does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+
+HERE = Path(__file__).parent
+HEAD = """
+import os, time
+import pytest
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+rank = world.rank
+"""
+
+Session = Callable[..., launching.Finished]
+
+
+@pytest.fixture
+def session(launch: Callable[..., launching.Finished], tmp_path: Path) -> Session:
+    """Run ``session(ranks, source of a test file, *arguments of pytest, **environment)``."""
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "launching.py"):
+        shutil.copy(HERE / name, tmp_path / "tests")
+    shutil.copy(HERE.parent / "pyproject.toml", tmp_path)
+
+    def run(ranks: int, source: str, *arguments: str, **env: str) -> launching.Finished:
+        (tmp_path / "tests/test_small.py").write_text(HEAD + textwrap.dedent(source))
+        command = [*(arguments or ("-m", "pytest", "--with-mpi")), "--color=no", f"--basetemp={tmp_path}/base"]
+        return launch(ranks, command, timeout=60, env=env, cwd=tmp_path)
+
+    return run
+
+
+def test_a_failing_rank_fails_the_test_everywhere_in_one_report(session: Session, tmp_path: Path) -> None:
+    source = """
+        from hypothesis import given, strategies
+
+        def test_one():
+            world.Barrier()
+            assert rank != 1, "this is the reason"
+
+        def test_skip():
+            if rank == 2:
+                pytest.skip("not here")
+
+        @given(strategies.integers())
+        def test_examples(number):
+            assert number == world.bcast(number)
+            assert rank != 1 or number < 1000
+
+        def test_all():
+            raise ValueError("the same reason")
+
+        def test_in_step(comm):
+            assert comm.allreduce(1) == 3
+    """
+    # The statuses are printed, not returned: Open MPI kills the others at the first rank that returns one.
+    program = tmp_path / "status.py"
+    program.write_text(
+        "import sys, pytest\nfrom mpi4py import MPI\nstatus = pytest.main(sys.argv[1:])\n"
+        "print(f'rank {MPI.COMM_WORLD.rank} ends with {int(status)}', file=sys.stderr)\n"
+    )
+    job = session(3, source, str(program), "--with-mpi").check()
+    for rank in range(3):
+        assert f"rank {rank} ends with 1" in job.stderr, job
+    assert job.stdout.count("short test summary info") == 1, job
+    assert "4 failed, 1 passed" in job.stdout, job
+    assert "test_one - failed on rank 1; passed on ranks 0, 2" in job.stdout, job
+    assert "this is the reason" in job.stdout, job
+    assert "skipped on rank 2" in job.stdout, job
+    assert "number=1000," in job.stdout, job  # the ranks found and shrank the example in step
+    assert "failed on ranks 0, 1, 2" in job.stdout, job
+    assert job.stdout.count("E       ValueError: the same reason") == 1, job
+
+
+def test_a_failed_rank_ends_the_job_when_the_others_are_stuck(session: Session) -> None:
+    source = """
+        def test_stuck():
+            assert rank != 1, "this is the reason"
+            world.Barrier()
+    """
+    job = session(3, source, MPISTRATEGY_TEST_GRACE="2")
+    assert job.returncode != 0, job
+    assert job.seconds < 20, job
+    assert "rank 1 of 3: tests/test_small.py::test_stuck" in job.stderr, job
+    assert "this is the reason" in job.stderr, job
+
+
+def test_a_rank_that_does_not_come_ends_the_job(session: Session) -> None:
+    source = """
+        def test_late():
+            if rank == 1:
+                world.recv(source=0)
+    """
+    job = session(2, source, MPISTRATEGY_TEST_PATIENCE="2")
+    assert job.returncode != 0, job
+    assert job.seconds < 20, job
+    assert "rank 0 of 2: tests/test_small.py::test_late [call]: the other ranks did not come" in job.stderr, job
+
+
+def test_ranks_that_all_hang_are_ended_by_the_timeout(session: Session) -> None:
+    source = """
+        def test_hang():
+            if rank == 0:
+                world.recv(source=1)
+            world.Barrier()
+    """
+    job = session(2, source, "-m", "pytest", "--with-mpi", "--timeout=2")
+    assert job.returncode != 0, job
+    assert job.seconds < 20, job
+    assert "in test_hang" in job.stdout + job.stderr, job
+
+
+def test_ranks_at_different_places_end_the_job(session: Session) -> None:
+    source = """
+        def test_leaves():
+            if rank == 1:
+                pytest.exit("leaving alone", returncode=0)
+    """
+    job = session(2, source)
+    assert job.returncode != 0, job
+    assert "rank 0: tests/test_small.py::test_leaves [call] (passed)" in job.stderr, job
+    assert "rank 1: exit status (0)" in job.stderr, job
+
+
+def test_ranks_that_collect_different_tests_are_refused(session: Session) -> None:
+    source = """
+        if rank == 1:
+            def test_extra(): pass
+
+        def test_common(): pass
+    """
+    job = session(2, source)
+    assert job.returncode == 3, job
+    assert "the ranks collected different tests" in job.stdout, job
+    assert "rank 1: 2 tests; only here, not on rank 0: ['tests/test_small.py::test_extra']" in job.stdout, job
+    assert "passed" not in job.stdout, job
+
+
+def test_a_session_without_with_mpi_is_refused(session: Session) -> None:
+    job = session(1, "def test_nothing(): pass", "-m", "pytest")
+    assert job.returncode == pytest.ExitCode.USAGE_ERROR, job
+    assert "--with-mpi" in job.stderr, job
+
+
+def test_a_job_over_its_time_leaves_nothing_running(launch: Callable[..., launching.Finished], tmp_path: Path) -> None:
+    source = f"""
+        import os, pathlib, signal
+        from mpi4py import MPI
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pathlib.Path({str(tmp_path)!r}, f"pid{{os.getpid()}}").touch()
+        print("started", flush=True)
+        while True:
+            signal.pause()
+    """
+    with pytest.raises(TimeoutError, match=r"did not end within 5 s(.|\n)*started"):
+        launch(2, source, timeout=5)
+    processes = [path.name[3:] for path in tmp_path.glob("pid*")]
+    assert len(processes) == 2
+    for process in processes:
+        try:
+            command = Path("/proc", process, "cmdline").read_bytes()
+        except OSError:
+            continue
+        assert not command, f"process {process} still runs"  # a killed one nobody waits for has an empty line
+
+
+def test_a_job_is_a_world_of_its_own(launch: Callable[..., launching.Finished], tmp_path: Path) -> None:
+    path = tmp_path / "a program.py"
+    path.write_text("import os, sys\nfrom mpi4py import MPI\nsys.exit(7 if MPI.COMM_WORLD.size == 3 else 0)\n")
+    assert launch(3, path).returncode == 7
+    assert launch(1, "import os, sys; print(os.environ['X'], sys.executable)", env={"X": "y"}).check().stdout.split(
+        maxsplit=1
+    ) == ["y", sys.executable + os.linesep]
