@@ -44,10 +44,12 @@ class _Watch:
         sys.stderr.write("".join(prefix + line + "\n" for line in text.splitlines()))
         sys.stderr.flush()
 
-    def abort(self, status: int) -> None:
+    def abort(self, status: int) -> NoReturn:
         # MPI_Abort kills the launcher's helpers, and with them whatever they have not yet read from our pipes.
         time.sleep(_FORWARDING_SECONDS)
         self._abort(status)
+        # Under srun MPI_Abort may return before Slurm has killed us; nothing of ours may run any more.
+        os._exit(status)
 
     def end_job(self, error: BaseException, kind: type[BaseException], trace: TracebackType | None, where: str) -> None:
         self.say("".join(traceback.format_exception(kind, error, trace)).rstrip())
