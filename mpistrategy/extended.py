@@ -13,7 +13,7 @@ from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, 
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.gathering import gather
-from mpistrategy.errors import ContextError, EmptyBatchError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.errors import ContextError, DeviceError, EmptyBatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -176,7 +176,7 @@ class StrategyExtended:
             fn: the function.
             args: Mirrored and PerReplica values are unwrapped to this rank's component.
             kwargs: likewise.
-            group: False returns a tuple of one: this rank's result.
+            group: False puts every leaf of the result into a tuple of one: this rank's.
 
         Returns:
             What fn returned, arrays wrapped in Mirrored.
@@ -189,8 +189,10 @@ class StrategyExtended:
         frame = context.current_frame()
         if frame is not None:
             context.require_same_strategy(frame, self._container_strategy, "StrategyExtended.update")
-        if not isinstance(var, Variable):
-            raise OptionTypeError.at("StrategyExtended.update", found=f"var={var!r}", expected="a Variable")
+        if not self.variable_created_in_scope(var):
+            raise OptionTypeError.at(
+                "StrategyExtended.update", found=f"var={var!r}", expected="a variable created in this strategy's scope"
+            )
         return self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
 
     def update_non_slot(
@@ -201,8 +203,19 @@ class StrategyExtended:
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` in update context, on the devices that `non_slot_devices` returned."""
+        """Call ``fn(*args, **kwargs)`` in update context, on the devices that `non_slot_devices` returned.
+
+        Raises:
+            ContextError: in a step function.
+            DeviceError: when `colocate_with` is not what `non_slot_devices` returned.
+        """
         self._require_cross_replica("update_non_slot")
+        if colocate_with != self.worker_devices and not self._container_strategy.is_default:
+            raise DeviceError.at(
+                "StrategyExtended.update_non_slot",
+                found=f"colocate_with={colocate_with!r}",
+                expected=f"what non_slot_devices returned, {self.worker_devices}",
+            )
         return self._in_update(fn, args, kwargs, group)
 
     def _in_update(
@@ -213,7 +226,7 @@ class StrategyExtended:
         with Frame(self._container_strategy, Mode.UPDATE):
             result = fn(*plain_args, **plain_kwargs)
         if not group:
-            return (result,)
+            return nest.map_structure(lambda leaf: (leaf,), result)
         return nest.map_structure(lambda leaf: Mirrored((leaf,)) if isinstance(leaf, np.ndarray) else leaf, result)
 
     def call_for_each_replica(

@@ -172,10 +172,10 @@ def _values(case: Json) -> Json:
     return [inputs[name] for name in ("per_replica", "value", "pairs", "args") if name in inputs]
 
 
-def _leaf(case: Json, kind: str) -> bool:
+def _leaf(case: Json, kinds: str) -> bool:
     """``leaf:number``: the reduced values have a bare Python number; bool, string, none, object, ndarray,
     sparse."""
-    return any(_leaf_kind(leaf) == kind for leaf in leaves(_values(case)))
+    return any(_leaf_kind(leaf) in kinds.split(",") for leaf in leaves(_values(case)))
 
 
 def _dtype(case: Json, names: str) -> bool:
@@ -251,8 +251,9 @@ def _impossible_device(case: Json, _: str) -> bool:
     inputs = case.get("inputs") or {}
     kind, _, index = str(inputs.get("reduce_to_device", "")).rpartition(":")
     beyond = kind.endswith("CPU") and int(index) >= case["num_replicas"]
-    destination = inputs.get("destinations")
-    return beyond or destination == "unknown_device" or (destination == "other_device" and case["num_replicas"] <= 3)
+    impossible = ("unknown_device", "other_device") if case["num_replicas"] <= 3 else ("unknown_device",)
+    destinations = [inputs.get("destinations"), *(pair[1] for pair in inputs.get("pairs", ()))]
+    return beyond or any(destination in impossible for destination in destinations)
 
 
 def _result_counts_calls(case: Json, _: str) -> bool:

@@ -37,7 +37,7 @@ MERGE_RESULTS: dict[str, Callable[[Any, Any], Any]] = {
 
 def _own_local_results(observed: Json, rank: int, case: Json) -> Json:
     """experimental_local_results is a tuple of one on a rank, of n in a process with n replicas."""
-    if case["inputs"]["merge_fn_returns"] != "list_of_local_results":
+    if case["inputs"]["merge_fn_returns"] != "list_of_local_results" or "result" not in observed:
         return observed
     n = case["num_replicas"]
     notes = dict(observed["notes"])
