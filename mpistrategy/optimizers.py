@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.context import get_replica_context
-from mpistrategy.errors import ContextError, EmptyBatchError, OptionError, UnsupportedError
+from mpistrategy.errors import ContextError, EmptyBatchError, OptionError, ShapeError, UnsupportedError
 from mpistrategy.options import VariableAggregation
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices
@@ -72,10 +72,14 @@ class Optimizer:
                 expected="a call in a step function",
                 fix="Use strategy.run.",
             )
-        pairs = list(grads_and_vars)
-        if not pairs:
-            raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
-        context.merge_call(self._merge, args=(pairs,))
+        with context.strategy.extended.communicator.guard.call(where):
+            pairs = list(grads_and_vars)
+            if not pairs:
+                raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
+            # All of them before the first update: a refused step must not leave half of the variables changed.
+            for gradient, var in pairs:
+                _check_gradient(gradient, var, where)
+            context.merge_call(self._merge, args=(pairs,))
 
     def _merge(self, strategy: Strategy, pairs: Sequence[tuple[Any, Variable]]) -> None:
         extended = strategy.extended
@@ -87,8 +91,8 @@ class Optimizer:
         extended.update(step, lambda counter: counter.assign_add(1))
 
     def _update(self, var: Variable, gradient: Any, slots: dict[str, Variable]) -> None:
-        dense = _dense(gradient, var)
-        var.assign_sub(self._change(dense, slots).astype(var.dtype, copy=False))
+        change = self._change(_dense(gradient, var), slots)
+        var.assign_sub(change.astype(var.dtype, copy=False))
 
     def _change(self, gradient: Array, slots: dict[str, Variable]) -> Array:
         """Return what to subtract from the variable, having updated the slots."""
@@ -199,4 +203,19 @@ def _dense(gradient: Any, var: Variable) -> Array:
         dense = np.zeros(var.shape, var.dtype)
         np.add.at(dense, np.asarray(gradient.indices), np.asarray(gradient.values))
         return dense
-    return np.asarray(gradient)
+    return np.asarray(gradient).astype(var.dtype, copy=False)
+
+
+def _check_gradient(gradient: Any, var: Any, where: str) -> None:
+    if not isinstance(var, Variable) or var.dtype.kind in "biu":
+        raise OptionError.at(
+            where,
+            found=repr(var),
+            expected="a Variable of a floating or complex dtype",
+            fix="Pass (gradient, variable) pairs, in this order.",
+        )
+    shape = None if isinstance(gradient, IndexedSlices) else np.shape(gradient)
+    if shape is not None and shape != var.shape:
+        raise ShapeError.at(
+            where, found=f"a gradient of shape {shape} for {var.name!r}", expected=f"the variable's shape {var.shape}"
+        )

@@ -83,6 +83,11 @@ class ArrayLike(NDArrayOperatorsMixin):
         """The number of elements."""
         return int(np.prod(self.shape))
 
+    @property
+    def T(self) -> Any:  # noqa: N802  # NumPy's name
+        """The array with its axes reversed."""
+        return np.asarray(self._read()).T
+
     def numpy(self) -> Any:
         """Return the value as an ndarray (or whatever the component is)."""
         return np.asarray(self._read())

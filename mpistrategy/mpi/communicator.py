@@ -49,7 +49,7 @@ class MpiCommunicator:
         self._node_key = node_key
         self._node: NodeGroups | None = None
         self.max_count = buffers.MAX_COUNT
-        if self.size > 1:
+        if MPI.COMM_WORLD.size > 1:
             abort.watch(self.guard, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, MPI.COMM_WORLD.Abort, MPI.Is_finalized)
 
     def local_rank_and_size(self) -> tuple[int, int]:
