@@ -6,14 +6,16 @@ CuPy is looked up in `sys.modules` and never imported: whoever passes a CuPy arr
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from mpistrategy.errors import DTypeError, LeafError, UnsupportedError
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Array: TypeAlias = "npt.NDArray[Any]"
 
 _SMALL_INTEGERS = ("int8", "int16", "uint8", "uint16")
 _REDUCIBLE_KINDS = "iufc"

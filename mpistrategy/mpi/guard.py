@@ -11,7 +11,6 @@ so that its peers raise too instead of waiting for it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -128,6 +127,8 @@ class Guard:
     def _remember(self, signature: Signature) -> int:
         if len(self._digests) >= _CACHED_DIGESTS:
             self._digests.clear()
+        import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
+
         raw = hashlib.blake2b(repr(tuple(signature)).encode(), digest_size=8).digest()
         digest = int.from_bytes(raw, "little") >> 2
         self._digests[signature] = digest
