@@ -6,10 +6,13 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import launching
 import numpy as np
 import pytest
+from conformance import launch
 from conformance.cases import load_cases
 from conformance.compare import Tolerance, differences
 from conformance.deviations import TABLE, Rule, load_rules, usage
@@ -280,6 +283,41 @@ def test_a_rule_excuses_only_what_it_describes() -> None:
     assert verdict(case, PROGRAM, [ok(np.float32(5.0))] * 2, [rule]).verdict == "passed"
 
 
+# ------------------------------------------------------------------------------------------------ the launcher
+
+BROKEN_RUNNER = """
+import json, os, sys, time
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+for case_id in json.load(open(sys.argv[1]))["ids"]:
+    def write(line):
+        if rank == 0:
+            print(json.dumps(line), file=open(sys.argv[2], "a"), flush=True)
+    write({"started": case_id})
+    if case_id == "dies":
+        os._exit(7)
+    if case_id == "hangs":
+        time.sleep(600)
+    write({"ended": {"case_id": case_id, "verdict": "passed", "rule": "", "details": []}})
+"""
+
+
+def test_a_job_that_dies_or_hangs_fails_its_case_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if MPI.COMM_WORLD.size > 1:
+        pytest.skip("starts MPI jobs of its own: runs in the session on 1 rank")
+    (tmp_path / "broken_runner.py").write_text(BROKEN_RUNNER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(launch, "CASE_SECONDS", 3.0)
+    mpi = "openmpi" if launching.IS_OPEN_MPI else "mpich"
+    options = launch.parse(["--mpi", mpi])
+    results = launch.replay_all(["a", "dies", "b", "hangs", "c"], 2, options, module="broken_runner")
+    verdicts = {case_id: result.verdict for case_id, result in results.items()}
+    assert verdicts == {"a": "passed", "dies": "failed", "b": "passed", "hangs": "failed", "c": "passed"}
+    assert "exit status" in results["dies"].details[0]
+    assert "no progress" in results["hangs"].details[0]
+
+
 # ------------------------------------------------------------------------------------------------ the report
 
 
@@ -292,6 +330,15 @@ def test_the_report_ends_with_one_line(worst: str, status: int, capsys: pytest.C
     assert print_report(cases, results) == status
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"conformance: passed=\d deviations=1 unsupported=\d failed=\d", last)
+
+
+@pytest.mark.mpi
+def test_an_input_that_is_not_known_is_unsupported() -> None:
+    inputs = {"per_replica": [{"never heard of": 1}] * MPI.COMM_WORLD.size, "reduce_op": "SUM"}
+    case = {**CASES[0], "program": "all_reduce", "inputs": inputs, "num_replicas": MPI.COMM_WORLD.size}
+    results = replay([case], MPI.COMM_WORLD)
+    if MPI.COMM_WORLD.rank == 0:
+        assert [result.verdict for result in results] == ["unsupported"]
 
 
 @pytest.mark.mpi

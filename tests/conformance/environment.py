@@ -9,7 +9,6 @@ import numpy as np
 
 import mpistrategy as ms
 
-from .registry import UnsupportedProgramError
 from .values import Caught, Json, Raw, encode, encode_error, nested
 
 CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
@@ -138,8 +137,6 @@ def run_program(env: Env, function: Callable[[Env, dict[str, Any]], Any], inputs
         if isinstance(observed.get("result"), Caught):
             failure = observed.pop("result")
         observed = {name: encode(value) for name, value in observed.items()}
-    except UnsupportedProgramError:
-        raise
     except Exception as error:
         failure, observed = Caught(error), {}
     if env.notes:

@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from launching import LAUNCHER_PREFIXES
+
 from .cases import DEFAULT_ORACLE, load_cases
 from .report import print_report
 from .runner import Result
-from .values import Json
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 90.0
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     results: dict[str, Result] = {}
     for replicas in sorted({case["num_replicas"] for case in cases}):
-        of_size = [case for case in cases if case["num_replicas"] == replicas]
+        of_size = [case["id"] for case in cases if case["num_replicas"] == replicas]
         started = time.monotonic()
         results.update(replay_all(of_size, replicas, options))
         print(f"{len(of_size)} cases on {replicas} rank(s) in {time.monotonic() - started:.1f} s", flush=True)
@@ -57,12 +58,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def replay_all(cases: list[Json], replicas: int, options: argparse.Namespace) -> dict[str, Result]:
+def replay_all(ids: list[str], replicas: int, options: argparse.Namespace, **job_options: str) -> dict[str, Result]:
     """Replay cases of one size in as many jobs as it takes."""
     results: dict[str, Result] = {}
-    todo = [case["id"] for case in cases]
+    todo = list(ids)
     while todo:
-        job = Job(todo, replicas, options)
+        job = Job(todo, replicas, options, **job_options)
         ending = job.run()
         results.update(job.results)
         todo = [case_id for case_id in todo if case_id not in results]
@@ -85,6 +86,7 @@ class Job:
     ids: list[str]
     replicas: int
     options: argparse.Namespace
+    module: str = f"{__package__}.runner"
     results: dict[str, Result] = dataclasses.field(default_factory=dict)
     current: str = ""
     output: str = ""
@@ -103,10 +105,10 @@ class Job:
         return ending
 
     def _start(self, arguments: list[str], output: int) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
         folders = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-        runner = [str(self.replicas), str(JOB_SECONDS), "-m", f"{__package__}.runner", *arguments]
+        runner = [str(self.replicas), str(JOB_SECONDS), "-m", self.module, *arguments]
         command = ["bash", "-c", SHELL, "conformance", str(ROOT), self.options.mpi, sys.prefix, *runner]
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
 

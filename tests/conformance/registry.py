@@ -6,17 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .values import Json
+from .values import Json, UnsupportedProgramError
 
 if TYPE_CHECKING:
     from .environment import Env
 
+__all__ = ["PROGRAMS", "Program", "UnsupportedProgramError", "program"]
+
 Function = Callable[["Env", dict[str, Any]], Any]
 View = Callable[[Json, int, Json], Json]
-
-
-class UnsupportedProgramError(Exception):
-    """What the program needs does not exist in mpistrategy yet; its text says what."""
 
 
 @dataclasses.dataclass(frozen=True)

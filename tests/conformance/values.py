@@ -33,6 +33,13 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 Pt = collections.namedtuple("Pt", ["x", "y"])
 
 
+class UnsupportedProgramError(BaseException):
+    """What the program or its inputs need is not known here; its text says what.
+
+    Not an Exception: a program that catches what the operation under test raises must not catch this.
+    """
+
+
 class Caught:
     """An exception that a program caught and reports as an observation."""
 
@@ -78,7 +85,7 @@ def decode(node: Json) -> Any:
     for key, decoder in _DECODERS.items():
         if key in node:
             return decoder(node)
-    raise ValueError(f"cannot decode {node!r}")
+    raise UnsupportedProgramError(f"no value is known that is written {node!r}")
 
 
 def _decode_mapping(node: Json) -> Any:
