@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy.cross_device_ops import CrossDeviceOps
 from mpistrategy.errors import LaunchError, MpiStrategyError, OptionTypeError
 from mpistrategy.extended import StrategyExtended
+from mpistrategy.mpi import simulated
+from mpistrategy.mpi.simulated import SimulatedCommunicator
 from mpistrategy.mpi.topology import choose_device
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.strategy import Strategy
@@ -72,7 +74,10 @@ class MirroredStrategy(Strategy):
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
 
 
-def _connect(comm: Any) -> MpiCommunicator:
+def _connect(comm: Any) -> MpiCommunicator | SimulatedCommunicator:
+    replicas = simulated.world()
+    if replicas is not None and comm is None:
+        return replicas.duplicate()
     try:
         from mpistrategy.mpi.communicator import MpiCommunicator
     except (ImportError, RuntimeError) as error:

@@ -1,0 +1,243 @@
+"""The verbs over threads: N replicas in one process, for unit tests and notebooks.
+
+One thread runs at a time, and they take turns in rank order at every collective, so that a program runs the same way
+every time.  When no replica can go on (one has left, or two wait in different collectives), all that wait raise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import Array
+from mpistrategy.devices import Device
+from mpistrategy.errors import CollectiveMismatchError
+from mpistrategy.mpi.guard import Guard, call_site
+from mpistrategy.mpi.transport import NodeGroups
+
+_LEFT = "has come to its end"
+
+
+class Turns:
+    """Lets one of several threads run at a time, and finds out when none can.
+
+    Args:
+        count: how many threads there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._doing: list[str] = [""] * count
+        self._ready: list[Callable[[], bool]] = [_always] * count
+        self._hopeless: set[int] = set()
+        self._why = ""
+
+    def wait_for(self, me: int, ready: Callable[[], bool], doing: str) -> None:
+        """Let the others run until `ready()`; raise on all that wait when that will never be."""
+        with self._changed:
+            self._ready[me], self._doing[me] = ready, doing
+            self._pass_on(me)
+            self._changed.wait_for(lambda: self._running == me)
+            self._ready[me], self._doing[me] = _always, ""
+            if me in self._hopeless:
+                self._hopeless.remove(me)
+                raise CollectiveMismatchError(self._why)
+
+    def begin(self, me: int) -> None:
+        """Wait for the first turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == me)
+
+    def end(self, me: int) -> None:
+        """Take no more turns."""
+        with self._changed:
+            self._ready[me], self._doing[me] = _never, _LEFT
+            self._pass_on(me)
+
+    def _pass_on(self, me: int) -> None:
+        count = len(self._ready)
+        in_turn = [(me + step) % count for step in range(1, count + 1)]
+        if not any(ready() for ready in self._ready) and not self._hopeless:
+            self._hopeless = {rank for rank in in_turn if self._doing[rank] != _LEFT}
+            rows = [f"  replica {rank}: {doing}" for rank, doing in enumerate(self._doing)]
+            self._why = "\n".join(["no replica can go on: the calls do not fit together", *rows])
+        able = [rank for rank in in_turn if rank in self._hopeless or self._ready[rank]()]
+        self._running = able[0] if able else -1
+        self._changed.notify_all()
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass
+class Meeting:
+    """Where some of the threads exchange values: each brings one and takes all.
+
+    Attributes:
+        turns: who may run.
+        members: the threads, in the order of their ranks here.
+    """
+
+    turns: Turns
+    members: tuple[int, ...]
+    _brought: dict[int, Any] = field(default_factory=dict)
+    _round: int = 0
+    _taken: list[Any] = field(default_factory=list)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Return what all members brought, in rank order."""
+        mine = self._round
+        self._brought[rank] = value
+        if len(self._brought) == len(self.members):
+            self._taken = [self._brought[other] for other in range(len(self.members))]
+            self._brought = {}
+            self._round += 1
+        try:
+            self.turns.wait_for(self.members[rank], lambda: self._round > mine, f"waits at {call_site()}")
+        except CollectiveMismatchError:
+            self._brought.pop(rank, None)
+            raise
+        return self._taken
+
+
+class SimulatedCommunicator:
+    """The verbs of `mpistrategy.mpi.transport.Communicator` among threads of this process.
+
+    Args:
+        meeting: where the data are exchanged.
+        rank: this thread's number among the members.
+        nodes: the number of the node of each member; None puts all on one.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, nodes: Sequence[int] | None = None) -> None:
+        self._meeting = meeting
+        self._nodes = list(nodes) if nodes is not None else [0] * len(meeting.members)
+        self._node: NodeGroups | None = None
+        self.rank = rank
+        self.size = len(meeting.members)
+        self.guard = Guard(self if self.size > 1 else None, rank)
+        self.devices: tuple[Device, ...] = ()
+
+    def local_rank_and_size(self) -> tuple[int, int]:
+        """Return this rank's index among the ranks of its node, and how many they are."""
+        here = [rank for rank in range(self.size) if self._nodes[rank] == self._nodes[self.rank]]
+        return here.index(self.rank), len(here)
+
+    def duplicate(self) -> SimulatedCommunicator:
+        """Return a communicator of the same ranks that never meets this one's calls.  Collective."""
+        meeting = self._meeting.exchange(self.rank, Meeting(self._meeting.turns, self._meeting.members))[0]
+        return SimulatedCommunicator(meeting, self.rank, self._nodes)
+
+    def share_device(self, device: Device) -> None:
+        """Tell every rank which device this one drives; fills `devices`."""
+        self.devices = tuple(self._meeting.exchange(self.rank, device))
+
+    def allreduce(self, buffer: Array) -> None:
+        """Replace `buffer` on every rank by the sum over the ranks, in rank order."""
+        buffer[...] = _sum(self._meeting.exchange(self.rank, buffer.copy()))
+
+    def reduce(self, buffer: Array, root: int) -> None:
+        """Replace `buffer` on `root` by the sum over the ranks, in rank order."""
+        everything = self._meeting.exchange(self.rank, buffer.copy())
+        if self.rank == root:
+            buffer[...] = _sum(everything)
+
+    def bcast(self, buffer: Array, root: int) -> None:
+        """Replace `buffer` on every rank by that of `root`."""
+        buffer[...] = self._meeting.exchange(self.rank, buffer.copy() if self.rank == root else None)[root]
+
+    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
+        everything = self._meeting.exchange(self.rank, block.copy())
+        if blocks is not None:
+            for target, theirs in zip(blocks, everything, strict=True):
+                target[...] = theirs
+
+    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on every rank."""
+        self.gatherv(block, blocks, self.rank)
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order."""
+        return list(self._meeting.exchange(self.rank, text))
+
+    def all_equal(self, digest: int) -> bool:
+        """Wait for every rank's digest; return whether all are equal."""
+        return len(set(self._meeting.exchange(self.rank, digest))) == 1
+
+    def start(self, digest: int) -> None:
+        """Do nothing: a thread that ends is seen by the others' turns."""
+
+    def finished(self) -> bool | None:
+        """Return True: a thread may end at any time."""
+        return True
+
+    def node(self) -> NodeGroups:
+        """Return the communicators within this node and between the nodes' leaders; the first call is collective."""
+        if self._node is None:
+            turns, members = self._meeting.turns, self._meeting.members
+            by_node = [[r for r in range(self.size) if self._nodes[r] == node] for node in dict.fromkeys(self._nodes)]
+            leaders = [ranks[0] for ranks in by_node]
+            offered = [Meeting(turns, tuple(members[r] for r in ranks)) for ranks in (*by_node, leaders)]
+            *nodes, across = self._meeting.exchange(self.rank, offered)[0]
+            mine = next(index for index, ranks in enumerate(by_node) if self.rank in ranks)
+            inside = SimulatedCommunicator(nodes[mine], by_node[mine].index(self.rank))
+            outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
+            self._node = NodeGroups(inside, outside)
+        return self._node
+
+    def close(self) -> None:
+        """Do nothing: threads have nothing to give back."""
+
+
+def _sum(arrays: Sequence[Array]) -> Array:
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        np.add(total, array, out=total)
+    return total
+
+
+class _World(threading.local):
+    communicator: SimulatedCommunicator | None = None
+
+
+_world = _World()
+
+
+def world() -> SimulatedCommunicator | None:
+    """Return the communicator of all replicas that this thread is one of, or None in an ordinary thread."""
+    return _world.communicator
+
+
+def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | None = None) -> list[Any]:
+    """Call `function` on `count` simulated ranks; return their results in rank order, exceptions as they are."""
+    turns = Turns(count)
+    everyone = Meeting(turns, tuple(range(count)))
+    outcomes: list[Any] = [None] * count
+
+    def replica(rank: int) -> None:
+        _world.communicator = SimulatedCommunicator(everyone, rank, nodes)
+        turns.begin(rank)
+        try:
+            outcomes[rank] = function()
+        except BaseException as error:
+            outcomes[rank] = error
+        finally:
+            turns.end(rank)
+
+    threads = [threading.Thread(target=replica, args=(rank,), name=f"replica {rank}") for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
