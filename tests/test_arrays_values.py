@@ -1,0 +1,164 @@
+"""What counts as an array, in which dtype it travels, and the containers that act as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrategy as ms
+from mpistrategy import arrays, errors
+from mpistrategy.values import local_component
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+FLOATS = ["float16", "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble", BFLOAT16]
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+def test_every_numeric_dtype_can_be_reduced_without_a_copy(dtype: Any) -> None:
+    array = np.ones((2, 3), dtype)
+    assert arrays.to_reducible(array, "here") is array
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "mean"),
+    [
+        ("int8", "int8", "float32"),
+        ("uint16", "uint16", "float32"),
+        ("int32", "int32", "float64"),
+        ("uint64", "uint64", "float64"),
+        ("float16", "float32", "float16"),
+        (BFLOAT16, "float32", BFLOAT16),
+        ("float32", "float32", "float32"),
+        ("complex64", "complex64", "complex64"),
+        ("longdouble", "longdouble", "longdouble"),
+    ],
+    ids=str,
+)
+def test_the_dtype_on_the_wire_and_of_a_mean(dtype: Any, wire: Any, mean: Any) -> None:
+    assert arrays.wire_dtype(np.dtype(dtype)) == np.dtype(wire)
+    assert arrays.mean_dtype(np.dtype(dtype)) == np.dtype(mean)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, np.bool_(True), np.array([True]), "text", b"bytes", np.array(["a"]), np.datetime64("2020-01-01"),
+     np.timedelta64(1, "s"), np.zeros(2, [("a", "f4")]), np.zeros(2, ml_dtypes.float8_e4m3fn)],
+    ids=repr,
+)  # fmt: skip
+def test_what_cannot_be_summed_is_named_with_its_leaf(value: Any) -> None:
+    with pytest.raises(errors.DTypeError) as refusal:
+        arrays.to_reducible(value, "ReplicaContext.all_reduce", "['w'][0]")
+    text = str(refusal.value)
+    assert text.startswith("ReplicaContext.all_reduce: found dtype ")
+    assert "leaf ['w'][0]" in text
+    assert isinstance(refusal.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, object(), [1, None], [[1], [1, 2]], {1, 2}, {"a": 1}, np.array([None]), np.ma.masked_array([1.0], [True]),
+     np.ma.masked, 2**70, lambda: 1, range],
+)  # fmt: skip
+def test_what_is_no_array_is_named_with_its_leaf(value: Any) -> None:
+    for convert in (arrays.to_array, arrays.to_reducible):
+        with pytest.raises(errors.LeafError) as refusal:
+            convert(value, "Strategy.reduce", "[3]")
+        text = str(refusal.value)
+        assert text.startswith("Strategy.reduce: found ")
+        assert "leaf [3]" in text
+        assert len(text) < 400
+
+
+def test_numbers_lists_and_foreign_byte_orders_become_arrays() -> None:
+    assert arrays.to_array(2, "here").dtype == np.int64
+    assert arrays.to_array(np.float32(2), "here").dtype == np.float32
+    assert arrays.to_array([1.0, 2.0], "here").shape == (2,)
+    swapped = arrays.to_array(np.arange(3, dtype=">f4"), "here")
+    assert swapped.dtype.isnative
+    np.testing.assert_array_equal(swapped, [0, 1, 2])
+
+
+def test_a_cupy_array_is_refused_with_the_cure() -> None:
+    foreign = type("ndarray", (), {"__module__": "cupy._core.core"})()
+    with pytest.raises(errors.UnsupportedError, match=r"x\.get\(\)"):
+        arrays.to_array(foreign, "here")
+
+
+class TestContainers:
+    """PerReplica and Mirrored hold this rank's component and act as the array they hold."""
+
+    def test_arithmetic_comparison_indexing_conversion(self) -> None:
+        value = ms.PerReplica((np.array([[1.0, 2.0], [3.0, 4.0]]),))
+        np.testing.assert_array_equal(value + 1, [[2, 3], [4, 5]])
+        np.testing.assert_array_equal(10 - value, [[9, 8], [7, 6]])
+        np.testing.assert_array_equal(value @ np.eye(2), value.numpy())
+        np.testing.assert_array_equal(value == 2, [[False, True], [False, False]])
+        np.testing.assert_array_equal(value[1], [3, 4])
+        np.testing.assert_array_equal(value[:, 0], [1, 3])
+        np.testing.assert_array_equal(np.maximum(value, value * -1), value)
+        np.testing.assert_array_equal(np.concatenate([value, value]).shape, (4, 2))
+        assert np.sum(value) == 10
+        assert np.mean(value, axis=0).tolist() == [2, 3]
+        assert (value.shape, value.ndim, value.size, value.dtype, len(value)) == ((2, 2), 2, 4, np.float64, 2)
+        assert [row.tolist() for row in value] == [[1, 2], [3, 4]]
+
+    def test_numbers(self) -> None:
+        two = ms.Mirrored((np.array(2),))
+        assert (float(two), int(two), complex(two), bool(two)) == (2.0, 2, 2 + 0j, True)
+        assert ["a", "b", "c"][two] == "c"
+        assert f"{two:03d}" == "002"
+        assert range(5)[two] == 2
+
+    @pytest.mark.parametrize(("dtype", "copy"), [(None, None), (np.float32, None), (None, True), (None, False)])
+    def test_asarray(self, dtype: Any, copy: bool | None) -> None:
+        held = np.arange(3.0)
+        array = np.array(ms.Mirrored((held,)), dtype=dtype, copy=copy)
+        assert array.dtype == (dtype or np.float64)
+        assert np.shares_memory(array, held) is (dtype is None and not copy)
+
+    def test_a_conversion_that_needs_a_copy_is_refused_with_copy_false(self) -> None:
+        with pytest.raises(ValueError, match="copy"):
+            np.array(ms.Mirrored((np.arange(3.0),)), dtype=np.float32, copy=False)
+
+    def test_in_place_operators_are_refused_with_the_cure(self) -> None:
+        value = before = ms.Mirrored((np.arange(3.0),))
+        with pytest.raises(errors.UnsupportedError, match="assign_add"):
+            value += 1
+        assert value is before
+        np.testing.assert_array_equal(value, [0, 1, 2])
+
+    def test_an_ordinary_array_can_be_the_target(self) -> None:
+        total = np.zeros(3)
+        total += ms.Mirrored((np.arange(3.0),))
+        np.testing.assert_array_equal(total, [0, 1, 2])
+
+    def test_a_mirrored_value_that_lives_elsewhere_says_where(self) -> None:
+        elsewhere = ms.Mirrored((), "rank 2")
+        for read in (np.asarray, float, len, bool, lambda value: value + 1, lambda value: value[0]):
+            with pytest.raises(errors.PlacementError, match="rank 2"):
+                read(elsewhere)
+        assert "rank 2" in repr(elsewhere)
+        assert ms.get_strategy().experimental_local_results(elsewhere) == ()
+
+    def test_repr_and_local_component(self) -> None:
+        assert repr(ms.PerReplica((1,))) == "PerReplica(1)"
+        assert repr(ms.Mirrored(("x",))) == "Mirrored('x')"
+        assert local_component(ms.PerReplica(("x",))) == "x"
+        assert local_component("x") == "x"
+
+
+class TestIndexedSlices:
+    def test_repeated_indices_add_up(self) -> None:
+        slices = ms.IndexedSlices(np.array([[1.0, 2.0], [10.0, 20.0], [3.0, 4.0]]), np.array([2, 0, 2]), (3, 2))
+        np.testing.assert_array_equal(slices.to_dense(), [[10, 20], [0, 0], [4, 6]])
+
+    def test_an_unknown_dense_shape_is_named(self) -> None:
+        with pytest.raises(errors.UnsupportedError, match="dense_shape"):
+            ms.IndexedSlices(np.ones((1, 2)), np.array([0])).to_dense()
+
+    def test_dense_shape_may_be_an_array(self) -> None:
+        assert ms.IndexedSlices(np.ones((1, 2)), np.array([1]), np.array([3, 2])).to_dense().shape == (3, 2)

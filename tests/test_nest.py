@@ -1,0 +1,209 @@
+"""Nested structures: taken apart and put together again, and described alike on every rank."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections import OrderedDict, defaultdict
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrategy import errors, nest
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = 0
+
+
+@dataclass
+class Model:
+    weights: Any
+    bias: Any
+    steps: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frozen:
+    loss: Any
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple subclass without fields."""
+
+
+leaves = st.one_of(st.integers(), st.floats(allow_nan=False), st.none(), st.text(max_size=3), st.booleans())
+keys = st.one_of(st.text(max_size=3), st.integers(0, 9))
+nests = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.lists(inner, max_size=3).map(Pair),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.builds(Point, inner, inner),
+        st.builds(Model, inner, inner),
+        st.builds(Frozen, loss=inner),
+    ),
+    max_leaves=12,
+)
+
+
+@given(nests)
+def test_flatten_and_pack_are_inverse(value: Any) -> None:
+    flat, structure = nest.flatten(value)
+    again = structure.pack(flat)
+    assert again == value
+    assert type(again) is type(value)
+    assert structure.num_leaves == len(flat) == len(nest.leaf_paths(value))
+
+
+@given(nests)
+def test_pack_can_be_used_again_with_other_leaves(value: Any) -> None:
+    flat, structure = nest.flatten(value)
+    numbered = structure.pack(list(range(len(flat))))
+    assert nest.flatten(numbered)[0] == list(range(len(flat)))
+    assert nest.flatten(numbered)[1].text == structure.text
+    assert structure.pack(flat) == value
+
+
+@given(nests)
+def test_map_structure_leaves_the_argument_alone(value: Any) -> None:
+    before = repr(value)
+    mapped = nest.map_structure(lambda leaf: [leaf], value)
+    assert repr(value) == before
+    assert nest.flatten(mapped)[1].num_leaves == nest.flatten(value)[1].num_leaves
+
+
+@given(st.dictionaries(st.one_of(st.text(max_size=3), st.integers(0, 9)), leaves, min_size=1), st.randoms())
+def test_dictionaries_filled_in_another_order_agree(mapping: dict[Any, Any], random: Any) -> None:
+    items = list(mapping.items())
+    random.shuffle(items)
+    shuffled = dict(items)
+    (one, first), (two, second) = nest.flatten(mapping), nest.flatten(shuffled)
+    assert first.text == second.text
+    assert [repr(leaf) for leaf in one] == [repr(leaf) for leaf in two]
+    # ... and each gets its leaves back under the same keys, in its own order
+    assert list(second.pack(two).items()) == items
+
+
+def test_the_documented_order_of_leaves() -> None:
+    flat, structure = nest.flatten({"b": [1, (2, 3)], "a": Point(4, {"z": 5}), 7: None})
+    assert flat == [None, 4, 5, 1, 2, 3]
+    assert nest.leaf_paths({"b": [1, (2, 3)], "a": Point(4, {"z": 5})}) == [
+        "['a'].x",
+        "['a'].y['z']",
+        "['b'][0]",
+        "['b'][1][0]",
+        "['b'][1][1]",
+    ]
+    assert structure.num_leaves == 6
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ([1, 2], (1, 2)),
+        ([1, 2], [1, [2]]),
+        ([], ()),
+        ({"a": 1}, {"b": 1}),
+        ({"1": 1}, {1: 1}),
+        ({"a": 1}, [1]),
+        (Point(1, 2), (1, 2)),
+        (Point(1, 2), {"x": 1, "y": 2}),
+        (Frozen(loss=1), [1]),
+        (1, [1]),
+        ({"a,b": 1}, {"a": 1, "b": 1}),
+        (["*"], [["*"]]),
+        ({"a": {}}, {"a": []}),
+    ],
+)
+def test_different_structures_have_different_texts(one: Any, two: Any) -> None:
+    assert nest.flatten(one)[1].text != nest.flatten(two)[1].text
+
+
+@pytest.mark.parametrize("leaf", [None, "text", b"bytes", np.ones(3), 1.5, {1, 2}, range(3), object(), Model])
+def test_everything_else_is_a_leaf(leaf: Any) -> None:
+    flat, structure = nest.flatten(leaf)
+    assert flat[0] is leaf
+    assert structure.text == "*"
+    assert structure.pack(["another"]) == "another"
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        defaultdict(list, {"b": 1, "a": 2}),
+        OrderedDict(b=1, a=2),
+        collections.Counter({"b": 2, "a": 1}),
+        collections.UserDict({"b": 1, "a": 2}),
+        types.MappingProxyType({"b": 1, "a": 2}),
+        collections.ChainMap({"b": 1}, {"a": 2}),
+    ],
+    ids=lambda mapping: type(mapping).__name__,
+)
+def test_other_mappings_keep_their_items(mapping: Any) -> None:
+    flat, structure = nest.flatten(mapping)
+    again = structure.pack([leaf * 10 for leaf in flat])
+    assert dict(again) == {key: value * 10 for key, value in mapping.items()}
+
+
+def test_a_default_dict_keeps_its_factory_and_a_mapping_its_kind() -> None:
+    again = nest.map_structure(lambda leaf: leaf, defaultdict(list, {"a": 1}))
+    assert type(again) is defaultdict
+    assert again["new"] == []
+    assert type(nest.map_structure(lambda leaf: leaf, OrderedDict(a=1))) is OrderedDict
+
+
+def test_a_dataclass_is_replaced_not_changed() -> None:
+    model = Model(1, {"b": 2})
+    model.steps = 5
+    mapped = nest.map_structure(lambda leaf: leaf * 10, model)
+    assert (mapped.weights, mapped.bias) == (10, {"b": 20})
+    assert (model.weights, model.bias, model.steps) == (1, {"b": 2}, 5)
+    assert nest.leaf_paths(model) == [".weights", ".bias['b']"]
+
+
+def test_a_dataclass_class_is_a_leaf_its_instance_is_not() -> None:
+    assert nest.flatten(Model)[0] == [Model]
+    assert nest.flatten(Model(1, 2))[0] == [1, 2]
+
+
+def test_a_structure_that_contains_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(errors.StructureError):
+        nest.flatten(endless)
+
+
+def test_keys_of_mixed_kinds_have_one_order() -> None:
+    one = nest.flatten({"a": 1, 2: 2, (1, 2): 3, None: 4})
+    two = nest.flatten({None: 4, (1, 2): 3, 2: 2, "a": 1})
+    assert one[0] == two[0]
+    assert one[1].text == two[1].text
+
+
+def test_too_few_or_too_many_leaves_are_noticed() -> None:
+    structure = nest.flatten([1, 2])[1]
+    with pytest.raises((StopIteration, RuntimeError, ValueError)):
+        structure.pack([1])
+
+
+@dataclass
+class Odd:
+    a: Any
+    b: InitVar[int] = 0
+
+    def __post_init__(self, b: int) -> None:
+        self.c = b
+
+
+def test_a_dataclass_with_an_init_only_variable() -> None:
+    mapped = nest.map_structure(lambda leaf: leaf + 1, Odd(1, b=2))
+    assert mapped.a == 2

@@ -1,0 +1,109 @@
+"""Options and enumerations: what is accepted, and what the refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrategy as ms
+from mpistrategy import CommunicationImplementation, CommunicationOptions, ReduceOp, VariableAggregation, errors
+
+
+@pytest.mark.parametrize(
+    ("value", "op"),
+    [
+        (ReduceOp.SUM, ReduceOp.SUM),
+        ("SUM", ReduceOp.SUM),
+        ("sum", ReduceOp.SUM),
+        ("mEaN", ReduceOp.MEAN),
+        (VariableAggregation.SUM, ReduceOp.SUM),
+        (VariableAggregation.MEAN, ReduceOp.MEAN),
+    ],
+)
+def test_the_spellings_of_a_reduce_op(value: Any, op: ReduceOp) -> None:
+    assert ReduceOp.parse(value, "here") is op
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 0, 1, True, "", "SUMM", " SUM", b"SUM", "MEDIAN", sum, np.sum, VariableAggregation.NONE,
+     VariableAggregation.ONLY_FIRST_REPLICA, ["SUM"], ReduceOp],
+)  # fmt: skip
+def test_anything_else_is_no_reduce_op(value: Any) -> None:
+    with pytest.raises(errors.ReduceOpError) as refusal:
+        ReduceOp.parse(value, "Strategy.reduce")
+    for part in ("Strategy.reduce", repr(value), "SUM", "MEAN"):
+        assert part in str(refusal.value)
+    assert isinstance(refusal.value, ValueError)
+
+
+def test_the_defaults_of_communication_options() -> None:
+    options = CommunicationOptions()
+    assert options.bytes_per_pack == 0
+    assert options.timeout_seconds is None
+    assert options.implementation is CommunicationImplementation.AUTO
+
+
+@pytest.mark.parametrize("name", ["RING", "ring", "Ring", CommunicationImplementation.RING])
+def test_an_implementation_may_be_named(name: Any) -> None:
+    assert CommunicationOptions(implementation=name).implementation is CommunicationImplementation.RING
+
+
+@pytest.mark.parametrize("number", [0, 1, 2**40, np.int64(8), np.int32(8)])
+def test_bytes_per_pack_takes_any_kind_of_integer(number: Any) -> None:
+    assert CommunicationOptions(bytes_per_pack=number).bytes_per_pack == number
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"bytes_per_pack": -1}, ValueError, "bytes_per_pack=-1"),
+        ({"bytes_per_pack": "8"}, TypeError, "bytes_per_pack='8'"),
+        ({"bytes_per_pack": None}, TypeError, "bytes_per_pack=None"),
+        ({"bytes_per_pack": float("nan")}, (TypeError, ValueError), "bytes_per_pack=nan"),
+        ({"bytes_per_pack": float("inf")}, (TypeError, ValueError), "bytes_per_pack=inf"),
+        ({"implementation": "FAST"}, ValueError, "implementation='FAST'"),
+        ({"implementation": 1}, ValueError, "implementation=1"),
+        ({"implementation": None}, ValueError, "implementation=None"),
+    ],
+)
+def test_wrong_communication_options(arguments: dict[str, Any], error: Any, named: str) -> None:
+    with pytest.raises(error) as refusal:
+        CommunicationOptions(**arguments)
+    assert isinstance(refusal.value, errors.MpiStrategyError)
+    text = str(refusal.value)
+    assert text.startswith("CommunicationOptions: ")
+    assert named in text
+    assert "expected" in text
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CommunicationOptions().bytes_per_pack = 3  # type: ignore[misc]
+
+
+def test_merging_prefers_what_the_call_sets() -> None:
+    of_strategy = CommunicationOptions(bytes_per_pack=8, timeout_seconds=5.0)
+    of_call = CommunicationOptions(bytes_per_pack=16, implementation="RING")
+    merged = of_strategy.merge(of_call)
+    assert merged == CommunicationOptions(16, 5.0, CommunicationImplementation.RING)
+    assert of_strategy.merge(None) is of_strategy
+    assert of_strategy == CommunicationOptions(bytes_per_pack=8, timeout_seconds=5.0)
+
+
+ERRORS = sorted(
+    (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MpiStrategyError)),
+    key=lambda kind: kind.__name__,
+)
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_every_error_has_four_parts_and_a_builtin_base(kind: type[errors.MpiStrategyError]) -> None:
+    error = kind.at("place", found="this", expected="that", fix="Do so.")
+    assert str(error) == "place: found this; expected that. Do so."
+    assert isinstance(error, ms.errors.MpiStrategyError)
+    builtin = (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError)
+    assert kind is errors.MpiStrategyError or isinstance(error, builtin)
