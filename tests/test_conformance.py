@@ -214,7 +214,10 @@ def test_an_unknown_program_is_unsupported_not_passed() -> None:
 def test_a_spoilt_recording_fails(spoil: str) -> None:
     """End to end: the same replay that passes says no when the recording says something else."""
     size = MPI.COMM_WORLD.size
-    honest = next(c for c in CASES if c["program"] == "all_reduce" and is_plain_sum(c) and c["num_replicas"] == size)
+    plain = [case for case in CASES if case["program"] == "all_reduce" and case["num_replicas"] == size]
+    honest = next(filter(is_plain_sum, plain), None)
+    if honest is None:
+        pytest.skip("nothing was recorded with this number of replicas")
     spoilt = copy.deepcopy(honest)
     spoilers: dict[str, Callable[[Json], Any]] = {
         "value": lambda leaf: leaf.update(tensor=shift(leaf["tensor"])),
@@ -232,9 +235,12 @@ def test_a_spoilt_recording_fails(spoil: str) -> None:
 
 
 def is_plain_sum(case: Json) -> bool:
+    """Small float32 tensors, so that adding 1 to the result is no rounding."""
     leaves = case["inputs"]["per_replica"]
-    floats = all(isinstance(leaf, dict) and leaf.get("dtype") == "float32" and leaf.get("tensor") for leaf in leaves)
-    return floats and case["inputs"]["reduce_op"] == {"reduce_op": "SUM"} and case["outcome"]["status"] == "ok"
+    if not all(isinstance(leaf, dict) and leaf.get("dtype") == "float32" and leaf.get("tensor") for leaf in leaves):
+        return False
+    small = all(np.abs(decode(leaf)).max() < 100 for leaf in leaves)
+    return small and case["inputs"]["reduce_op"] == {"reduce_op": "SUM"} and case["outcome"]["status"] == "ok"
 
 
 def result_leaves(node: Json) -> list[Json]:

@@ -101,7 +101,7 @@ def _magnitude(array: np.ndarray[Any, Any]) -> float:
 
 
 def _epsilon(dtype: np.dtype[Any]) -> float:
-    return float(ml_dtypes.finfo(dtype).eps)
+    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
 
 
 # ------------------------------------------------------------------------------------------------ comparison

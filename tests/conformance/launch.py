@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from launching import LAUNCHER_PREFIXES
 
@@ -58,7 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def replay_all(ids: list[str], replicas: int, options: argparse.Namespace, **job_options: str) -> dict[str, Result]:
+def replay_all(ids: list[str], replicas: int, options: argparse.Namespace, **job_options: Any) -> dict[str, Result]:
     """Replay cases of one size in as many jobs as it takes."""
     results: dict[str, Result] = {}
     todo = list(ids)

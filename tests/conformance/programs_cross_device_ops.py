@@ -28,7 +28,7 @@ AFTERWARDS = "destination variable afterwards"
 
 def make_cross_device_ops(p: Inputs) -> Any:
     """The object that the inputs describe."""
-    options = {name: p[name] for name in ("reduce_to_device", "num_packs") if name in p}
+    options: dict[str, Any] = {name: p[name] for name in ("reduce_to_device", "num_packs") if name in p}
     if "accumulation_fn" in p:
         options["accumulation_fn"] = ACCUMULATION_FNS[p["accumulation_fn"]]
     return getattr(ms, p.get("cdo", "ReductionToOneDevice"))(**options)
