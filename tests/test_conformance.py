@@ -289,6 +289,15 @@ def test_a_rule_excuses_only_what_it_describes() -> None:
     assert verdict(case, PROGRAM, [ok(np.float32(5.0))] * 2, [rule]).verdict == "passed"
 
 
+@pytest.mark.mpi
+def test_what_is_superseded_must_be_what_the_other_environment_recorded() -> None:
+    rule = Rule(name="r", kind="superseded", programs=("p",), reason="semantics: x", why="", when=("env:mirrored",))
+    case = recorded(tensor(5.0))
+    twin = {**recorded(tensor(10.0)), "strategy": "MultiWorkerMirroredStrategy"}
+    assert verdict(case, PROGRAM, [ok(np.float32(10.0))] * 2, [rule], [twin]).verdict == "superseded"
+    assert verdict(case, PROGRAM, [ok(np.float32(11.0))] * 2, [rule], [twin]).verdict == "failed"
+
+
 # ------------------------------------------------------------------------------------------------ the launcher
 
 BROKEN_RUNNER = """

@@ -9,12 +9,13 @@ WORK.json says which cases: {"oracle": directory, "ids": [..]}.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import json
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from . import __path__ as package_path
 from .cases import load_cases
 from .compare import Difference, short
 from .deviations import Rule, find_rule, load_rules
-from .environment import Env, run_program
-from .judge import judge
+from .environment import Env, kind_of, run_program
+from .judge import elsewhere_paths, judge
 from .registry import PROGRAMS, Program, UnsupportedProgramError
 from .values import Json
 
@@ -71,6 +72,9 @@ def replay(
         the results, on rank 0; an empty list elsewhere.
     """
     programs, rules = load_programs(), load_rules()
+    twins = collections.defaultdict(list)
+    for case in cases:
+        twins[case["id"].partition("@")[0]].append(case)
     results = []
     for case in cases:
         if comm.rank == 0:
@@ -78,7 +82,8 @@ def replay(
         outcome = replay_one(case, programs.get(case["program"]), comm)
         outcomes = gather_json(outcome, comm)
         if comm.rank == 0:
-            result = verdict(case, programs.get(case["program"]), outcomes, rules)
+            others = [twin for twin in twins[case["id"].partition("@")[0]] if kind_of(twin) != kind_of(case)]
+            result = verdict(case, programs.get(case["program"]), outcomes, rules, others)
             ended(result)
             results.append(result)
     return results
@@ -129,13 +134,25 @@ def gather_json(outcome: Json, comm: MPI.Comm) -> list[Json]:
 # ------------------------------------------------------------------------------------------------ verdicts
 
 
-def verdict(case: Json, program: Program | None, outcomes: list[Json], rules: list[Rule]) -> Result:
-    """Judge the ranks' outcomes of one case."""
-    notes = [f"rank {r}: {o['note']}" for r, o in enumerate(outcomes) if o["status"] in ("unsupported", "left open")]
+def verdict(
+    case: Json, program: Program | None, outcomes: list[Json], rules: list[Rule], twins: Sequence[Json] = ()
+) -> Result:
+    """Judge the ranks' outcomes of one case.
+
+    Args:
+        case: the recording.
+        program: its interpreter function, or None when there is none.
+        outcomes: what our ranks did, in rank order.
+        rules: the table of deviations.
+        twins: the same case recorded in other environments, with the same number of replicas.  Where a rule says
+            that another environment decides, the outcome must be the one recorded there.
+    """
+    kept = ("unsupported", "left open")
+    notes = tuple(f"rank {rank}: {o['note']}" for rank, o in enumerate(outcomes) if o["status"] in kept)
     if program is None or all(outcome["status"] == "unsupported" for outcome in outcomes):
-        return Result(case["id"], "unsupported", details=tuple(notes))
+        return Result(case["id"], "unsupported", details=notes)
     if notes:
-        return Result(case["id"], "failed", details=tuple(notes))
+        return Result(case["id"], "failed", details=notes)
     found = judge(case, program, outcomes)
     if not found:
         return Result(case["id"], "passed")
@@ -143,7 +160,20 @@ def verdict(case: Json, program: Program | None, outcomes: list[Json], rules: li
     details = tuple(map(_describe, found))
     if rule is None:
         return Result(case["id"], "failed", details=details)
-    return Result(case["id"], "deviations" if rule.kind == "deviation" else "superseded", rule.name, details)
+    if rule.kind == "deviation":
+        return Result(case["id"], "deviations", rule.name, details)
+    if twins and not any(_holds_for(twin, program, outcomes, rules) for twin in twins):
+        return Result(case["id"], "failed", rule.name, (*details, "nor is it what the other environment recorded"))
+    return Result(case["id"], "superseded", rule.name, details)
+
+
+def _holds_for(twin: Json, program: Program, outcomes: list[Json], rules: list[Rule]) -> bool:
+    """Return whether the outcomes agree with another environment's recording, or deviate from it as allowed."""
+    if any(True for outcome in outcomes for _ in elsewhere_paths(outcome.get("observed", {}))):
+        return True  # where a value lives is said differently there
+    found = judge(twin, program, outcomes)
+    rule = find_rule(rules, twin, outcomes, found) if found else None
+    return not found or (rule is not None and rule.kind == "deviation")
 
 
 def _describe(difference: Difference) -> str:
