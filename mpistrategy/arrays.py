@@ -81,6 +81,8 @@ def to_array(value: Any, where: str, path: str = "") -> Array:
         raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number") from error
     if array.dtype.kind == "O":
         raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number")
+    if array.dtype.hasobject:
+        raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)} as {leaf}", expected="a dtype of fixed size")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

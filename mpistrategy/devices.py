@@ -65,11 +65,11 @@ def parse(text: str) -> Device:
     for part in text.strip().strip("/").split("/"):
         match = _PART.match(part)
         name, value = (match[1].lower(), match[2]) if match else ("device", part)
-        if name == "task" and value.isdigit():
+        if name == "task" and value.isascii() and value.isdecimal():
             task = int(value)
         elif name == "device":
             kind, index = _parse_kind(value, text)
-        elif name == "task" or (name == "replica" and not value.isdigit()):
+        elif (name, value) not in (("job", "worker"), ("replica", "0")):
             raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")
     return Device(task, kind, index)
 

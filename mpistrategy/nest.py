@@ -6,10 +6,13 @@ keys, so that two ranks that filled equal dictionaries in another order agree.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
+
+from mpistrategy.errors import StructureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,11 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
     {'b': [10, 20], 'a': 30}
     """
     leaves: list[Any] = []
-    return leaves, _visit(nest, leaves)
+    try:
+        return leaves, _visit(nest, leaves)
+    except RecursionError:
+        pass
+    raise StructureError.at("nested structure", found="a structure that contains itself", expected="a finite nest")
 
 
 def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -82,8 +89,8 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
 
         def build_mapping(values: list[Any]) -> Any:
             by_key = dict(zip(keys, values, strict=True))
-            items = [(key, by_key[key]) for key in original]
-            return dict(items) if kind is dict else _new_mapping(kind, nest, items)
+            items = {key: by_key[key] for key in original}
+            return items if kind is dict else _like_mapping(nest, items)
 
         opening = "{" if kind is dict else f"{kind.__name__}{{"
         texts = [f"{key!r}:{c.text}" for key, c in zip(keys, children, strict=True)]
@@ -117,10 +124,14 @@ def _combine(
     return Structure(opening + ",".join(texts) + closing, sum(child.num_leaves for child in children), rebuild)
 
 
-def _new_mapping(kind: type, like: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Any:
-    factory = getattr(like, "default_factory", None)
-    make: Callable[..., Any] = kind
-    return make(factory, items) if factory is not None else make(items)
+def _like_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the same kind with these items; a plain dict for one that cannot be written."""
+    if not isinstance(like, MutableMapping):
+        return items
+    rebuilt = copy.copy(like)
+    for key, value in items.items():  # not update(): a Counter's would add
+        rebuilt[key] = value
+    return rebuilt
 
 
 def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -27,5 +27,5 @@ class OneDeviceStrategy(Strategy):
             raise OptionTypeError.at("OneDeviceStrategy", found=f"device={device!r}", expected="a device string")
         wanted = devices.parse(device)
         complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
-        check_exists(complete)
+        check_exists(complete, "OneDeviceStrategy")
         super().__init__(StrategyExtended(self, SingleCommunicator((complete,))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import numbers
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -89,15 +90,15 @@ class CommunicationOptions:
 
     """
 
-    bytes_per_pack: int = 0
+    bytes_per_pack: float = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
         where = "CommunicationOptions"
-        if not isinstance(self.bytes_per_pack, (int, float)):
+        if not isinstance(self.bytes_per_pack, numbers.Real) or isinstance(self.bytes_per_pack, bool):
             raise OptionTypeError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
-        if self.bytes_per_pack < 0:
+        if not self.bytes_per_pack >= 0:
             raise OptionError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
         chosen = self.implementation
         if isinstance(chosen, str) and chosen.upper() in CommunicationImplementation.__members__:
@@ -113,6 +114,8 @@ class CommunicationOptions:
         """Return these options with every field that `options` sets to something else than the default."""
         if options is None:
             return self
+        if not isinstance(options, CommunicationOptions):
+            raise OptionTypeError.at("options", found=f"options={options!r}", expected="a CommunicationOptions or None")
         default = CommunicationOptions()
         chosen = {
             field.name: getattr(

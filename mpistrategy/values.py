@@ -41,6 +41,14 @@ class ArrayLike(NDArrayOperatorsMixin):
     def __getitem__(self, key: Any) -> Any:
         return self._read()[key]
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise UnsupportedError.at(
+            f"{type(self).__name__}[...] = value",
+            found="an assignment to a part",
+            expected="an assignment that keeps the replicas together",
+            fix="Write v.assign(...) with the whole new value.",
+        )
+
     def __len__(self) -> int:
         return len(self._read())
 

@@ -54,7 +54,8 @@ def resolve(destinations: Any, communicator: Communicator, where: str) -> Destin
         DeviceError: for a device that no rank of this communicator drives.
 
     """
-    if isinstance(destinations, (ArrayLike, IndexedSlices, np.ndarray, np.generic)):
+    is_value = isinstance(destinations, (ArrayLike, IndexedSlices, np.ndarray, np.generic))
+    if is_value and not isinstance(destinations, str):  # np.str_ is both
         return EVERY_RANK
     texts = [destinations] if isinstance(destinations, str) else destinations
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) and text for text in texts):

@@ -19,7 +19,8 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     Only one rank of a node sends over the network.  Right for any number of ranks on any node.
 
     Args:
-        num_packs: the values are split into about so many packs; 0 leaves it to the library.
+        num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
+            bytes_per_pack.
 
     Raises:
         OptionError: for a negative num_packs.

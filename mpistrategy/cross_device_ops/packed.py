@@ -26,7 +26,12 @@ from mpistrategy.values import IndexedSlices, Mirrored, local_component
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that sum one buffer at a time."""
 
-    num_packs = 0
+    num_packs: float = 0
+
+    @property
+    def configuration(self) -> str:
+        """What must be equal on all ranks for their messages to fit together."""
+        return f"{type(self).__name__}, num_packs={self.num_packs}"
 
     def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
         """Replace `buffer` by the sum over the ranks, at least on the destination's ranks."""
@@ -71,6 +76,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 op=reduce_op.value,
                 values=tuple(_layout(value) for value in values),
                 destination=_in_words(targets),
+                options=f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}",
             )
             results: list[Any] = [None] * len(values)
             for target in dict.fromkeys(targets):
@@ -87,16 +93,21 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             return [mirrored(r, target, communicator) for r, target in zip(results, targets, strict=True)]
 
 
+def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
+    """Raise OptionError for a Mirrored value under SUM: is it one value, or one of each replica?"""
+    if isinstance(value, Mirrored) and op is ReduceOp.SUM:
+        raise OptionError.at(
+            where,
+            found="a Mirrored value under SUM",
+            expected="a value that each replica contributes",
+            fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
+            "replicas.",
+        )
+
+
 def _component(value: Any, op: ReduceOp, where: str) -> Any:
+    refuse_mirrored_sum(value, op, where)
     if isinstance(value, Mirrored):
-        if op is ReduceOp.SUM:
-            raise OptionError.at(
-                where,
-                found="a Mirrored value under SUM",
-                expected="a value that each replica contributes",
-                fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
-                "replicas.",
-            )
         return value
     value = local_component(value)
     if isinstance(value, IndexedSlices):

@@ -51,7 +51,7 @@ class Pack:
         return [(m.index, buffer[m.start : m.stop].reshape(m.shape)) for m in self.members]
 
 
-def plan(arrays: Sequence[Array], bytes_per_pack: int = 0, num_packs: int = 0) -> tuple[Pack, ...]:
+def plan(arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 0) -> tuple[Pack, ...]:
     """Return the packs for these arrays; equal on every rank for equal dtypes and shapes.
 
     Args:

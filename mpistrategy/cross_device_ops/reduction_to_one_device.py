@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import devices
-from mpistrategy.arrays import Array
+from mpistrategy.arrays import Array, dtype_name
 from mpistrategy.cross_device_ops import packing
 from mpistrategy.cross_device_ops.destinations import Destination, ranks_of
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
-from mpistrategy.errors import OptionTypeError, ShapeError
+from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions
@@ -50,6 +50,12 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             )
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
+
+    @property
+    def configuration(self) -> str:
+        """What must be equal on all ranks for their messages to fit together."""
+        how = "sum" if self.accumulation_fn is None else "accumulation_fn"
+        return f"{super().configuration}, {how} on {self.reduce_to_device}"
 
     def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
         """Replace `buffer` by the sum over the ranks."""
@@ -103,7 +109,13 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
                     found=f"shape {result.shape} returned by accumulation_fn",
                     expected=f"the shape {target.shape} of each value",
                 )
-            np.copyto(target, result, casting="same_kind")
+            if not np.can_cast(result.dtype, target.dtype, "same_kind"):
+                raise DTypeError.at(
+                    where,
+                    found=f"dtype {dtype_name(result.dtype)} returned by accumulation_fn",
+                    expected=f"the dtype of each value, {dtype_name(arrays[index].dtype)}",
+                )
+            target[...] = result
 
 
 def _send_out(communicator: Communicator, buffer: Array, root: int, destination: Destination) -> None:

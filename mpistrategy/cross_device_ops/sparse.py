@@ -6,7 +6,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, to_array, to_reducible
 from mpistrategy.cross_device_ops.mean import divide
-from mpistrategy.errors import ShapeError
+from mpistrategy.errors import DTypeError, ShapeError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
@@ -22,6 +22,8 @@ def checked(slices: IndexedSlices, where: str) -> IndexedSlices:
     """
     values = to_reducible(slices.values, where, ".values")
     indices = to_array(slices.indices, where, ".indices")
+    if indices.dtype.kind not in "iu":
+        raise DTypeError.at(where, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices")
     if values.ndim == 0 or indices.shape != values.shape[:1]:
         raise ShapeError.at(
             where,

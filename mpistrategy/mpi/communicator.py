@@ -122,13 +122,16 @@ class MpiCommunicator:
             else:
                 inside = comm.Split(self._node_key, self.rank)
             across = comm.Split(0 if inside.rank == 0 else MPI.UNDEFINED, self.rank)
-            self._node = NodeGroups(_Group(inside), _Group(across) if across != MPI.COMM_NULL else None)
+            self._node = NodeGroups(
+                _Group(inside, self.max_count), _Group(across, self.max_count) if across != MPI.COMM_NULL else None
+            )
         return self._node
 
     def close(self) -> None:
         """Free the duplicates.  Collective."""
-        if self._comm == MPI.COMM_NULL:
+        if self.guard.closed:
             return
+        self.guard.closed = True
         abort.forget(self.guard)
         if self._control is not None:
             self._control.close()
@@ -142,7 +145,7 @@ class MpiCommunicator:
 class _Group(MpiCommunicator):
     """A part of a communicator whose ranks have already agreed: the same verbs without a guard of its own."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, max_count: int) -> None:
         self._comm = comm
         self.rank = comm.rank
         self.size = comm.size
@@ -151,7 +154,7 @@ class _Group(MpiCommunicator):
         self.devices = ()
         self._node_key = None
         self._node = None
-        self.max_count = buffers.MAX_COUNT
+        self.max_count = max_count
 
 
 class MpiControlChannel:

@@ -34,6 +34,7 @@ class Signature(NamedTuple):
     structure: str = ""
     values: tuple[tuple[str, tuple[int, ...]], ...] = ()
     destination: str = ""
+    options: str = ""
     name: str = ""
     call: str = ""
 
@@ -87,9 +88,17 @@ class Guard:
         self._rank = rank
         self._digests: dict[Signature, int] = {}
         self.current: Call | None = None
+        #: Set when the communicator has been given back.
+        self.closed = False
 
     def call(self, where: str, structure: str = "", name: str = "") -> Call:
-        """Return a context manager for one public call that all ranks make together."""
+        """Return a context manager for one public call that all ranks make together.
+
+        Raises:
+            ContextError: when the strategy has been closed.
+        """
+        if self.closed:
+            raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
         return Call(self, where, structure, name)
 
     def compare(self, signature: Signature) -> None:
@@ -184,6 +193,7 @@ class Call:
         op: str = "",
         values: tuple[tuple[str, tuple[int, ...]], ...] = (),
         destination: str = "",
+        options: str = "",
     ) -> None:
         """Compare this call with the other ranks'; on return all ranks are about to do the same.
 
@@ -192,7 +202,7 @@ class Call:
             MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
 
         """
-        self._guard.compare(Signature(verb, op, self.structure, values, destination, self.name, self.where))
+        self._guard.compare(Signature(verb, op, self.structure, values, destination, options, self.name, self.where))
         self._agreed = True
 
     def expect_more(self) -> None:
@@ -203,11 +213,11 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._guard.current = self._outer
-        if not isinstance(error, Exception) or self._agreed or getattr(error, "known_to_peers", False):
-            if self._outer is not None and error is None:
-                self._outer._agreed = self._outer._agreed or self._agreed
+        if not isinstance(error, Exception) or getattr(error, "known_to_peers", False):
             return
-        self._guard.report_failure(self.where, error)
+        if not self._agreed:
+            self._guard.report_failure(self.where, error)
+        # After an agreement the peers are on their way through the data: too late to tell them, here or further out.
         _known(error)
 
 

@@ -32,7 +32,7 @@ def choose_device(wanted: Any, rank: int, local_rank: int, local_size: int) -> D
         return Device(rank, "CPU", 0)
     if not isinstance(wanted, (list, tuple)) or not all(isinstance(text, str) for text in wanted):
         raise OptionTypeError.at(_WHERE, found=f"devices={wanted!r}", expected="a list of device strings, or None")
-    parsed = [devices.parse(text) for text in wanted]
+    parsed = [Device(None, device.kind or "CPU", device.index or 0) for device in map(devices.parse, wanted)]
     _refuse_repeated(wanted, parsed)
     if len(parsed) < local_size:
         raise DeviceError.at(
@@ -42,26 +42,26 @@ def choose_device(wanted: Any, rank: int, local_rank: int, local_size: int) -> D
             fix="Name more devices, start fewer ranks, or leave devices out.",
         )
     mine = parsed[local_rank]
-    device = Device(rank, mine.kind or "CPU", mine.index or 0)
-    check_exists(device, local_size)
+    device = Device(rank, mine.kind, mine.index)
+    check_exists(device, _WHERE, local_size)
     return device
 
 
-def check_exists(device: Device, local_size: int = 1) -> None:
+def check_exists(device: Device, where: str, local_size: int = 1) -> None:
     """Raise DeviceError unless this machine has the device.
 
     A CPU index is a share of the cores: there are as many as cores, or as ranks on the node if these are more.
     """
     if device.kind == "GPU":
         raise DeviceError.at(
-            _WHERE,
+            where,
             found=f"device {device}",
             expected="a CPU device",
             fix="This version of mpistrategy works on NumPy arrays; use 'CPU:0' or leave devices out.",
         )
     cores = max(os.cpu_count() or 1, local_size)
     if device.index is not None and device.index >= cores:
-        raise DeviceError.at(_WHERE, found=f"device {device}", expected=f"an index below {cores} on this node")
+        raise DeviceError.at(where, found=f"device {device}", expected=f"an index below {cores} on this node")
 
 
 def _refuse_repeated(texts: Sequence[str], parsed: list[Device]) -> None:

@@ -1,0 +1,104 @@
+"""The example programs, as a person runs them: right on any number of ranks, and honest in their exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+RANKS = (1, 2, 3, 4)
+
+Launch = Callable[..., launching.Finished]
+
+
+def numbers(
+    launch: Launch, ranks: int, folder: Path, script: str, *arguments: str, status: int = 0
+) -> tuple[dict[str, Any], str]:
+    """Run a script; return what it wrote to its JSON file, and what it printed."""
+    report = folder / f"{ranks}.json"
+    job = launch(ranks, [SCRIPTS / script, "--json", report, *arguments], cwd=folder)
+    assert job.returncode == status, job
+    return json.loads(report.read_text()), job.stdout
+
+
+def same_up_to_rounding(some: Any, others: Any) -> None:
+    # The sums differ in their last bit with the number of ranks; training carries that on for 700 steps.
+    np.testing.assert_allclose(some, others, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_digits_are_learnt_with_the_same_numbers_on_any_number_of_ranks(
+    launch: Launch, tmp_path: Path, optimizer: str
+) -> None:
+    runs = []
+    for ranks in RANKS if optimizer == "adam" else (1, 3):
+        report, printed = numbers(launch, ranks, tmp_path, "train_digits.py", "--optimizer", optimizer)
+        assert report["accuracy"] >= 0.97, printed
+        assert report["weights_equal"], printed
+        assert f"trained 30 epochs on {ranks} replica" in printed
+        assert "weights: identical on all replicas, bit for bit" in printed
+        assert printed.count("epoch  30: loss") == 1, printed  # replica 0 alone tells
+        image = (tmp_path / "digits.png").read_bytes()
+        assert image.startswith(b"\x89PNG\r\n\x1a\n")
+        assert len(image) > 10_000
+        (tmp_path / "digits.png").unlink()
+        runs.append(report)
+    for report in runs[1:]:
+        assert report["accuracy"] == runs[0]["accuracy"]
+        same_up_to_rounding(report["loss"], runs[0]["loss"])
+        same_up_to_rounding(report["history"], runs[0]["history"])
+
+
+def test_digits_with_batches_that_leave_ranks_without_images(launch: Launch, tmp_path: Path) -> None:
+    # 1437 images in batches of 9: on 4 ranks parts of 3, 3, 3 and 0, at the end of 2, 2, 2 and 0.
+    arguments = ("--batch", "9", "--epochs", "3", "--no-plot")
+    runs = [numbers(launch, ranks, tmp_path, "train_digits.py", *arguments, status=1)[0] for ranks in (1, 4)]
+    same_up_to_rounding(runs[0]["history"], runs[1]["history"])
+    assert runs[1]["weights_equal"]
+    assert not (tmp_path / "digits.png").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_digits_learnt_badly_are_a_failure(launch: Launch, tmp_path: Path, ranks: int) -> None:
+    job = launch(ranks, [SCRIPTS / "train_digits.py", "--epochs", "1", "--no-plot"], cwd=tmp_path)
+    assert job.returncode == 1, job
+    assert "wanted: at least 0.97" in job.stdout, job
+
+
+def test_digits_show_a_progress_bar_where_asked_to(launch: Launch, tmp_path: Path) -> None:
+    arguments = ["--progress", "bar", "--no-plot", "--epochs", "10"]
+    job = launch(2, [SCRIPTS / "train_digits.py", *arguments], cwd=tmp_path)
+    assert job.stderr.count("| 10/10 [") == 1, job  # replica 0's, none of replica 1
+    assert "epoch" not in job.stdout.replace("10 epochs", ""), job
+
+
+def test_heat_conduction_agrees_with_the_exact_solution_on_any_number_of_ranks(
+    launch: Launch, tmp_path: Path
+) -> None:
+    runs = []
+    for ranks in RANKS:
+        report, printed = numbers(launch, ranks, tmp_path, "heat_equation.py")
+        assert printed.count("mean temperature") == 1, printed
+        assert report["error"] < 1e-3
+        runs.append([report["mean"], report["energy"], report["error"]])
+    same_up_to_rounding(runs[1:], runs[:1] * (len(runs) - 1))
+
+
+def test_heat_conduction_on_a_grid_too_coarse_is_a_failure(launch: Launch, tmp_path: Path) -> None:
+    assert launch(2, [SCRIPTS / "heat_equation.py", "--cells", "4"], cwd=tmp_path).returncode == 1
+
+
+def test_import_cost_is_printed_in_one_line(launch: Launch) -> None:
+    command = [sys.executable, str(SCRIPTS / "bench_import"), "--runs", "3"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "import mpistrategy: " in printed
+    assert " ms beyond numpy" in printed
+    assert len(printed.splitlines()) == 1
