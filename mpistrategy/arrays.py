@@ -63,7 +63,6 @@ def to_array(value: Any, where: str, path: str = "") -> Array:
     Raises:
         LeafError: for None and for objects that are no arrays, masked arrays among them.
         UnsupportedError: for a CuPy array.
-
     """
     leaf = f"leaf {path}" if path else "the value"
     if is_cupy(value):
@@ -92,7 +91,6 @@ def to_reducible(value: Any, where: str, path: str = "") -> Array:
     Raises:
         DTypeError: for bool, strings, dates and structured dtypes, naming the leaf.
         LeafError, UnsupportedError: as `to_array`.
-
     """
     array = value if type(value) is np.ndarray and value.dtype.isnative else to_array(value, where, path)
     dtype = array.dtype

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mpistrategy.errors import ContextError
+from mpistrategy.errors import ContextError, OptionTypeError
 from mpistrategy.mpi import ambient
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class Frame:
     replica_context: ReplicaContext | None = None
 
     def __enter__(self) -> Frame:
-        _stack.frames.append(self)
         ambient.enter(self.strategy.extended.communicator)
+        _stack.frames.append(self)
         return self
 
     def __exit__(
@@ -99,8 +99,10 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         ContextError: inside a scope or a step function.
-
+        OptionTypeError: for something that is no strategy.
     """
+    if strategy is not None:
+        check_strategy(strategy, "experimental_set_strategy")
     frame = current_frame()
     if frame is not None and not (len(_stack.frames) == 1 and _stack.frames[0] is _set_frame.frame):
         raise ContextError.at(
@@ -153,6 +155,24 @@ def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:
             expected="one strategy at a time",
             fix="Leave the other strategy's scope first.",
         )
+
+
+def check_strategy(strategy: Any, where: str) -> None:
+    """Raise OptionTypeError unless `strategy` is one."""
+    if not hasattr(type(strategy), "extended"):  # the instance may be half made
+        raise OptionTypeError.at(where, found=f"{strategy!r}", expected="a Strategy")
+
+
+def check_call(where: str, fn: Any, args: Any = (), kwargs: Any = None) -> None:
+    """Raise OptionTypeError unless ``fn(*args, **kwargs)`` can be written."""
+    if not callable(fn):
+        raise OptionTypeError.at(where, found=f"{fn!r}", expected="a function")
+    if not isinstance(args, (list, tuple)):
+        raise OptionTypeError.at(
+            where, found=f"args of type {type(args).__name__}", expected="a tuple", fix="Write args=(x,)."
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise OptionTypeError.at(where, found=f"kwargs of type {type(kwargs).__name__}", expected="a dict or None")
 
 
 def in_words(frame: Frame | None) -> str:

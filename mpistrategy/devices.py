@@ -26,7 +26,6 @@ class Device:
         task: the rank that drives the device.
         kind: "CPU" or "GPU".
         index: the number of the device on its node.
-
     """
 
     task: int | None = None
@@ -55,7 +54,6 @@ def parse(text: str) -> Device:
 
     Raises:
         DeviceError: for an empty string, an unknown part, or a device kind other than CPU and GPU.
-
     """
     if not text.strip():
         raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")

@@ -25,7 +25,6 @@ class MpiStrategyError(Exception):
             found: what was given.
             expected: what would have been right.
             fix: what to write instead; may be empty when `expected` says it.
-
         """
         text = f"{where}: found {found}; expected {expected}."
         return cls(f"{text} {fix}" if fix else text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,6 @@ class StrategyExtended:
         communicator: the ranks; None means this rank alone.
         cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
         options: the default communication options.
-
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class StrategyExtended:
         self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
         self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
         self._colocated_with: list[Variable] = []
+        self._variable_numbers = itertools.count()
 
     # ------------------------------------------------------------------------------------------- reductions
 
@@ -79,7 +80,6 @@ class StrategyExtended:
         Raises:
             ContextError: in a step function.
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
-
         """
         self._require_cross_replica("reduce_to")
         with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to"):
@@ -98,7 +98,6 @@ class StrategyExtended:
 
         Returns:
             A Mirrored, as in `reduce_to`.
-
         """
         self._require_cross_replica("broadcast_to")
         with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to"):
@@ -145,16 +144,17 @@ class StrategyExtended:
             reduced = self.cross_device_ops.reduce(reduce_op, value, value, self.options)
             return np.asarray(local_component(reduced))
 
-    def gather_leaf(self, leaf: Any, axis: Any, call: Call) -> Array:
-        """Return all ranks' arrays along `axis`; the caller has entered the guard's call."""
-        return gather(self.communicator, _plain(leaf), axis, call)
+    def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
+        """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
+        leaves, structure = nest.flatten(value)
+        call.structure = structure.text
+        return structure.pack(gather(self.communicator, [_plain(leaf) for leaf in leaves], axis, call))
 
     def barrier(self, name: str = "") -> None:
         """Wait until every rank has come here with the same `name`.  Collective.
 
         Raises:
             CollectiveMismatchError: on every rank, when another rank makes another call.
-
         """
         with self.communicator.guard.call("barrier", name=name) as call:
             call.agree("barrier")
@@ -184,11 +184,11 @@ class StrategyExtended:
         Raises:
             ContextError: in another strategy's context.
             OptionTypeError: when `var` is no variable of this strategy.
-
         """
         frame = context.current_frame()
         if frame is not None:
             context.require_same_strategy(frame, self._container_strategy, "StrategyExtended.update")
+        context.check_call("StrategyExtended.update", fn, args, kwargs)
         if not self.variable_created_in_scope(var):
             raise OptionTypeError.at(
                 "StrategyExtended.update", found=f"var={var!r}", expected="a variable created in this strategy's scope"
@@ -210,6 +210,7 @@ class StrategyExtended:
             DeviceError: when `colocate_with` is not what `non_slot_devices` returned.
         """
         self._require_cross_replica("update_non_slot")
+        context.check_call("StrategyExtended.update_non_slot", fn, args, kwargs)
         if colocate_with != self.worker_devices and not self._container_strategy.is_default:
             raise DeviceError.at(
                 "StrategyExtended.update_non_slot",
@@ -221,8 +222,7 @@ class StrategyExtended:
     def _in_update(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None, group: bool
     ) -> Any:
-        plain_args = [nest.map_structure(local_component, arg) for arg in args]
-        plain_kwargs = {key: nest.map_structure(local_component, arg) for key, arg in (kwargs or {}).items()}
+        plain_args, plain_kwargs = _unwrapped(args, kwargs)
         with Frame(self._container_strategy, Mode.UPDATE):
             result = fn(*plain_args, **plain_kwargs)
         if not group:
@@ -234,8 +234,8 @@ class StrategyExtended:
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
         self._require_cross_replica("call_for_each_replica")
-        plain_args = [nest.map_structure(local_component, arg) for arg in args]
-        plain_kwargs = {key: nest.map_structure(local_component, arg) for key, arg in (kwargs or {}).items()}
+        context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)
+        plain_args, plain_kwargs = _unwrapped(args, kwargs)
         with ReplicaContext(self._container_strategy, self.communicator.rank):
             return fn(*plain_args, **plain_kwargs)
 
@@ -250,7 +250,6 @@ class StrategyExtended:
         Raises:
             ContextError: outside scope().
             OptionTypeError: when the argument is no variable of this strategy.
-
         """
         frame = context.current_frame()
         if frame is None or frame.strategy is not self._container_strategy:
@@ -270,6 +269,10 @@ class StrategyExtended:
             yield
         finally:
             self._colocated_with.pop()
+
+    def next_variable_name(self) -> str:
+        """Return the name of a variable that was given none; the same on every rank, since creation is collective."""
+        return f"Variable_{next(self._variable_numbers)}"
 
     def register_variable(self, variable: Variable) -> None:
         """Note a variable that was created for this strategy, and its place."""
@@ -304,9 +307,21 @@ class StrategyExtended:
         return context.cross_replica(self._container_strategy)
 
 
+def _unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+    """Replace the containers among the arguments by this rank's components; leave arguments without any alone."""
+
+    def component(argument: Any) -> Any:
+        leaves, structure = nest.flatten(argument)
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return argument
+        return structure.pack([local_component(leaf) for leaf in leaves])
+
+    return [component(argument) for argument in args], {key: component(value) for key, value in (kwargs or {}).items()}
+
+
 def _check_target(target: Array, value: Array, op: ReduceOp, where: str) -> None:
     dtype = mean_dtype(value.dtype) if op is ReduceOp.MEAN else value.dtype
-    if target.shape != value.shape or target.dtype != dtype:
+    if target.shape != value.shape or target.dtype.newbyteorder("=") != dtype:
         raise ShapeError.at(
             where,
             found=f"{dtype_name(target.dtype)}{list(target.shape)}",

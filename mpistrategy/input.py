@@ -33,7 +33,6 @@ class DistributedDataset:
     Raises:
         OptionTypeError: when `dataset` cannot be iterated.
         ShapeError: while iterating, for a batch whose arrays differ in length, or that holds a scalar.
-
     """
 
     def __init__(self, dataset: Any, index: int, parts: int) -> None:

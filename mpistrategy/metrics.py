@@ -15,7 +15,6 @@ class Sum:
 
     Args:
         name: a name for messages, equal on all ranks.
-
     """
 
     def __init__(self, name: str = "sum") -> None:
@@ -39,7 +38,6 @@ class Mean:
 
     Args:
         name: a name for messages, equal on all ranks.
-
     """
 
     def __init__(self, name: str = "mean") -> None:

@@ -35,7 +35,6 @@ class MirroredStrategy(Strategy):
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
         OptionTypeError: for arguments of the wrong type.
         All on every rank.
-
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class MirroredStrategy(Strategy):
                 device = choose_device(devices, ranks.rank, local_rank, local_size)
                 call.agree(
                     "create a strategy",
-                    op=type(cross_device_ops).__name__,
+                    op=getattr(cross_device_ops, "configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
                 )
             ranks.share_device(device)

@@ -22,7 +22,6 @@ class Structure:
     Attributes:
         text: the same string on every rank for the same structure; what ranks compare.
         num_leaves: how many leaves it holds.
-
     """
 
     text: str

@@ -19,7 +19,6 @@ class OneDeviceStrategy(Strategy):
     Raises:
         DeviceError: for a device that does not exist.
         OptionTypeError: when `device` is no string.
-
     """
 
     def __init__(self, device: str = "CPU:0") -> None:

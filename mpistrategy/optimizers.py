@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.context import get_replica_context
-from mpistrategy.errors import ContextError, EmptyBatchError, OptionError, ShapeError, UnsupportedError
+from mpistrategy.errors import ContextError, EmptyBatchError, OptionError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.options import VariableAggregation
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices
@@ -30,12 +30,13 @@ class Optimizer:
 
     Raises:
         OptionError: for a learning rate that is not positive.
-
     """
 
     slot_names: tuple[str, ...] = ()
 
     def __init__(self, learning_rate: float, aggregation: str = "SUM") -> None:
+        if not isinstance(learning_rate, (int, float, np.number)):
+            raise OptionTypeError.at(type(self).__name__, found=f"learning_rate={learning_rate!r}", expected="a number")
         if not learning_rate > 0:
             raise OptionError.at(
                 type(self).__name__, found=f"learning_rate={learning_rate!r}", expected="a positive number"
@@ -61,7 +62,6 @@ class Optimizer:
             ContextError: in cross-replica context.
             EmptyBatchError: when there are no pairs.
             CollectiveMismatchError: when the ranks' gradients differ in number, dtype or shape.
-
         """
         where = f"{type(self).__name__}.apply_gradients"
         context = get_replica_context()
@@ -133,7 +133,6 @@ class SGD(Optimizer):
         momentum: from 0 to 1; 0 keeps no slot.
         nesterov: look ahead by one momentum step.
         aggregation: "SUM" or "MEAN".
-
     """
 
     def __init__(
@@ -170,7 +169,6 @@ class Adam(Optimizer):
         beta_2: the decay of v.
         epsilon: keeps the quotient finite.
         aggregation: "SUM" or "MEAN".
-
     """
 
     slot_names = ("m", "v")

@@ -49,7 +49,6 @@ class ReduceOp(enum.Enum):
 
         Raises:
             ReduceOpError: for anything else.
-
         """
         if isinstance(value, cls):
             return value
@@ -87,7 +86,6 @@ class CommunicationOptions:
     Raises:
         OptionError: for a negative bytes_per_pack or an unknown implementation.
         OptionTypeError: for a bytes_per_pack that is no number.
-
     """
 
     bytes_per_pack: float = 0
@@ -96,7 +94,8 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         where = "CommunicationOptions"
-        if not isinstance(self.bytes_per_pack, numbers.Real) or isinstance(self.bytes_per_pack, bool):
+        given: Any = self.bytes_per_pack
+        if isinstance(given, bool) or not isinstance(given, numbers.Real):
             raise OptionTypeError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
         if not self.bytes_per_pack >= 0:
             raise OptionError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")

@@ -14,13 +14,15 @@ from mpistrategy.arrays import Array
 from mpistrategy.context import (
     Frame,
     Mode,
+    check_call,
+    check_strategy,
     cross_replica,
     current_frame,
     get_strategy,
     in_words,
     require_same_strategy,
 )
-from mpistrategy.errors import ContextError, OptionError, OptionTypeError, ShapeError, StructureError
+from mpistrategy.errors import ContextError, OptionError, ShapeError, StructureError
 
 if TYPE_CHECKING:
     from mpistrategy.options import CommunicationOptions
@@ -41,10 +43,10 @@ class ReplicaContext:
 
     Raises:
         OptionError: for a replica id that is no int.
-
     """
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
+        check_strategy(strategy, "ReplicaContext")
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
             raise OptionError.at(
                 "ReplicaContext",
@@ -125,14 +127,12 @@ class ReplicaContext:
         ...     return ms.get_replica_context().all_reduce("SUM", {"loss": 2.0, "grads": [np.ones(2)]})
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
-
         """
         extended = self._strategy.extended
-        leaves, structure = nest.flatten(value)
-        with (
-            self._required("all_reduce"),
-            extended.communicator.guard.call("ReplicaContext.all_reduce", structure.text, name or "") as call,
-        ):
+        guard = extended.communicator.guard
+        with self._required("all_reduce"), guard.call("ReplicaContext.all_reduce", name=name or "") as call:
+            leaves, structure = nest.flatten(value)
+            call.structure = structure.text
             targets = None if out is None else _checked_targets(out, structure, call.where)
             results = extended.all_reduce_leaves(reduce_op, leaves, nest.leaf_paths(value), options, targets)
         return structure.pack(results)
@@ -152,15 +152,11 @@ class ReplicaContext:
             ContextError: outside this context's step function.
             ShapeError: for scalars and for an axis out of range.
             CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
-
         """
         extended = self._strategy.extended
-        leaves, structure = nest.flatten(value)
-        with (
-            self._required("all_gather"),
-            extended.communicator.guard.call("ReplicaContext.all_gather", structure.text) as call,
-        ):
-            return structure.pack([extended.gather_leaf(leaf, axis, call) for leaf in leaves])
+        with self._required("all_gather"), extended.communicator.guard.call("ReplicaContext.all_gather") as call:
+            extended.options.merge(options)
+            return extended.gather_nest(value, axis, call)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -172,22 +168,9 @@ class ReplicaContext:
         Raises:
             ContextError: outside this context's step function.
             OptionTypeError: when merge_fn cannot be called, or args is no sequence.
-
         """
         self._required("merge_call")
-        if not callable(merge_fn):
-            raise OptionTypeError.at(
-                "ReplicaContext.merge_call",
-                found=f"merge_fn={merge_fn!r}",
-                expected="a function merge_fn(strategy, ...)",
-            )
-        if not isinstance(args, (list, tuple)):
-            raise OptionTypeError.at(
-                "ReplicaContext.merge_call",
-                found=f"args of type {type(args).__name__}",
-                expected="a tuple",
-                fix="Write args=(x,).",
-            )
+        check_call("ReplicaContext.merge_call", merge_fn, args, kwargs)
         with cross_replica(self._strategy):
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 

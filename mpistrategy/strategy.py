@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import context, nest
-from mpistrategy.arrays import to_reducible, wire_dtype
+from mpistrategy.arrays import dtype_name, to_reducible, wire_dtype
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.gathering import checked_axis
 from mpistrategy.cross_device_ops.mean import divide
-from mpistrategy.errors import EmptyBatchError, OptionTypeError
+from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
+from mpistrategy.errors import EmptyBatchError, OptionTypeError, ShapeError
 from mpistrategy.extended import StrategyExtended, as_given
 from mpistrategy.input import DistributedDataset
+from mpistrategy.mpi.guard import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.values import DistributedValues, IndexedSlices, PerReplica, local_component
 
@@ -54,7 +56,6 @@ class ValueContext:
     Attributes:
         replica_id_in_sync_group: the replica whose value is asked for: this rank's.
         num_replicas_in_sync: how many replicas there are.
-
     """
 
     replica_id_in_sync_group: int
@@ -66,7 +67,6 @@ class Strategy:
 
     Args:
         extended: what does the work; see `StrategyExtended`.
-
     """
 
     is_default = False
@@ -96,7 +96,6 @@ class Strategy:
 
         Raises:
             ContextError: on entering, in a step function or in another strategy's scope.
-
         """
         return _Scope(self)
 
@@ -112,17 +111,8 @@ class Strategy:
         Raises:
             ContextError: inside a step function, or in another strategy's scope.
             OptionTypeError: when fn cannot be called, or args is no sequence.
-
         """
-        if not callable(fn):
-            raise OptionTypeError.at("Strategy.run", found=f"fn={fn!r}", expected="a function")
-        if not isinstance(args, (list, tuple)):
-            raise OptionTypeError.at(
-                "Strategy.run",
-                found=f"args of type {type(args).__name__}",
-                expected="a tuple",
-                fix="Write args=(x,).",
-            )
+        context.check_call("Strategy.run", fn, args, kwargs)
         context.require_cross_replica(self, "Strategy.run")
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
@@ -143,40 +133,39 @@ class Strategy:
             ContextError: in a step function.
             ShapeError, OptionTypeError: for an axis that does not exist, or is no int.
             ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
-
         """
         context.require_cross_replica(self, "Strategy.reduce")
-        extended = self.extended
-        leaves, structure = nest.flatten(value)
-        described = structure.text if axis is None else f"{structure.text} along axis {axis}"
-        with (
-            context.cross_replica(self),
-            extended.communicator.guard.call("Strategy.reduce", described) as call,
-        ):
+        communicator, algorithm = self.extended.communicator, self.extended.cross_device_ops
+        options = self.extended.options
+        with context.cross_replica(self), communicator.guard.call("Strategy.reduce") as call:
+            leaves, structure = nest.flatten(value)
+            call.structure = structure.text
             op = ReduceOp.parse(reduce_op, call.where)
-            if axis is None:
-                if not leaves:
-                    raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
-                pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
-                reduce = extended.cross_device_ops.reduce
-                reduced = (
-                    [reduce(op, *pairs[0], extended.options)]
-                    if len(pairs) == 1
-                    else (extended.cross_device_ops.batch_reduce(op, pairs, extended.options))
-                )
-                results = [local_component(result) for result in reduced]
-                return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
-            if structure is not nest.LEAF:
-                raise OptionTypeError.at(
-                    call.where,
-                    found=f"a structure {structure.text} with axis={axis!r}",
-                    expected="a single array",
-                )
-            return self._reduce_along(op, local_component(value), axis, call.where)
+            if axis is not None:
+                return self._reduce_along(op, value, axis, call)
+            if not leaves:
+                raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
+            pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
+            if len(pairs) == 1:
+                reduced = [algorithm.reduce(op, *pairs[0], options)]
+            else:
+                reduced = algorithm.batch_reduce(op, pairs, options)
+            results = [local_component(result) for result in reduced]
+            return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
 
-    def _reduce_along(self, op: ReduceOp, value: Any, axis: Any, where: str) -> Any:
+    def _reduce_along(self, op: ReduceOp, value: Any, axis: Any, call: Call) -> Any:
+        where = call.where
+        if call.structure != nest.LEAF.text:
+            raise OptionTypeError.at(
+                where, found=f"a structure {call.structure} with axis={axis!r}", expected="a single array"
+            )
+        refuse_mirrored_sum(value, op, where)
+        value = local_component(value)
         array = to_reducible(np.asarray(value) if hasattr(value, "_read") else value, where)
         axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
+        if len(set(axes)) != len(axes):
+            raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
+        call.structure = f"{dtype_name(array.dtype)} along axis {axes}"
         # 16-bit floats are rounded once, at the end: the local sum is kept in the wire dtype.
         here = np.asarray(np.sum(array, axis=axes, dtype=wire_dtype(array.dtype)))
         length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))
@@ -204,12 +193,10 @@ class Strategy:
             ContextError: in a step function.
             ShapeError: for scalars and an axis out of range.
             UnsupportedError: for IndexedSlices.
-
         """
         context.require_cross_replica(self, "Strategy.gather")
-        leaves, structure = nest.flatten(value)
-        with self.extended.communicator.guard.call("Strategy.gather", structure.text) as call:
-            return structure.pack([self.extended.gather_leaf(leaf, axis, call) for leaf in leaves])
+        with self.extended.communicator.guard.call("Strategy.gather") as call:
+            return self.extended.gather_nest(value, axis, call)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's components of a value: a tuple of one (empty where the value does not live)."""
@@ -222,9 +209,9 @@ class Strategy:
 
         Raises:
             ContextError: in a step function.
-
         """
         context.require_cross_replica(self, "Strategy.experimental_distribute_values_from_function")
+        context.check_call("Strategy.experimental_distribute_values_from_function", value_fn)
         communicator = self.extended.communicator
         value = value_fn(ValueContext(communicator.rank, communicator.size))
         return nest.map_structure(lambda leaf: PerReplica((leaf,), communicator), value)
@@ -238,7 +225,6 @@ class Strategy:
 
         Returns:
             An iterable of this rank's contiguous parts; see `DistributedDataset`.
-
         """
         return DistributedDataset(dataset, self.extended.communicator.rank, self.extended.communicator.size)
 

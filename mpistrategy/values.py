@@ -106,7 +106,6 @@ class DistributedValues(ArrayLike):
 
     Attributes:
         values: the components that live on this rank: a tuple of one, or an empty tuple where none does.
-
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
@@ -126,7 +125,6 @@ class PerReplica(DistributedValues):
         values: a tuple of this rank's component.
         group: the communicator whose ranks hold the other components, where it is known: it lets a CrossDeviceOps
             that is called outside every scope find them.
-
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], group: Any = None) -> None:
@@ -140,7 +138,6 @@ class Mirrored(DistributedValues):
     Args:
         values: a tuple of one component, or an empty tuple on a rank where the value does not live.
         lives_on: the ranks where it lives, in words; used in the error that reading it elsewhere raises.
-
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
@@ -168,7 +165,6 @@ class IndexedSlices:
         values: array of shape ``(n, ...)``.
         indices: integer array of shape ``(n,)``; may repeat.
         dense_shape: the shape of the dense array, or None when unknown.
-
     """
 
     def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays import Array, dtype_name, is_bfloat16, is_python_number, to_array
+from mpistrategy.arrays import Array, dtype_name, is_bfloat16, to_array
 from mpistrategy.context import Mode
 from mpistrategy.errors import AggregationError, DTypeError, OptionError, ShapeError, UnsupportedError
 from mpistrategy.options import ReduceOp, VariableAggregation, VariableSynchronization
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from mpistrategy.strategy import Strategy
 
     E = TypeVar("E", bound=enum.Enum)
-
-_numbers = itertools.count()
 
 
 class Variable(ArrayLike):
@@ -51,7 +48,6 @@ class Variable(ArrayLike):
             a dtype that is not floating.
         DTypeError, LeafError: for initial values that are no arrays.
         CollectiveMismatchError: when the ranks create different variables.
-
     """
 
     def __init__(
@@ -70,11 +66,15 @@ class Variable(ArrayLike):
             self.synchronization = _resolved(
                 _member(VariableSynchronization, synchronization, "synchronization"), strategy
             )
+            self.name = strategy.extended.next_variable_name() if name is None else name
+            call.name = self.name
             given = initial_value() if callable(initial_value) else initial_value
             array = to_array(_plain(given), call.where)
-            self._storage = np.array(array, dtype=dtype, order="C", copy=True)
-            _check_dtype(self._storage.dtype, self.aggregation)
-            self.name = f"Variable_{next(_numbers)}" if name is None else name
+            wanted = array.dtype if dtype is None else _parsed_dtype(dtype)
+            _check_dtype(wanted, self.aggregation)
+            if array.dtype != wanted:
+                array = _converted(array, wanted, f"Variable {self.name!r} with dtype={dtype_name(wanted)}")
+            self._storage = np.array(array, dtype=wanted, order="C", copy=True)
             self.trainable = (
                 self.synchronization is not VariableSynchronization.ON_READ if trainable is None else bool(trainable)
             )
@@ -105,6 +105,11 @@ class Variable(ArrayLike):
         """The dtype; reading it never communicates."""
         return self._storage.dtype
 
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a variable without axes")
+        return self.shape[0]
+
     def assign(self, value: Any) -> Self:
         """Write `value`, as the policy of the context says; returns the variable.
 
@@ -114,7 +119,6 @@ class Variable(ArrayLike):
         Raises:
             AggregationError: in a step function, for an ON_WRITE variable with aggregation NONE.
             DTypeError, ShapeError: when `value` does not fit; nothing has been written then, on any replica.
-
         """
         return self._write("assign", value, _set)
 
@@ -123,7 +127,6 @@ class Variable(ArrayLike):
 
         Raises:
             AggregationError: also for an ON_READ variable with aggregation SUM in cross-replica context.
-
         """
         return self._write("assign_add", value, _add)
 
@@ -159,7 +162,9 @@ class Variable(ArrayLike):
             raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense().")
         array = to_array(value, f"{where} of {self.name!r}")
         if array.dtype != self.dtype:
-            array = _converted(array, value, self.dtype, f"{where} of {self.name!r}")
+            if isinstance(value, np.ndarray):
+                raise _misfit(array, self.dtype, f"{where} of {self.name!r}")
+            array = _converted(array, self.dtype, f"{where} of {self.name!r}")
         if array.shape != self.shape:
             raise ShapeError.at(
                 f"{where} of {self.name!r}", found=f"shape {array.shape}", expected=f"shape {self.shape}"
@@ -237,8 +242,12 @@ def share_of(total: Array, rank: int, size: int) -> Array:
     if total.dtype.kind in "iu":
         whole, rest = np.divmod(total, total.dtype.type(size))
         return np.asarray(whole + (rest > rank).astype(total.dtype))
-    part = (total / size).astype(total.dtype)
-    return np.asarray(total - part * total.dtype.type(size - 1)) if rank == 0 else np.asarray(part)
+    part = np.asarray((total / size).astype(total.dtype))
+    if rank != 0:
+        return part
+    finite = np.isfinite(part)
+    rest = total - np.where(finite, part, 0) * total.dtype.type(size - 1)
+    return np.asarray(np.where(finite, rest, total)).astype(total.dtype)
 
 
 def _read_local(variable: Variable) -> Array:
@@ -328,22 +337,34 @@ def _check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation) -> None
         )
 
 
-def _converted(array: Array, value: Any, dtype: np.dtype[Any], where: str) -> Array:
-    """Convert numbers and NumPy scalars to the variable's dtype where nothing is lost in kind; refuse other arrays."""
-    if is_python_number(value) or isinstance(value, np.generic):
-        try:
-            with np.errstate(over="raise"):
-                if np.can_cast(array.dtype, dtype, "same_kind") or (array.dtype.kind in "iu" and dtype.kind in "iufc"):
-                    return np.asarray(value, dtype=dtype)
-        except (OverflowError, FloatingPointError) as error:
-            raise DTypeError.at(
-                where, found=f"{value!r}", expected=f"a number that {dtype_name(dtype)} can hold"
-            ) from error
-    elif np.can_cast(array.dtype, dtype, "same_kind") and not isinstance(value, np.ndarray):
-        return array.astype(dtype)
-    raise DTypeError.at(
+def _parsed_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        parsed: np.dtype[Any] = np.dtype(dtype)
+        return parsed
+    except TypeError as error:
+        raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
+
+
+def _converted(array: Array, dtype: np.dtype[Any], where: str) -> Array:
+    """Convert a number or a list to `dtype` where neither its kind nor its size is lost."""
+    integers = array.dtype.kind in "iu"
+    if not np.can_cast(array.dtype, dtype, "same_kind") and not (integers and dtype.kind in "iufc"):
+        raise _misfit(array, dtype, where)
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = array.astype(dtype)
+    if integers and dtype.kind in "iu":
+        fits = np.array_equal(converted.astype(object), array.astype(object))
+    else:
+        fits = np.array_equal(np.isfinite(array), np.isfinite(converted))
+    if not fits:
+        raise DTypeError.at(where, found=f"{array}", expected=f"numbers that {dtype_name(dtype)} can hold")
+    return converted
+
+
+def _misfit(array: Array, dtype: np.dtype[Any], where: str) -> DTypeError:
+    return DTypeError.at(
         where,
         found=f"dtype {dtype_name(array.dtype)}",
         expected=f"dtype {dtype_name(dtype)}",
-        fix=f"Convert it first: x.astype(np.{dtype_name(dtype)}).",
+        fix=f"Convert it first: x.astype({dtype_name(dtype)!r}).",
     )

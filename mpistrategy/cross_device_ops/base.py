@@ -54,7 +54,6 @@ class CrossDeviceOps:
         Raises:
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError: for bad input, on every rank.
             CollectiveMismatchError: when the ranks' calls differ.
-
         """
         communicator = current_communicator(f"{type(self).__name__}.reduce", per_replica_value)
         with ambient.working_on(communicator), communicator.guard.call(f"{type(self).__name__}.reduce") as call:
@@ -78,7 +77,6 @@ class CrossDeviceOps:
         Raises:
             EmptyBatchError: when there are no pairs.
             OptionTypeError, OptionError: when `value_destination_pairs` is no sequence of pairs.
-
         """
         where = f"{type(self).__name__}.batch_reduce"
         # A generator of pairs can be walked only once: list it before it is needed twice.
@@ -101,7 +99,6 @@ class CrossDeviceOps:
 
         Returns:
             A Mirrored.
-
         """
         communicator = current_communicator(f"{type(self).__name__}.broadcast")
         with communicator.guard.call(f"{type(self).__name__}.broadcast") as call:

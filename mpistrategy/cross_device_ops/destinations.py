@@ -19,7 +19,6 @@ class Destination:
 
     Attributes:
         ranks: in rising order; None means every rank.
-
     """
 
     ranks: tuple[int, ...] | None = None
@@ -52,7 +51,6 @@ def resolve(destinations: Any, communicator: Communicator, where: str) -> Destin
     Raises:
         DestinationError: for anything else, None and the empty string among it.
         DeviceError: for a device that no rank of this communicator drives.
-
     """
     is_value = isinstance(destinations, (ArrayLike, IndexedSlices, np.ndarray, np.generic))
     if is_value and not isinstance(destinations, str):  # np.str_ is both
@@ -74,7 +72,6 @@ def ranks_of(text: str, communicator: Communicator, where: str) -> list[int]:
 
     Raises:
         DeviceError: when there are none, or the string cannot be read.
-
     """
     pattern = devices.parse(text)
     ranks = [rank for rank, device in enumerate(communicator.devices) if pattern.matches(device)]

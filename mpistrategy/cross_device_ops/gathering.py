@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,32 +17,42 @@ from mpistrategy.mpi.transport import Communicator
 from mpistrategy.values import IndexedSlices, local_component
 
 
-def gather(communicator: Communicator, value: Any, axis: Any, call: Call) -> Array:
-    """Return all ranks' arrays concatenated along `axis`.
+def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: Call) -> list[Array]:
+    """Return, for each of the values, all ranks' arrays concatenated along `axis`.
 
     Args:
-        value: this rank's array; dtypes and all axes but `axis` are equal on all ranks, the length along `axis` may
+        communicator: the ranks.
+        values: this rank's arrays; dtypes and all axes but `axis` are equal on all ranks, the length along `axis` may
             differ and may be 0.
         axis: an int; negative counts from the end.
+        call: the guard's call that all ranks make.
 
     Raises:
         ShapeError: for scalars and for an axis out of range.
         OptionTypeError: for an axis that is no int.
         UnsupportedError: for IndexedSlices.
-
     """
+    arrays = [_checked(value, call.where) for value in values]
+    positions = [checked_axis(axis, array.ndim, call.where) for array in arrays]
+    moved = [np.moveaxis(array, position, 0) for array, position in zip(arrays, positions, strict=True)]
+    layouts = tuple((dtype_name(array.dtype), array.shape[1:]) for array in moved)
+    call.agree("gather", op=f"axis {positions}", values=layouts)
+    lengths = communicator.allgather_text(json.dumps([array.shape[0] for array in moved]))
+    rows = list(zip(*map(json.loads, lengths), strict=True))
+    gathered = [gather_rows(communicator, array, list(n)) for array, n in zip(moved, rows, strict=True)]
+    return [
+        np.ascontiguousarray(np.moveaxis(array, 0, position))
+        for array, position in zip(gathered, positions, strict=True)
+    ]
+
+
+def _checked(value: Any, where: str) -> Array:
     value = local_component(value)
     if isinstance(value, IndexedSlices):
         raise UnsupportedError.at(
-            call.where, found="IndexedSlices", expected="an array", fix="Gather its values and indices."
+            where, found="IndexedSlices", expected="an array", fix="Gather its values and indices."
         )
-    array = to_array(value, call.where)
-    position = checked_axis(axis, array.ndim, call.where)
-    others = tuple(-1 if i == position else n for i, n in enumerate(array.shape))
-    call.agree("gather", op=f"axis {position}", values=((dtype_name(array.dtype), others),))
-    rows = [int(n) for n in map(json.loads, communicator.allgather_text(str(array.shape[position])))]
-    moved = np.moveaxis(array, position, 0)
-    return np.ascontiguousarray(np.moveaxis(gather_rows(communicator, moved, rows), 0, position))
+    return to_array(value, where)
 
 
 def checked_axis(axis: Any, ndim: int, where: str) -> int:
@@ -50,7 +61,6 @@ def checked_axis(axis: Any, ndim: int, where: str) -> int:
     Raises:
         OptionTypeError: when it is no int.
         ShapeError: when there is no such axis.
-
     """
     if axis is None:
         raise ShapeError.at(where, found="axis=None", expected="an int", fix="Pass axis=0 for the first axis.")

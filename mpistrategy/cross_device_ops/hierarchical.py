@@ -24,7 +24,6 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     Raises:
         OptionError: for a negative num_packs.
-
     """
 
     def __init__(self, num_packs: int = 1) -> None:

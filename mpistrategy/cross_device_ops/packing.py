@@ -57,7 +57,6 @@ def plan(arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 
     Args:
         bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
         num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
-
     """
     return _plan(tuple((array.dtype, array.shape) for array in arrays), int(bytes_per_pack), int(num_packs))
 

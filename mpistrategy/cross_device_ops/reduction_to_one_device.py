@@ -31,7 +31,6 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
     Raises:
         DeviceError: for a reduce_to_device that cannot be read.
         OptionTypeError: for an accumulation_fn that cannot be called.
-
     """
 
     def __init__(

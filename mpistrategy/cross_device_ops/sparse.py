@@ -18,7 +18,6 @@ def checked(slices: IndexedSlices, where: str) -> IndexedSlices:
 
     Raises:
         ShapeError: when there is not one index for each row of values.
-
     """
     values = to_reducible(slices.values, where, ".values")
     indices = to_array(slices.indices, where, ".indices")

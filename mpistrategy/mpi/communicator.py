@@ -28,7 +28,6 @@ class MpiCommunicator:
 
     Raises:
         OptionTypeError: when `comm` is no intracommunicator of mpi4py.
-
     """
 
     def __init__(self, comm: Any = None, node_key: int | None = None) -> None:

@@ -80,7 +80,6 @@ class Guard:
     Args:
         channel: how to reach the other ranks; None when there are none.
         rank: this rank's number.
-
     """
 
     def __init__(self, channel: ControlChannel | None = None, rank: int = 0) -> None:
@@ -200,7 +199,6 @@ class Call:
         Raises:
             CollectiveMismatchError: on every rank, when the calls differ.
             MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
-
         """
         self._guard.compare(Signature(verb, op, self.structure, values, destination, options, self.name, self.where))
         self._agreed = True

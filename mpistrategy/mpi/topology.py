@@ -26,7 +26,6 @@ def choose_device(wanted: Any, rank: int, local_rank: int, local_size: int) -> D
     Raises:
         DeviceError: for a list shorter than the ranks on the node, a repeated or an impossible device.
         OptionTypeError: for something that is no list of strings.
-
     """
     if wanted is None or (isinstance(wanted, (list, tuple)) and not wanted):
         return Device(rank, "CPU", 0)

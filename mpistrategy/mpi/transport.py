@@ -22,7 +22,6 @@ class Communicator(Protocol):
         size: how many ranks there are.
         guard: compares what the ranks are about to do before any of these verbs runs.
         devices: the device that each rank drives, in rank order.
-
     """
 
     rank: int
@@ -62,7 +61,6 @@ class NodeGroups:
     Attributes:
         node: the ranks of this node; rank 0 of it is the leader.
         leaders: one rank of each node, or None on a rank that leads none.
-
     """
 
     node: Communicator
