@@ -69,7 +69,7 @@ class StrategyExtended:
 
         Args:
             reduce_op: a ReduceOp, or "SUM" / "MEAN".
-            value: this rank's value.
+            value: this rank's value; containers in a nest are reduced leaf by leaf.
             destinations: a value or a variable (result on every rank; a variable is not changed), a device string
                 such as ``"task:0"`` (result on that rank), or a list of device strings.
             options: hints.
@@ -82,8 +82,14 @@ class StrategyExtended:
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
         self._require_cross_replica("reduce_to")
-        with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to"):
-            return self.cross_device_ops.reduce(reduce_op, value, destinations, self.options.merge(options))
+        with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to") as call:
+            chosen = self.options.merge(options)
+            leaves, structure = nest.flatten(value)
+            if structure is nest.LEAF or not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+                return self.cross_device_ops.reduce(reduce_op, value, destinations, chosen)
+            call.structure = structure.text
+            pairs = [(leaf, leaf if destinations is value else destinations) for leaf in leaves]
+            return structure.pack(self.cross_device_ops.batch_reduce(reduce_op, pairs, chosen))
 
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
