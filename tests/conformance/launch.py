@@ -68,10 +68,11 @@ def replay_all(ids: list[str], replicas: int, options: argparse.Namespace, **job
         ending = job.run()
         results.update(job.results)
         todo = [case_id for case_id in todo if case_id not in results]
-        if todo:
-            broken = job.current or todo[0]
-            results[broken] = Result(broken, "failed", details=(f"the job {ending}", *job.last_words()))
-            todo.remove(broken)
+        # A job that did not even start would not start again either.
+        broken = [job.current] if job.current else todo if not job.results else todo[:1]
+        for case_id in broken:
+            results[case_id] = Result(case_id, "failed", details=(f"the job {ending}", *job.last_words()))
+        todo = [case_id for case_id in todo if case_id not in results]
     return results
 
 
