@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import numbers
 from dataclasses import dataclass, fields
 from typing import Any
@@ -97,7 +98,7 @@ class CommunicationOptions:
         given: Any = self.bytes_per_pack
         if isinstance(given, bool) or not isinstance(given, numbers.Real):
             raise OptionTypeError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
-        if not self.bytes_per_pack >= 0:
+        if not 0 <= self.bytes_per_pack < math.inf:
             raise OptionError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
         chosen = self.implementation
         if isinstance(chosen, str) and chosen.upper() in CommunicationImplementation.__members__:
