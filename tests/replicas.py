@@ -1,0 +1,172 @@
+"""Helpers of the tests on several ranks: made-up values that every rank knows, and what came of a call everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+import mpistrategy as ms
+from mpistrategy import nest
+from mpistrategy.arrays import Array
+from mpistrategy.devices import Device
+from mpistrategy.mpi.communicator import MpiCommunicator
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+RANKS = range(SIZE)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+INEXACT = ["float16", BFLOAT16, "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble"]
+DTYPES = [np.dtype(dtype) for dtype in [*INTEGERS, *INEXACT]]
+SIXTEEN_BITS = [np.dtype(np.float16), BFLOAT16]
+
+
+# ------------------------------------------------------------------------------------- values that all ranks know
+
+
+def value_of(rank: int, dtype: Any, shape: Sequence[int], seed: int = 0) -> Array:
+    """Return rank's array: integers of the whole range; floats whose sums are exact in any order."""
+    dtype = np.dtype(dtype)
+    random = np.random.default_rng([seed, rank])
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return np.asarray(random.integers(limits.min, limits.max, shape, dtype, endpoint=True))
+    real = random.integers(-1000, 1000, shape) / 8
+    if dtype.kind == "c":
+        return np.asarray(real + 1j * random.integers(-1000, 1000, shape)).astype(dtype)
+    return np.asarray(real).astype(dtype)
+
+
+def expected(op: str, arrays: Sequence[Array]) -> Array:
+    """Return the reduction of all ranks' arrays, in NumPy and by the definition."""
+    dtype = arrays[0].dtype
+    if dtype in SIXTEEN_BITS:  # summed and divided in float32, rounded once
+        wide = [array.astype(np.float32) for array in arrays]
+        with np.errstate(over="ignore"):
+            return expected(op, wide).astype(dtype)
+    with np.errstate(over="ignore"):
+        total = np.sum(np.stack(arrays), axis=0, dtype=dtype)
+    if op == "SUM":
+        return np.asarray(total)
+    if dtype.kind in "iu":
+        return np.asarray(np.true_divide(total, len(arrays)).astype(np.float32 if dtype.itemsize < 4 else np.float64))
+    return np.asarray(total / dtype.type(len(arrays)))
+
+
+def _big_endian(array: Array) -> Array:
+    return array if array.dtype == BFLOAT16 else array.astype(array.dtype.newbyteorder(">"))
+
+
+def _every_second(array: Array) -> Array:
+    wide = np.zeros((*array.shape, 2), array.dtype)
+    wide[..., 0] = array
+    return wide[..., 0]
+
+
+def _read_only(array: Array) -> Array:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+#: The same values in other memory: a rank may bring each of these while its peers bring another.
+LAYOUTS: list[Callable[[Array], Array]] = [
+    np.ascontiguousarray,
+    np.asfortranarray,
+    _every_second,
+    lambda array: np.flip(np.flip(array).copy()),  # negative strides
+    _big_endian,
+    _read_only,
+]
+
+
+def laid_out(array: Array, layout: int) -> Array:
+    """Return `array` with another memory layout or byte order."""
+    return np.asarray(LAYOUTS[layout % len(LAYOUTS)](array)).reshape(array.shape)
+
+
+# ------------------------------------------------------------------------------------- what came of it, everywhere
+
+
+def gather_texts(text: str) -> list[str]:
+    """Return every rank's text, in rank order, on a path that is not the library's."""
+    mine = np.frombuffer(text.encode() or b" ", np.uint8)
+    counts = np.empty(SIZE, np.int64)
+    MPI.COMM_WORLD.Allgather(np.array([mine.size], np.int64), counts)
+    together = np.empty(int(counts.sum()), np.uint8)
+    MPI.COMM_WORLD.Allgatherv(mine, [together, counts.tolist()])
+    return [part.tobytes().decode() for part in np.split(together, np.cumsum(counts)[:-1])]
+
+
+def same_everywhere(value: Any) -> bool:
+    """Return whether a nest has the same bits on every rank."""
+    leaves, structure = nest.flatten(value)
+    digest = hashlib.blake2b(structure.text.encode())
+    for leaf in map(np.asarray, leaves):
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode())
+        # The padding of an extended double is nobody's business.
+        digest.update(repr(leaf.tolist()).encode() if leaf.dtype.char in "gG" else leaf.tobytes())
+    return len(set(gather_texts(digest.hexdigest()))) == 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended on one rank."""
+
+    error: type[Exception] | None
+    text: str
+
+
+def outcomes(function: Callable[..., Any], *args: Any) -> list[Outcome]:
+    """Call `function` and return how the call ended on every rank: an error class of ours, "RuntimeError", or None."""
+    name, text = "", ""
+    try:
+        text = repr(function(*args))
+    except Exception as error:
+        name, text = type(error).__name__, str(error)
+    results = []
+    for told in gather_texts(f"{name}\0{text}"):
+        kind, _, words = told.partition("\0")
+        results.append(Outcome(getattr(ms.errors, kind, Exception) if kind else None, f"{kind}: {words}"))
+    return results
+
+
+def still_works(strategy: ms.Strategy) -> bool:
+    """Return whether a reduction gives the right sum, here as on all ranks."""
+    n = strategy.num_replicas_in_sync
+    total = strategy.reduce("SUM", np.float64(strategy.extended.communicator.rank + 1))
+    return float(total) == n * (n + 1) / 2
+
+
+# ------------------------------------------------------------------------------------- strategies
+
+
+class OnNodes(ms.Strategy):
+    """All ranks, as if rank r sat on node ``node_of_rank[r]``."""
+
+    def __init__(self, node_of_rank: Sequence[int], cross_device_ops: ms.CrossDeviceOps) -> None:
+        ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=node_of_rank[RANK])
+        ranks.share_device(Device(RANK, "CPU", 0))
+        super().__init__(ms.StrategyExtended(self, ranks, cross_device_ops))
+
+
+@contextmanager
+def pieces_of(strategy: ms.Strategy, max_count: int) -> Iterator[None]:
+    """Make the transport cut its messages after `max_count` elements, as it does for real after 2^30."""
+    ranks: Any = strategy.extended.communicator
+    groups = ranks.node()
+    parts = [part for part in (ranks, groups.node, groups.leaders) if part is not None]
+    before = [part.max_count for part in parts]
+    for part in parts:
+        part.max_count = max_count
+    try:
+        yield
+    finally:
+        for part, count in zip(parts, before, strict=True):
+            part.max_count = count
