@@ -104,14 +104,19 @@ def gather_texts(text: str) -> list[str]:
     return [part.tobytes().decode() for part in np.split(together, np.cumsum(counts)[:-1])]
 
 
+def bits(array: Any) -> bytes:
+    """Return the bytes of an array; without the padding of an extended double, which is nobody's business."""
+    array = np.asarray(array)
+    return repr(array.tolist()).encode() if array.dtype.char in "gG" else array.tobytes()
+
+
 def same_everywhere(value: Any) -> bool:
     """Return whether a nest has the same bits on every rank."""
     leaves, structure = nest.flatten(value)
     digest = hashlib.blake2b(structure.text.encode())
     for leaf in map(np.asarray, leaves):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode())
-        # The padding of an extended double is nobody's business.
-        digest.update(repr(leaf.tolist()).encode() if leaf.dtype.char in "gG" else leaf.tobytes())
+        digest.update(bits(leaf))
     return len(set(gather_texts(digest.hexdigest()))) == 1
 
 
