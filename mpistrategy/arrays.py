@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
+#: How two arrays are combined; NaN wins in all of them.
+COMBINE: dict[str, np.ufunc] = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply}
+
 _SMALL_INTEGERS = ("int8", "int16", "uint8", "uint16")
 _REDUCIBLE_KINDS = "iufc"
 

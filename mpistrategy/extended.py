@@ -14,6 +14,7 @@ from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, 
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.gathering import gather
+from mpistrategy.cross_device_ops.mean import WeightedMean
 from mpistrategy.errors import ContextError, DeviceError, EmptyBatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
@@ -111,32 +112,35 @@ class StrategyExtended:
 
     def all_reduce_leaves(
         self,
-        reduce_op: Any,
+        where: str,
+        op: ReduceOp,
         leaves: list[Any],
         paths: Iterable[str],
-        options: CommunicationOptions | None,
+        *,
+        options: CommunicationOptions | None = None,
+        weight: Any = None,
         targets: list[Array] | None = None,
     ) -> list[Any]:
         """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call."""
-        where = "ReplicaContext.all_reduce"
         if not leaves and self.is_local:
             return []  # alone, a structure without leaves is its own reduction
         if not leaves:
             raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
-        op = ReduceOp.parse(reduce_op, where)
+        chosen = self.options.merge(options)
         values = [leaf if isinstance(leaf, Mirrored) else PerReplica((_plain(leaf),)) for leaf in leaves]
-        for index, (value, path) in enumerate(zip(values, paths, strict=True)):
-            component = value.values[0] if value.values else None
-            if not isinstance(component, IndexedSlices):
-                array = to_reducible(component, where, path)
-                if targets is not None:
-                    _check_target(targets[index], array, op, f"{where}: out{path}")
-            elif targets is not None:
-                raise UnsupportedError.at(
-                    where, found="IndexedSlices with out=", expected="arrays", fix="Leave out= away."
-                )
-        reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], self.options.merge(options))
-        results = [local_component(result) for result in reduced]
+        dense = weight is not None or targets is not None
+        arrays = [_checked(value, path, dense, where) for value, path in zip(values, paths, strict=True)]
+        if targets is not None:
+            for target, array, path in zip(targets, arrays, paths, strict=True):
+                _check_target(target, array, op, f"{where}: out{path}")
+        if weight is None:
+            reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], chosen)
+            results = [local_component(result) for result in reduced]
+        else:
+            mean = WeightedMean(weight, op, where)
+            parts = [PerReplica((part,)) for part in mean.contributions(arrays)]
+            reduced = self.cross_device_ops.batch_reduce(ReduceOp.SUM, [(part, part) for part in parts], chosen)
+            results = mean.finish([local_component(total) for total in reduced], arrays)
         if targets is None:
             return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
         for target, result in zip(targets, results, strict=True):
@@ -311,6 +315,18 @@ class StrategyExtended:
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
+
+
+def _checked(value: DistributedValues, path: str, dense: bool, where: str) -> Any:
+    """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
+    component = local_component(value)
+    if not isinstance(component, IndexedSlices):
+        return to_reducible(component, where, path)
+    if dense:
+        raise UnsupportedError.at(
+            where, found=f"IndexedSlices at leaf {path} with out= or weight=", expected="arrays", fix="Use to_dense()."
+        )
+    return component
 
 
 def _unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:

@@ -35,17 +35,28 @@ class VariableAggregation(enum.Enum):
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one: their sum, or the sum divided by their number."""
+    """How values of several replicas become one.
+
+    SUM and MEAN (the sum divided by the number of replicas) are TensorFlow's; MIN, MAX and PROD are ours.
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+    @property
+    def on_the_wire(self) -> str:
+        """The operation between ranks: a mean travels as a sum."""
+        return "SUM" if self is ReduceOp.MEAN else self.value
 
     @classmethod
     def parse(cls, value: Any, where: str) -> ReduceOp:
         """Return the ReduceOp that `value` names.
 
         Args:
-            value: a ReduceOp, "SUM" or "MEAN" in any letter case, or VariableAggregation.SUM / MEAN.
+            value: a ReduceOp, its name in any letter case, or VariableAggregation.SUM / MEAN.
             where: the public name to blame in the error.
 
         Raises:
@@ -62,7 +73,7 @@ class ReduceOp(enum.Enum):
         raise ReduceOpError.at(
             where,
             found=f"reduce_op={value!r}",
-            expected='ReduceOp.SUM, ReduceOp.MEAN, or the strings "SUM", "MEAN"',
+            expected=f"a ReduceOp or one of the strings {', '.join(cls.__members__)}",
         )
 
 

@@ -23,6 +23,7 @@ from mpistrategy.context import (
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError, ShapeError, StructureError
+from mpistrategy.options import ReduceOp
 
 if TYPE_CHECKING:
     from mpistrategy.options import CommunicationOptions
@@ -101,15 +102,18 @@ class ReplicaContext:
         *,
         name: str | None = None,
         out: Any = None,
+        weight: Any = None,
     ) -> Any:
         """Reduce a nested structure over all replicas.  Collective.
 
         Args:
-            reduce_op: a ReduceOp, or "SUM" / "MEAN" in any letter case.
+            reduce_op: a ReduceOp, or its name in any letter case: "SUM", "MEAN", "MIN", "MAX", "PROD".
             value: arrays, numbers, variables or IndexedSlices, alone or in any nest of dict, list, tuple, namedtuple
                 and dataclass; structure, dtypes and shapes are equal on all ranks.
             options: hints; None for the strategy's own.
             name: what to compare between the ranks besides the call itself; for code that branches by rank.
+            weight: for MEAN, the weight of this replica's values, e.g. its number of rows; the result is
+                sum(weight * value) / sum(weight).
             out: a structure like `value` of arrays to write the result into; may be `value` itself.
 
         Returns:
@@ -134,7 +138,11 @@ class ReplicaContext:
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
             targets = None if out is None else _checked_targets(out, structure, call.where)
-            results = extended.all_reduce_leaves(reduce_op, leaves, nest.leaf_paths(value), options, targets)
+            op = ReduceOp.parse(reduce_op, call.where)
+            paths = nest.leaf_paths(value)
+            results = extended.all_reduce_leaves(
+                call.where, op, leaves, paths, options=options, weight=weight, targets=targets
+            )
         return structure.pack(results)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from mpistrategy import context, nest
-from mpistrategy.arrays import dtype_name, to_reducible, wire_dtype
+from mpistrategy.arrays import COMBINE, Array, dtype_name, to_reducible, wire_dtype
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.gathering import checked_axis
 from mpistrategy.cross_device_ops.mean import divide
 from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
-from mpistrategy.errors import EmptyBatchError, OptionTypeError, ShapeError
+from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.extended import StrategyExtended, as_given
 from mpistrategy.input import DistributedDataset
 from mpistrategy.mpi.guard import Call
@@ -116,15 +116,16 @@ class Strategy:
         context.require_cross_replica(self, "Strategy.run")
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None, *, weight: Any = None) -> Any:
         """Reduce a value over the replicas, and along `axis` of each replica's array.  Collective.
 
         Args:
-            reduce_op: a ReduceOp, or "SUM" / "MEAN".
+            reduce_op: a ReduceOp, or its name: "SUM", "MEAN", "MIN", "MAX", "PROD".
             value: this rank's value, e.g. what `run` returned; without axis also a nest of values.
             axis: None reduces over the replicas only, and shapes must be equal.  An int (or a tuple of ints) also
                 reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
                 number of elements along it over all ranks.
+            weight: for MEAN without axis, the weight of this rank's value.
 
         Returns:
             The result, equal on every rank; NumPy scalars for scalars.
@@ -142,7 +143,14 @@ class Strategy:
             call.structure = structure.text
             op = ReduceOp.parse(reduce_op, call.where)
             if axis is not None:
+                if weight is not None:
+                    raise OptionError.at(
+                        call.where, found="weight= with axis=", expected="one of the two"
+                    )
                 return self._reduce_along(op, value, axis, call)
+            if weight is not None:
+                paths = nest.leaf_paths(value)
+                return structure.pack(self.extended.all_reduce_leaves(call.where, op, leaves, paths, weight=weight))
             if not leaves:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
             pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
@@ -166,18 +174,23 @@ class Strategy:
         if len(set(axes)) != len(axes):
             raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
         call.structure = f"{dtype_name(array.dtype)} along axis {axes}"
-        # 16-bit floats are rounded once, at the end: the local sum is kept in the wire dtype.
-        here = np.asarray(np.sum(array, axis=axes, dtype=wire_dtype(array.dtype)))
+        # 16-bit floats are rounded once, at the end: what is summed here stays in the wire dtype.
+        here = _combine_along(array, axes, op)
         length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))
-        pairs = [(PerReplica((part,)), PerReplica((0,))) for part in (here, length)]
-        total, count = self.extended.cross_device_ops.batch_reduce(ReduceOp.SUM, pairs, self.extended.options)
-        result = np.asarray(local_component(total))
-        if op is ReduceOp.MEAN:
-            result = divide(result, int(local_component(count)))
-        if array.dtype != wire_dtype(array.dtype):
-            with np.errstate(over="ignore"):
-                result = result.astype(array.dtype)
-        return result
+        algorithm, options = self.extended.cross_device_ops, self.extended.options
+        if op in (ReduceOp.SUM, ReduceOp.MEAN):
+            pairs = [(PerReplica((part,)), PerReplica((0,))) for part in (here, length)]
+            total, count = map(local_component, algorithm.batch_reduce(ReduceOp.SUM, pairs, options))
+            result = divide(np.asarray(total), int(count)) if op is ReduceOp.MEAN else np.asarray(total)
+        else:
+            rows = algorithm.reduce(ReduceOp.SUM, PerReplica((length,)), PerReplica((0,)), options)
+            if op is not ReduceOp.PROD and int(local_component(rows)) == 0:
+                raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
+            result = np.asarray(local_component(algorithm.reduce(op, PerReplica((here,)), PerReplica((0,)), options)))
+        if array.dtype == wire_dtype(array.dtype):
+            return result
+        with np.errstate(over="ignore"):
+            return result.astype(array.dtype)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
@@ -228,9 +241,30 @@ class Strategy:
         """
         return DistributedDataset(dataset, self.extended.communicator.rank, self.extended.communicator.size)
 
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank has come here with the same `name`.  Collective.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when another rank makes another call.
+        """
+        self.extended.barrier(name)
+
     def close(self) -> None:
-        """Give the communicator back.  Collective; the strategy cannot be used afterwards."""
+        """Give the communicator back.  Collective; the strategy cannot be used afterwards.
+
+        Done at the end of the program, too, and by ``with MirroredStrategy() as strategy:``.
+        """
         self.extended.communicator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an exception the peers may never come to a collective close.
+        if error is None:
+            self.close()
 
     def __repr__(self) -> str:
         device = self.extended.worker_devices[0]
@@ -245,6 +279,19 @@ class _DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(StrategyExtended(self))
+
+
+def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
+    """Combine `array` along `axes`, in its wire dtype; a rank without elements gives the neutral one."""
+    dtype = wire_dtype(array.dtype)
+    extra: dict[str, Any] = {}
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        extreme = np.iinfo(dtype) if dtype.kind in "iu" else None
+        if op is ReduceOp.MIN:
+            extra["initial"] = extreme.max if extreme else np.inf
+        else:
+            extra["initial"] = extreme.min if extreme else -np.inf
+    return np.asarray(COMBINE[op.on_the_wire].reduce(array.astype(dtype, copy=False), axis=axes, dtype=dtype, **extra))
 
 
 def _contribution(leaf: Any) -> Any:

@@ -14,9 +14,9 @@ class MpiAllReduce(PackedCrossDeviceOps):
     Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
     """
 
-    def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
-        """Replace `buffer` by the sum over the ranks."""
+    def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
+        """Replace `buffer` by its combination over the ranks."""
         if destination.only_rank is None:
-            communicator.allreduce(buffer)
+            communicator.allreduce(buffer, op)
         else:
-            communicator.reduce(buffer, destination.only_rank)
+            communicator.reduce(buffer, destination.only_rank, op)

@@ -36,10 +36,10 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
             raise OptionError.at("HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0")
         self.num_packs = num_packs
 
-    def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
-        """Replace `buffer` by the sum over the ranks."""
+    def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
+        """Replace `buffer` by its combination over the ranks."""
         groups = communicator.node()
-        groups.node.reduce(buffer, _LEADER)
+        groups.node.reduce(buffer, _LEADER, op)
         if groups.leaders is not None:
-            groups.leaders.allreduce(buffer)
+            groups.leaders.allreduce(buffer, op)
         groups.node.bcast(buffer, _LEADER)

@@ -1,12 +1,14 @@
-"""From a sum to the result: the division of MEAN, and the one rounding of the 16-bit floats."""
+"""From a sum to the result: the division of MEAN, weights, and the one rounding of the 16-bit floats."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, mean_dtype
+from mpistrategy.arrays import Array, mean_dtype, wire_dtype
+from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 
 
@@ -29,3 +31,48 @@ def divide(total: Array, count: int | float) -> Array:
             np.true_divide(total, total.dtype.type(count), out=total)
             return total
         return np.true_divide(total, count, dtype=np.float64).astype(target, copy=False)
+
+
+class WeightedMean:
+    """The mean of the replicas' values, each with a weight of its replica: sum(w x) / sum(w).
+
+    A replica with weight 0 contributes nothing, whatever its values are (the mean of no rows is NaN, say).
+
+    Args:
+        weight: this rank's weight, a finite number that is not negative; usually its number of rows.
+        op: must be MEAN.
+        where: the public name to blame in the error.
+
+    Raises:
+        OptionError: for another op, and for a weight that is negative or not finite.
+        OptionTypeError: for a weight that is no number.
+    """
+
+    def __init__(self, weight: Any, op: ReduceOp, where: str) -> None:
+        if op is not ReduceOp.MEAN:
+            raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
+        array = np.asarray(weight)
+        if array.ndim != 0 or array.dtype.kind not in "iuf":
+            raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
+        self._weight = float(array)
+        if not (np.isfinite(self._weight) and self._weight >= 0):
+            raise OptionError.at(where, found=f"weight={weight!r}", expected="a finite number that is not negative")
+
+    def contributions(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return what this rank adds: its values times its weight, and last its weight; to be summed."""
+        return [*map(self._times_weight, arrays), np.asarray(self._weight)]
+
+    def _times_weight(self, array: Array) -> Array:
+        dtype = wire_dtype(mean_dtype(array.dtype))
+        if self._weight == 0:
+            return np.zeros(array.shape, dtype)
+        return np.asarray(np.multiply(array, dtype.type(self._weight), dtype=dtype))
+
+    def finish(self, totals: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+        """Turn the sums of `contributions` into the means; NaN where all weights are 0."""
+        weight = float(totals[-1])
+        with np.errstate(over="ignore"):
+            return [
+                divide(total, weight).astype(mean_dtype(array.dtype), copy=False)
+                for total, array in zip(totals, arrays, strict=False)
+            ]

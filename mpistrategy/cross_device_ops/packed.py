@@ -16,7 +16,7 @@ from mpistrategy.cross_device_ops import packing, sparse
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
 from mpistrategy.cross_device_ops.destinations import Destination
 from mpistrategy.cross_device_ops.mean import finish
-from mpistrategy.errors import OptionError
+from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -33,14 +33,22 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """What must be equal on all ranks for their messages to fit together."""
         return f"{type(self).__name__}, num_packs={self.num_packs}"
 
-    def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
-        """Replace `buffer` by the sum over the ranks, at least on the destination's ranks."""
+    def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
+        """Replace `buffer` by its combination over the ranks, at least on the destination's ranks.
+
+        Args:
+            communicator: the ranks.
+            buffer: flat and contiguous, in the wire dtype.
+            op: "SUM", "MIN", "MAX" or "PROD".
+            destination: the ranks that want the result.
+        """
         raise NotImplementedError
 
-    def sum_arrays(
+    def reduce_arrays(
         self,
         communicator: Communicator,
         arrays: Sequence[Array],
+        op: str,
         destination: Destination,
         options: CommunicationOptions,
         call: Call,
@@ -49,7 +57,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         sums: list[Array] = [np.empty(0)] * len(arrays)
         for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs):
             buffer = pack.fill(arrays)
-            self.sum_buffer(communicator, buffer, destination)
+            self.reduce_buffer(communicator, buffer, op, destination)
             for index, view in pack.views(buffer):
                 sums[index] = view
         return sums
@@ -79,9 +87,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 options=f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}",
             )
             results: list[Any] = [None] * len(values)
+            wire = reduce_op.on_the_wire
             for target in dict.fromkeys(targets):
                 dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
-                sums = self.sum_arrays(communicator, [values[i] for i in dense], target, options, call)
+                sums = self.reduce_arrays(communicator, [values[i] for i in dense], wire, target, options, call)
                 for i, total in zip(dense, sums, strict=True):
                     here = target.includes(communicator.rank)
                     results[i] = finish(total, values[i].dtype, reduce_op, communicator.size) if here else None
@@ -94,11 +103,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
 
 def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
-    """Raise OptionError for a Mirrored value under SUM: is it one value, or one of each replica?"""
-    if isinstance(value, Mirrored) and op is ReduceOp.SUM:
+    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one of each replica?"""
+    if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
         raise OptionError.at(
             where,
-            found="a Mirrored value under SUM",
+            found=f"a Mirrored value under {op.name}",
             expected="a value that each replica contributes",
             fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
             "replicas.",
@@ -111,8 +120,13 @@ def _component(value: Any, op: ReduceOp, where: str) -> Any:
         return value
     value = local_component(value)
     if isinstance(value, IndexedSlices):
-        return sparse.checked(value, where)
-    return to_reducible(value, where)
+        return sparse.checked(value, op, where)
+    array = to_reducible(value, where)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
+        raise DTypeError.at(
+            where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
+        )
+    return array
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:

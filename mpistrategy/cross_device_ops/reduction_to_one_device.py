@@ -56,23 +56,24 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super().configuration}, {how} on {self.reduce_to_device}"
 
-    def sum_buffer(self, communicator: Communicator, buffer: Array, destination: Destination) -> None:
-        """Replace `buffer` by the sum over the ranks."""
+    def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
+        """Replace `buffer` by its combination over the ranks."""
         root = self._root(communicator, destination)
-        communicator.reduce(buffer, root)
+        communicator.reduce(buffer, root, op)
         _send_out(communicator, buffer, root, destination)
 
-    def sum_arrays(
+    def reduce_arrays(
         self,
         communicator: Communicator,
         arrays: Sequence[Array],
+        op: str,
         destination: Destination,
         options: CommunicationOptions,
         call: Call,
     ) -> list[Array]:
         """Return the sums, or what the accumulation function makes of the values."""
         if self.accumulation_fn is None:
-            return super().sum_arrays(communicator, arrays, destination, options, call)
+            return super().reduce_arrays(communicator, arrays, op, destination, options, call)
         root = self._root(communicator, destination)
         results: list[Array] = [np.empty(0)] * len(arrays)
         for pack in packing.plan(arrays, options.bytes_per_pack):

@@ -6,19 +6,25 @@ import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, to_array, to_reducible
 from mpistrategy.cross_device_ops.mean import divide
-from mpistrategy.errors import DTypeError, ShapeError
+from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.values import IndexedSlices
 
 
-def checked(slices: IndexedSlices, where: str) -> IndexedSlices:
+def checked(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:
     """Return `slices` with arrays for values and indices.
 
     Raises:
         ShapeError: when there is not one index for each row of values.
+        DTypeError: for indices that are no integers.
+        UnsupportedError: for an operation other than SUM and MEAN.
     """
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise UnsupportedError.at(
+            where, found=f"{op.name} of IndexedSlices", expected="SUM or MEAN", fix="Use to_dense()."
+        )
     values = to_reducible(slices.values, where, ".values")
     indices = to_array(slices.indices, where, ".indices")
     if indices.dtype.kind not in "iu":

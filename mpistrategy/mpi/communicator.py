@@ -5,12 +5,13 @@ Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays import Array
+from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi import abort, buffers
@@ -63,18 +64,18 @@ class MpiCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
 
-    def allreduce(self, buffer: Array) -> None:
-        """Replace `buffer` on every rank by the sum over the ranks."""
+    def allreduce(self, buffer: Array, op: str = "SUM") -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins."""
         for piece in buffers.pieces(buffer, self.max_count):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, MPI.SUM)
+            self._comm.Allreduce(MPI.IN_PLACE, piece, _mpi_op(op, buffer.dtype))
 
-    def reduce(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on `root` by the sum over the ranks; undefined elsewhere."""
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
         for piece in buffers.pieces(buffer, self.max_count):
             if self.rank == root:
-                self._comm.Reduce(MPI.IN_PLACE, piece, MPI.SUM, root)
+                self._comm.Reduce(MPI.IN_PLACE, piece, _mpi_op(op, buffer.dtype), root)
             else:
-                self._comm.Reduce(piece, None, MPI.SUM, root)
+                self._comm.Reduce(piece, None, _mpi_op(op, buffer.dtype), root)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
@@ -139,6 +140,21 @@ class MpiCommunicator:
             if self._node.leaders is not None:
                 self._node.leaders.close()
         self._comm.Free()
+
+
+@cache
+def _mpi_op(op: str, dtype: np.dtype[Any]) -> MPI.Op:
+    """Return MPI's operation; for MIN and MAX of floats one of our own, since MPI's may lose a NaN."""
+    if op not in ("MIN", "MAX") or dtype.kind != "f":
+        known: MPI.Op = getattr(MPI, op)
+        return known
+    combine = COMBINE[op]
+
+    def keep_nan(these: Any, those: Any, datatype: MPI.Datatype) -> None:
+        target = np.frombuffer(those, dtype)
+        combine(np.frombuffer(these, dtype), target, out=target)
+
+    return MPI.Op.Create(keep_nan, commute=True)
 
 
 class _Group(MpiCommunicator):

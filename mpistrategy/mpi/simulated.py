@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from mpistrategy.arrays import Array
+from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.guard import Guard, call_site
@@ -142,15 +140,15 @@ class SimulatedCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(self._meeting.exchange(self.rank, device))
 
-    def allreduce(self, buffer: Array) -> None:
-        """Replace `buffer` on every rank by the sum over the ranks, in rank order."""
-        buffer[...] = _sum(self._meeting.exchange(self.rank, buffer.copy()))
+    def allreduce(self, buffer: Array, op: str = "SUM") -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
+        buffer[...] = _combined(self._meeting.exchange(self.rank, buffer.copy()), op)
 
-    def reduce(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on `root` by the sum over the ranks, in rank order."""
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
         everything = self._meeting.exchange(self.rank, buffer.copy())
         if self.rank == root:
-            buffer[...] = _sum(everything)
+            buffer[...] = _combined(everything, op)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`."""
@@ -200,10 +198,10 @@ class SimulatedCommunicator:
         """Do nothing: threads have nothing to give back."""
 
 
-def _sum(arrays: Sequence[Array]) -> Array:
+def _combined(arrays: Sequence[Array], op: str) -> Array:
     total = arrays[0].copy()
     for array in arrays[1:]:
-        np.add(total, array, out=total)
+        COMBINE[op](total, array, out=total)
     return total
 
 

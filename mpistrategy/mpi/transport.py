@@ -29,11 +29,11 @@ class Communicator(Protocol):
     guard: Guard
     devices: tuple[Device, ...]
 
-    def allreduce(self, buffer: Array) -> None:
-        """Replace `buffer` on every rank by the sum over the ranks."""
+    def allreduce(self, buffer: Array, op: str = "SUM") -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins."""
 
-    def reduce(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on `root` by the sum over the ranks; undefined elsewhere."""
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
@@ -76,10 +76,10 @@ class SingleCommunicator:
     size: int = 1
     guard: Guard = field(default_factory=Guard)
 
-    def allreduce(self, buffer: Array) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM") -> None:
         """Leave `buffer`: its sum over one rank is itself."""
 
-    def reduce(self, buffer: Array, root: int) -> None:
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Leave `buffer`."""
 
     def bcast(self, buffer: Array, root: int) -> None:
