@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +13,11 @@ from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
-from mpistrategy.errors import ContextError, DeviceError, EmptyBatchError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.errors import DeviceError, EmptyBatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.placement import Placement
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.values import (
     ArrayLike,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from mpistrategy.strategy import Strategy
 
 
-class StrategyExtended:
+class StrategyExtended(Placement):
     """The part of a strategy that algorithms and other libraries build on; found as `strategy.extended`.
 
     Args:
@@ -51,15 +50,13 @@ class StrategyExtended:
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
-        self._container_strategy = container_strategy
+        super().__init__(container_strategy)
         self.communicator: Communicator = communicator or SingleCommunicator()
         self.cross_device_ops = cross_device_ops or MpiAllReduce()
         self.options = options or CommunicationOptions()
         #: Whether variables belong to this rank alone (one replica, no synchronization).
         self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
         self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
-        self._colocated_with: list[Variable] = []
-        self._variable_numbers = itertools.count()
 
     # ------------------------------------------------------------------------------------------- reductions
 
@@ -248,67 +245,6 @@ class StrategyExtended:
         plain_args, plain_kwargs = _unwrapped(args, kwargs)
         with ReplicaContext(self._container_strategy, self.communicator.rank):
             return fn(*plain_args, **plain_kwargs)
-
-    # -------------------------------------------------------------------------------------------- placement
-
-    @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
-        """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
-
-        Every variable of a strategy lives on every replica, so this records a relation and checks it.
-
-        Raises:
-            ContextError: outside scope().
-            OptionTypeError: when the argument is no variable of this strategy.
-        """
-        frame = context.current_frame()
-        if frame is None or frame.strategy is not self._container_strategy:
-            raise ContextError.at(
-                "StrategyExtended.colocate_vars_with",
-                found="a call outside scope()",
-                expected="a call inside strategy.scope()",
-            )
-        if not self.variable_created_in_scope(colocate_with_variable):
-            raise OptionTypeError.at(
-                "StrategyExtended.colocate_vars_with",
-                found=repr(colocate_with_variable),
-                expected="a variable created in this strategy's scope",
-            )
-        self._colocated_with.append(colocate_with_variable)
-        try:
-            yield
-        finally:
-            self._colocated_with.pop()
-
-    def next_variable_name(self) -> str:
-        """Return the name of a variable that was given none; the same on every rank, since creation is collective."""
-        return f"Variable_{next(self._variable_numbers)}"
-
-    def register_variable(self, variable: Variable) -> None:
-        """Note a variable that was created for this strategy, and its place."""
-        variable.colocated_with = self._colocated_with[-1] if self._colocated_with else None
-
-    def variable_created_in_scope(self, v: Any) -> bool:
-        """Return whether `v` is a variable of this strategy."""
-        return isinstance(v, Variable) and v.strategy is self._container_strategy
-
-    def value_container(self, value: Any) -> Any:
-        """Return the container of a component: here a value is its own container."""
-        return value
-
-    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Return where variables that belong to no other variable go: this rank's device."""
-        return self.worker_devices
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """This rank's device, as a tuple of one full device string."""
-        return (str(self.communicator.devices[self.communicator.rank]),)
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device of this rank's copies of the variables: the same as `worker_devices`."""
-        return self.worker_devices
 
     def _require_cross_replica(self, method: str) -> None:
         context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")

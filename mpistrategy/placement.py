@@ -1,0 +1,90 @@
+"""Placement: where a strategy's variables live, and which variables are its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy import context
+from mpistrategy.errors import ContextError, OptionTypeError
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.variables import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.strategy import Strategy
+
+
+class Placement:
+    """The part of StrategyExtended that knows devices and variables.
+
+    Args:
+        container_strategy: the strategy it belongs to.
+    """
+
+    communicator: Communicator
+
+    def __init__(self, container_strategy: Strategy) -> None:
+        self._container_strategy = container_strategy
+        self._colocated_with: list[Variable] = []
+        self._variable_numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+        """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
+
+        Every variable of a strategy lives on every replica, so this records a relation and checks it.
+
+        Raises:
+            ContextError: outside scope().
+            OptionTypeError: when the argument is no variable of this strategy.
+        """
+        frame = context.current_frame()
+        if frame is None or frame.strategy is not self._container_strategy:
+            raise ContextError.at(
+                "StrategyExtended.colocate_vars_with",
+                found="a call outside scope()",
+                expected="a call inside strategy.scope()",
+            )
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise OptionTypeError.at(
+                "StrategyExtended.colocate_vars_with",
+                found=repr(colocate_with_variable),
+                expected="a variable created in this strategy's scope",
+            )
+        self._colocated_with.append(colocate_with_variable)
+        try:
+            yield
+        finally:
+            self._colocated_with.pop()
+
+    def next_variable_name(self) -> str:
+        """Return the name of a variable that was given none; the same on every rank, since creation is collective."""
+        return f"Variable_{next(self._variable_numbers)}"
+
+    def register_variable(self, variable: Variable) -> None:
+        """Note a variable that was created for this strategy, and its place."""
+        variable.colocated_with = self._colocated_with[-1] if self._colocated_with else None
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether `v` is a variable of this strategy."""
+        return isinstance(v, Variable) and v.strategy is self._container_strategy
+
+    def value_container(self, value: Any) -> Any:
+        """Return the container of a component: here a value is its own container."""
+        return value
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
+        """Return where variables that belong to no other variable go: this rank's device."""
+        return self.worker_devices
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """This rank's device, as a tuple of one full device string."""
+        return (str(self.communicator.devices[self.communicator.rank]),)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device of this rank's copies of the variables: the same as `worker_devices`."""
+        return self.worker_devices
