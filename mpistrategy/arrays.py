@@ -42,7 +42,13 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values of `dtype` are summed: float32 for the 16-bit floats, else its own."""
+    """Return the dtype in which values of `dtype` are combined.
+
+    The 16-bit floats are summed in float32 and rounded once.  Integers of 8 and 16 bits travel in 32, and wrap around
+    at the end as NumPy's do: Open MPI 5 saturates their sums where the processor has AVX.
+    """
+    if dtype.name in _SMALL_INTEGERS:
+        return np.dtype(np.int32 if dtype.kind == "i" else np.uint32)
     if dtype.itemsize == 2 and (dtype.kind == "f" or is_bfloat16(dtype)):
         return np.dtype(np.float32)
     return dtype

@@ -15,7 +15,7 @@ from mpistrategy import context, nest
 from mpistrategy.arrays import COMBINE, Array, dtype_name, to_reducible, wire_dtype
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.gathering import checked_axis
-from mpistrategy.cross_device_ops.mean import divide
+from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.extended import StrategyExtended, as_given
@@ -144,9 +144,7 @@ class Strategy:
             op = ReduceOp.parse(reduce_op, call.where)
             if axis is not None:
                 if weight is not None:
-                    raise OptionError.at(
-                        call.where, found="weight= with axis=", expected="one of the two"
-                    )
+                    raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
                 return self._reduce_along(op, value, axis, call)
             if weight is not None:
                 paths = nest.leaf_paths(value)
@@ -181,16 +179,13 @@ class Strategy:
         if op in (ReduceOp.SUM, ReduceOp.MEAN):
             pairs = [(PerReplica((part,)), PerReplica((0,))) for part in (here, length)]
             total, count = map(local_component, algorithm.batch_reduce(ReduceOp.SUM, pairs, options))
-            result = divide(np.asarray(total), int(count)) if op is ReduceOp.MEAN else np.asarray(total)
-        else:
+            return finish(np.asarray(total), array.dtype, op, int(count))
+        if op is not ReduceOp.PROD:
             rows = algorithm.reduce(ReduceOp.SUM, PerReplica((length,)), PerReplica((0,)), options)
-            if op is not ReduceOp.PROD and int(local_component(rows)) == 0:
+            if int(local_component(rows)) == 0:
                 raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
-            result = np.asarray(local_component(algorithm.reduce(op, PerReplica((here,)), PerReplica((0,)), options)))
-        if array.dtype == wire_dtype(array.dtype):
-            return result
-        with np.errstate(over="ignore"):
-            return result.astype(array.dtype)
+        extreme = algorithm.reduce(op, PerReplica((here,)), PerReplica((0,)), options)
+        return finish(np.asarray(local_component(extreme)), array.dtype, op, 1)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.

@@ -25,6 +25,7 @@ FLOORS = [
     {
         "context",
         "replica_context",
+        "placement",
         "variables",
         "extended",
         "strategy",
@@ -32,7 +33,7 @@ FLOORS = [
         "one_device_strategy",
         "input",
     },
-    {"optimizers", "metrics", "testing"},
+    {"optimizers", "gradients", "metrics", "streams", "testing"},
 ]
 SERVICES = FLOORS[4] | {"input"}
 # Within a floor, modules that must not even import each other in a circle: the vocabulary has an order of its own.

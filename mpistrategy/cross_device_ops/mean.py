@@ -15,12 +15,19 @@ from mpistrategy.options import ReduceOp
 def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int) -> Array:
     """Turn a sum in the wire dtype into the result: divide for MEAN, and round once to the result's dtype."""
     if op is ReduceOp.MEAN:
-        dtype = mean_dtype(dtype)
-        total = divide(total, count)
-    if total.dtype == dtype:
-        return total
+        return rounded(divide(wrapped(total, dtype), count), mean_dtype(dtype))
+    return rounded(wrapped(total, dtype), dtype)
+
+
+def wrapped(total: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an integer sum in its own dtype, wrapped around as NumPy does; other sums as they are."""
+    return total.astype(dtype, copy=False) if dtype.kind in "iu" else total
+
+
+def rounded(result: Array, dtype: np.dtype[Any]) -> Array:
+    """Return `result` in `dtype`; no copy where it is that already."""
     with np.errstate(over="ignore"):
-        return total.astype(dtype)
+        return result.astype(dtype, copy=False)
 
 
 def divide(total: Array, count: int | float) -> Array:
@@ -30,7 +37,7 @@ def divide(total: Array, count: int | float) -> Array:
         if target == total.dtype:
             np.true_divide(total, total.dtype.type(count), out=total)
             return total
-        return np.true_divide(total, count, dtype=np.float64).astype(target, copy=False)
+        return np.asarray(np.true_divide(total, count, dtype=np.float64)).astype(target, copy=False)
 
 
 class WeightedMean:
