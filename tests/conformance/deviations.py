@@ -141,10 +141,10 @@ def _input(case: Json, text: str) -> bool:
     return name in inputs and wanted in (inputs[name], json.dumps(inputs[name]))
 
 
-def _operation(case: Json, name: str) -> bool:
-    """``op:MEAN``: the reduce op, however it is spelled."""
+def _operation(case: Json, names: str) -> bool:
+    """``op:MEAN`` or ``op:MIN,MAX``: the reduce op, however it is spelled."""
     op = (case.get("inputs") or {}).get("reduce_op")
-    return str(op.get("reduce_op") if isinstance(op, dict) else op).upper() == name
+    return str(op.get("reduce_op") if isinstance(op, dict) else op).upper() in names.split(",")
 
 
 def _op_kind(case: Json, name: str) -> bool:
