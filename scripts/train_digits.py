@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import mpistrategy as ms
@@ -80,6 +79,9 @@ def main() -> None:
     strategy = ms.MirroredStrategy()
     on_first = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group) == 0
     show_bar = options.progress == "bar" or (options.progress == "auto" and sys.stderr.isatty())
+
+    # Only now that MPI runs: MPICH under srun --mpi=pmi2 may fail to start after such large imports (README).
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))  # the same test images whatever the seed

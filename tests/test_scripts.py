@@ -80,9 +80,7 @@ def test_digits_show_a_progress_bar_where_asked_to(launch: Launch, tmp_path: Pat
     assert "epoch" not in job.stdout.replace("10 epochs", ""), job
 
 
-def test_heat_conduction_agrees_with_the_exact_solution_on_any_number_of_ranks(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_heat_conduction_agrees_with_the_exact_solution_on_any_number_of_ranks(launch: Launch, tmp_path: Path) -> None:
     runs = []
     for ranks in RANKS:
         report, printed = numbers(launch, ranks, tmp_path, "heat_equation.py")
