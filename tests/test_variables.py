@@ -1,0 +1,348 @@
+"""Variables: how they begin, how they convert what is assigned, and that they act as arrays that keep their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import BFLOAT16, DTYPES, RANK, RANKS, SIZE, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.MirroredStrategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def matrix(strategy: ms.Strategy) -> ms.Variable:
+    with strategy.scope():
+        return ms.Variable([[1.0, 2.0], [3.0, 4.0]], aggregation="SUM", name="matrix")
+
+
+# ------------------------------------------------------------------------------------------------- beginning
+
+
+@pytest.mark.parametrize("synchronization", ["AUTO", "ON_WRITE", "ON_READ"])
+@pytest.mark.parametrize("aggregation", ["NONE", "SUM", "ONLY_FIRST_REPLICA"])
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(bool)], ids=str)
+def test_every_copy_begins_with_the_value_of_rank_0(
+    strategy: ms.Strategy, synchronization: str, aggregation: str, dtype: Any
+) -> None:
+    mine = np.full((2, 3), RANK % 2, dtype)
+    with strategy.scope():
+        variable = ms.Variable(mine, synchronization=synchronization, aggregation=aggregation)
+    assert variable.dtype == dtype
+    np.testing.assert_array_equal(variable.local_copy(), np.zeros((2, 3), dtype))
+    np.testing.assert_array_equal(mine, np.full((2, 3), RANK % 2, dtype))  # the argument is not the storage
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "dtype"),
+    [
+        (3, (), "int64"),
+        (3.0, (), "float64"),
+        (True, (), "bool"),
+        ([1, 2], (2,), "int64"),
+        ([[1.0], [2.0]], (2, 1), "float64"),
+        (np.float32(1), (), "float32"),
+        (np.zeros((0, 3)), (0, 3), "float64"),
+        (np.asfortranarray(np.ones((2, 3))), (2, 3), "float64"),
+        (np.ones(6)[::-2], (3,), "float64"),
+        (np.ones(2, ">f4"), (2,), "float32"),
+        (lambda: np.ones(2), (2,), "float64"),
+        (ms.PerReplica((np.ones(2),)), (2,), "float64"),
+    ],
+)
+def test_what_a_variable_can_begin_with(strategy: ms.Strategy, given: Any, shape: tuple[int, ...], dtype: str) -> None:
+    with strategy.scope():
+        variable = ms.Variable(given)
+        again = ms.Variable(variable)
+    for v in (variable, again):
+        assert (v.shape, v.dtype) == (shape, np.dtype(dtype))
+        assert v.numpy().flags.c_contiguous
+    assert not np.shares_memory(variable.numpy(), again.numpy())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32", float, np.float32], ids=str)
+def test_dtype_converts_a_number(strategy: ms.Strategy, dtype: Any) -> None:
+    with strategy.scope():
+        variable = ms.Variable(3, dtype=dtype)
+        assert variable.dtype == np.dtype(dtype)
+        assert variable.numpy() == 3
+        variable.assign(4)
+        assert variable.numpy() == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "kind"),
+    [
+        (2.7, {"dtype": np.int32}, TypeError),
+        (1j, {"dtype": np.float32}, TypeError),
+        (300, {"dtype": np.int8}, TypeError),
+        (1.0, {"dtype": "nonsense"}, TypeError),
+        ("text", {}, TypeError),
+        (None, {}, ValueError),
+        (object(), {}, ValueError),
+        (np.array([None]), {}, ValueError),
+        ([[1], [1, 2]], {}, ValueError),
+        (1.0, {"synchronization": "SOMETIMES"}, ValueError),
+        (1.0, {"synchronization": None}, ValueError),
+        (1.0, {"aggregation": "MEDIAN"}, ValueError),
+        (1.0, {"aggregation": ms.ReduceOp.SUM}, ValueError),
+        (1, {"aggregation": "MEAN"}, ValueError),
+        (True, {"aggregation": "MEAN"}, ValueError),
+    ],
+)
+def test_what_it_cannot_begin_with(strategy: ms.Strategy, given: Any, named: dict[str, Any], kind: Any) -> None:
+    with strategy.scope(), pytest.raises(kind) as refusal:
+        ms.Variable(given, **named)
+    assert isinstance(refusal.value, errors.MpiStrategyError)
+    assert "Variable" in str(refusal.value)
+    assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: ms.Variable(np.zeros(2 + RANK)), "float64[2]"),
+        (lambda: ms.Variable(np.zeros(2, np.float32 if RANK else np.float64)), "float32[2]"),
+        (lambda: ms.Variable(0.0, aggregation="SUM" if RANK else "MEAN"), "SUM"),
+        (lambda: ms.Variable(0.0, synchronization="ON_READ" if RANK else "ON_WRITE"), "ON_READ"),
+        (lambda: ms.Variable(0.0, name=f"v{RANK}"), "v1"),
+        (lambda: ms.Variable(0.0) if RANK else ms.get_strategy().reduce("SUM", 0.0), "Strategy.reduce"),
+    ],
+)
+def test_ranks_that_create_different_variables_are_told(strategy: ms.Strategy, make: Any, field: str) -> None:
+    with strategy.scope():
+        ends = outcomes(make)
+    for end in ends:
+        assert end.error is errors.CollectiveMismatchError
+        assert field in end.text
+        assert "rank 0" in end.text
+        assert "rank 1" in end.text
+        assert "test_variables.py:" in end.text
+    assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_initial_value_that_fails_on_one_rank_fails_on_all(strategy: ms.Strategy) -> None:
+    def initial() -> Any:
+        total = strategy.reduce("SUM", 1.0)  # it may communicate, too
+        if RANK == SIZE - 1:
+            raise KeyError("mine")
+        return total
+
+    with strategy.scope():
+        ends = outcomes(lambda: ms.Variable(initial))
+    assert [end.error for end in ends] == [errors.RemoteError] * (SIZE - 1) + [Exception]
+    assert all("mine" in end.text for end in ends)
+    assert still_works(strategy)
+
+
+def test_names_are_numbered_alike_whatever_else_a_rank_creates(strategy: ms.Strategy) -> None:
+    if RANK == 0:
+        ms.Variable(1.0)  # belongs to rank 0 alone
+    with strategy.scope():
+        variable = ms.Variable(1.0, aggregation="SUM")
+    assert same_everywhere(np.frombuffer(variable.name.encode(), np.uint8))
+    strategy.run(lambda: variable.assign(1.0))
+    assert float(variable) == SIZE
+
+
+def test_trainable(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        assert ms.Variable(1.0).trainable
+        assert not ms.Variable(1.0, trainable=False).trainable
+        assert not ms.Variable(1.0, synchronization="ON_READ").trainable
+        assert ms.Variable(1.0, synchronization="ON_READ", trainable=True).trainable
+
+
+def test_a_variable_created_in_a_step_belongs_to_the_strategy(strategy: ms.Strategy) -> None:
+    variable = strategy.run(lambda: ms.Variable(float(RANK), aggregation="SUM"))
+    assert strategy.extended.variable_created_in_scope(variable)
+    assert float(variable) == 0
+    assert not strategy.extended.variable_created_in_scope(ms.Variable(1.0))
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_view_taken_once_stays_true_and_cannot_be_written(strategy: ms.Strategy, matrix: ms.Variable) -> None:
+    views = [np.asarray(matrix), matrix.numpy(), matrix[0], matrix[:, 1]]
+    copies = [np.array(matrix), matrix.read_value(), matrix.local_copy()]
+    strategy.run(lambda: matrix.assign(np.full((2, 2), 1.0)))
+    matrix.assign_add(np.ones((2, 2)))
+    for view in views:
+        assert (view == SIZE + 1).all()
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = 0
+    for copy in copies:
+        assert copy[1, 1] == 4
+        copy[...] = 0
+    assert float(matrix[0, 0]) == SIZE + 1
+
+
+def test_a_value_assigned_is_copied(strategy: ms.Strategy, matrix: ms.Variable) -> None:
+    value = np.ones((2, 2))
+    matrix.assign(value)
+    value[...] = 7
+    assert float(matrix[0, 0]) == 1
+
+
+def test_a_variable_may_be_assigned_from_itself(matrix: ms.Variable) -> None:
+    matrix.assign(matrix[::-1])
+    np.testing.assert_array_equal(matrix, [[3, 4], [1, 2]])
+    matrix.assign_add(matrix[:, ::-1])
+    np.testing.assert_array_equal(matrix, [[7, 7], [3, 3]])
+    matrix.assign_sub(matrix)
+    np.testing.assert_array_equal(matrix, np.zeros((2, 2)))
+
+
+# ------------------------------------------------------------------------------------------------- conversion
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "fits"),
+    [
+        ("int8", 127, True),
+        ("int8", 128, False),
+        ("int8", np.int64(127), True),
+        ("int8", np.int64(300), False),
+        ("uint8", -1, False),
+        ("uint8", np.int64(-1), False),
+        ("uint64", 2**63, True),
+        ("int64", 2**63, False),
+        ("int32", 1.0, False),
+        ("int32", np.float64(1), False),
+        ("int32", True, False),
+        ("float32", 1, True),
+        ("float32", 1e39, False),
+        ("float32", float("inf"), True),
+        ("float32", float("nan"), True),
+        ("float32", np.float64(0.1), True),
+        ("float32", 1j, False),
+        ("float16", 70000.0, False),
+        ("complex64", 1, True),
+        ("complex64", 1.5, True),
+        ("bool", True, True),
+        (BFLOAT16, 1.5, True),
+        (BFLOAT16, np.float32(1.5), True),
+    ],
+)
+def test_a_number_is_converted_where_nothing_is_lost(strategy: ms.Strategy, dtype: Any, value: Any, fits: bool) -> None:
+    with strategy.scope():
+        for shape, given in (((), value), ((1,), [value])):
+            variable = ms.Variable(np.zeros(shape, dtype))
+            if fits:
+                variable.assign(given)
+                np.testing.assert_array_equal(variable, np.asarray(value).astype(dtype))
+            else:
+                with pytest.raises(errors.DTypeError, match=str(np.dtype(dtype))):
+                    variable.assign(given)
+                assert not variable.numpy().any()
+
+
+def test_an_array_of_another_dtype_is_refused_with_the_cure(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(2, np.float32), name="w")
+        with pytest.raises(errors.DTypeError, match=r"'w'.*float64.*float32.*astype\('float32'\)"):
+            variable.assign(np.zeros(2))
+        with pytest.raises(errors.ShapeError, match=r"'w'.*\(3,\).*\(2,\)"):
+            variable.assign(np.zeros(3, np.float32))
+        with pytest.raises(errors.ShapeError):
+            variable.assign(1.0)  # no broadcasting
+
+
+# ------------------------------------------------------------------------------------------------- as an array
+
+
+def test_a_variable_acts_as_an_array(matrix: ms.Variable) -> None:
+    plain = np.array([[1.0, 2.0], [3.0, 4.0]])
+    for found, right in [
+        (matrix + 1, plain + 1),
+        (1 - matrix, 1 - plain),
+        (matrix * matrix, plain * plain),
+        (matrix / 2, plain / 2),
+        (matrix // 2, plain // 2),
+        (matrix**2, plain**2),
+        (-matrix, -plain),
+        (abs(-matrix), plain),
+        (matrix @ matrix, plain @ plain),
+        (matrix @ np.ones(2), plain @ np.ones(2)),
+        (matrix == 2, plain == 2),
+        (matrix > plain, plain > plain),
+        (matrix[1:, 0], plain[1:, 0]),
+        (matrix[matrix > 2], plain[plain > 2]),
+        (np.exp(matrix), np.exp(plain)),
+        (np.dot(matrix, matrix), plain @ plain),
+        (np.where(matrix > 2, matrix, 0), np.where(plain > 2, plain, 0)),
+        (np.stack([matrix, matrix]), np.stack([plain, plain])),
+        (np.sum(matrix, axis=0), plain.sum(axis=0)),
+        (np.linalg.inv(matrix), np.linalg.inv(plain)),
+        (np.zeros_like(matrix), np.zeros((2, 2))),
+        (np.transpose(matrix), plain.T),
+        (np.add.reduce(matrix, axis=1), plain.sum(axis=1)),
+    ]:
+        assert type(found) is np.ndarray
+        np.testing.assert_array_equal(found, right)
+    assert (matrix.shape, matrix.ndim, matrix.size, len(matrix)) == ((2, 2), 2, 4, 2)
+    assert [list(row) for row in matrix] == plain.tolist()
+    assert matrix.numpy().sum() == 10
+
+
+def test_operators_in_place_are_refused_with_the_cure(matrix: ms.Variable) -> None:
+    before = matrix.local_copy()
+    name = matrix
+
+    def add() -> None:
+        nonlocal name
+        name += 1
+
+    def set_item() -> None:
+        name[0] = 1  # type: ignore[index]
+
+    for write in (add, set_item, lambda: np.add(matrix, 1, out=matrix)):
+        with pytest.raises(errors.MpiStrategyError, match="assign"):
+            write()
+    assert name is matrix
+    np.testing.assert_array_equal(matrix.local_copy(), before)
+
+
+def test_looking_at_a_variable_never_communicates(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        variable = ms.Variable([1.0, 2.0], synchronization="ON_READ", aggregation="SUM", name="seen")
+        if RANK == 0:  # the others do not take part
+            assert repr(variable) == str(variable) == f"{variable}"
+            assert "seen" in repr(variable)
+            assert "ON_READ" in repr(variable)
+            assert (variable.shape, variable.dtype, variable.ndim, variable.size, len(variable)) == (
+                (2,),
+                np.float64,
+                1,
+                2,
+                2,
+            )
+            assert variable.local_copy().tolist() == [1, 2]
+    assert still_works(strategy)
+
+
+def test_a_read_in_cross_replica_context_combines_what_the_steps_left(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        total = ms.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+        assert f"{total:.1f}" == "0.0"
+    strategy.run(lambda: total.assign_add(RANK + 0.5))
+    right = sum(RANKS) + SIZE / 2
+    assert float(total) == right  # outside the scope as well
+    assert f"{total:.2f}" == f"{right:.2f}"
+    assert total * 2 == 2 * right
+    assert (total > 0) == (right > 0)
