@@ -3,7 +3,7 @@
 Importing it starts no MPI; the first `MirroredStrategy` does.
 """
 
-from mpistrategy import errors, metrics, optimizers
+from mpistrategy import errors, gradients, metrics, optimizers
 from mpistrategy.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -30,6 +30,7 @@ from mpistrategy.options import (
 )
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.strategy import Strategy, ValueContext
+from mpistrategy.streams import Streams
 from mpistrategy.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrategy.variables import Variable
 
@@ -53,6 +54,7 @@ __all__ = [
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",
+    "Streams",
     "ValueContext",
     "Variable",
     "VariableAggregation",
@@ -61,6 +63,7 @@ __all__ = [
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
+    "gradients",
     "has_strategy",
     "in_cross_replica_context",
     "metrics",

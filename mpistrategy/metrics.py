@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.errors import ShapeError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables import Variable
 
@@ -60,6 +61,37 @@ class Mean:
         """Start again."""
         self._total.assign(0.0)
         self._count.assign(0.0)
+
+
+class Accuracy(Mean):
+    """The share of rows whose predicted class is right, over all replicas.
+
+    Args:
+        name: a name for messages, equal on all ranks.
+    """
+
+    def __init__(self, name: str = "accuracy") -> None:
+        super().__init__(name)
+
+    def update_state(self, labels: Any, predictions: Any, weight: Any = 1.0) -> None:  # type: ignore[override]
+        """Count rows; local, for step functions.
+
+        Args:
+            labels: class numbers of shape ``(rows,)``.
+            predictions: class numbers of shape ``(rows,)``, or scores of shape ``(rows, classes)``.
+            weight: a number, or one for each row.
+
+        Raises:
+            ShapeError: when there is not one prediction for each label.
+        """
+        labels, predictions = np.asarray(labels), np.asarray(predictions)
+        if predictions.ndim == labels.ndim + 1:
+            predictions = predictions.argmax(axis=-1) if predictions.size else predictions[..., 0]
+        if predictions.shape != labels.shape:
+            raise ShapeError.at(
+                "Accuracy.update_state", found=f"predictions of shape {predictions.shape}", expected=f"{labels.shape}"
+            )
+        super().update_state(predictions == labels, weight)
 
 
 def _per_replica_sum(name: str) -> Variable:

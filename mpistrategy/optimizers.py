@@ -15,6 +15,7 @@ import numpy as np
 from mpistrategy.arrays import Array
 from mpistrategy.context import get_replica_context
 from mpistrategy.errors import ContextError, EmptyBatchError, OptionError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.gradients import clip_by_global_norm
 from mpistrategy.options import VariableAggregation
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices
@@ -27,14 +28,15 @@ class Optimizer:
     Args:
         learning_rate: the step size; a positive number.
         aggregation: "SUM" or "MEAN": how the replicas' gradients are combined.
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
 
     Raises:
-        OptionError: for a learning rate that is not positive.
+        OptionError: for a learning rate or a limit that is not positive.
     """
 
     slot_names: tuple[str, ...] = ()
 
-    def __init__(self, learning_rate: float, aggregation: str = "SUM") -> None:
+    def __init__(self, learning_rate: float, aggregation: str = "SUM", global_clipnorm: float | None = None) -> None:
         if not isinstance(learning_rate, (int, float, np.number)):
             raise OptionTypeError.at(type(self).__name__, found=f"learning_rate={learning_rate!r}", expected="a number")
         if not learning_rate > 0:
@@ -42,7 +44,12 @@ class Optimizer:
                 type(self).__name__, found=f"learning_rate={learning_rate!r}", expected="a positive number"
             )
         self.learning_rate = learning_rate
+        if global_clipnorm is not None and not global_clipnorm > 0:
+            raise OptionError.at(
+                type(self).__name__, found=f"global_clipnorm={global_clipnorm!r}", expected="a positive number or None"
+            )
         self.aggregation = aggregation
+        self.global_clipnorm = global_clipnorm
         self.iterations: Variable | None = None
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
 
@@ -83,15 +90,18 @@ class Optimizer:
 
     def _merge(self, strategy: Strategy, pairs: Sequence[tuple[Any, Variable]]) -> None:
         extended = strategy.extended
-        gradients = extended.batch_reduce_to(self.aggregation, pairs)
+        reduced = extended.batch_reduce_to(self.aggregation, pairs)
+        gradients = [_dense(gradient[...], var) for gradient, (_, var) in zip(reduced, pairs, strict=True)]
+        if self.global_clipnorm is not None:
+            gradients, _ = clip_by_global_norm(gradients, self.global_clipnorm)
         for gradient, (_, var) in zip(gradients, pairs, strict=True):
             slots = self._slots_of(var)
             extended.update(var, self._update, args=(gradient,), kwargs={"slots": slots})
         step = self._step_counter()
         extended.update(step, lambda counter: counter.assign_add(1))
 
-    def _update(self, var: Variable, gradient: Any, slots: dict[str, Variable]) -> None:
-        change = self._change(_dense(gradient, var), slots)
+    def _update(self, var: Variable, gradient: Array, slots: dict[str, Variable]) -> None:
+        change = self._change(gradient, slots)
         var.assign_sub(change.astype(var.dtype, copy=False))
 
     def _change(self, gradient: Array, slots: dict[str, Variable]) -> Array:
@@ -133,6 +143,7 @@ class SGD(Optimizer):
         momentum: from 0 to 1; 0 keeps no slot.
         nesterov: look ahead by one momentum step.
         aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
     """
 
     def __init__(
@@ -141,8 +152,9 @@ class SGD(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         aggregation: str = "SUM",
+        global_clipnorm: float | None = None,
     ) -> None:
-        super().__init__(learning_rate, aggregation)
+        super().__init__(learning_rate, aggregation, global_clipnorm)
         if not 0 <= momentum <= 1:
             raise OptionError.at("SGD", found=f"momentum={momentum!r}", expected="a number from 0 to 1")
         self.momentum = momentum
@@ -169,6 +181,7 @@ class Adam(Optimizer):
         beta_2: the decay of v.
         epsilon: keeps the quotient finite.
         aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
     """
 
     slot_names = ("m", "v")
@@ -180,8 +193,9 @@ class Adam(Optimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         aggregation: str = "SUM",
+        global_clipnorm: float | None = None,
     ) -> None:
-        super().__init__(learning_rate, aggregation)
+        super().__init__(learning_rate, aggregation, global_clipnorm)
         for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
             if not 0 <= beta < 1:
                 raise OptionError.at("Adam", found=f"{name}={beta!r}", expected="a number from 0 to below 1")
@@ -194,6 +208,40 @@ class Adam(Optimizer):
         t = int(self._step_counter()) + 1
         size = self.learning_rate * float(np.sqrt(1 - self.beta_2**t)) / (1 - self.beta_1**t)
         return np.asarray(size * m / (np.sqrt(v) + self.epsilon))
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019): before Adam's step the variable loses
+    ``learning_rate * weight_decay * variable``.
+
+    Args:
+        learning_rate: the step size.
+        weight_decay: from 0 on.
+        beta_1: the decay of m.
+        beta_2: the decay of v.
+        epsilon: keeps the quotient finite.
+        aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        weight_decay: float = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        aggregation: str = "SUM",
+        global_clipnorm: float | None = None,
+    ) -> None:
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, aggregation, global_clipnorm)
+        if not weight_decay >= 0:
+            raise OptionError.at("AdamW", found=f"weight_decay={weight_decay!r}", expected="a number from 0 on")
+        self.weight_decay = weight_decay
+
+    def _update(self, var: Variable, gradient: Array, slots: dict[str, Variable]) -> None:
+        var.assign_sub((self.learning_rate * self.weight_decay * var).astype(var.dtype, copy=False))
+        super()._update(var, gradient, slots)
 
 
 def _dense(gradient: Any, var: Variable) -> Array:

@@ -22,6 +22,7 @@ from mpistrategy.extended import StrategyExtended, as_given
 from mpistrategy.input import DistributedDataset
 from mpistrategy.mpi.guard import Call
 from mpistrategy.options import ReduceOp
+from mpistrategy.streams import Streams
 from mpistrategy.values import DistributedValues, IndexedSlices, PerReplica, local_component
 
 
@@ -213,12 +214,11 @@ class Strategy:
         return (nest.map_structure(local_component, value),)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Call `value_fn` for this rank's replica and wrap what it returns in PerReplica.
+        """Call `value_fn` for this rank's replica and wrap what it returns, leaf by leaf, in PerReplica.
 
         Raises:
-            ContextError: in a step function.
+            OptionTypeError: when value_fn cannot be called.
         """
-        context.require_cross_replica(self, "Strategy.experimental_distribute_values_from_function")
         context.check_call("Strategy.experimental_distribute_values_from_function", value_fn)
         communicator = self.extended.communicator
         value = value_fn(ValueContext(communicator.rank, communicator.size))
@@ -235,6 +235,10 @@ class Strategy:
             An iterable of this rank's contiguous parts; see `DistributedDataset`.
         """
         return DistributedDataset(dataset, self.extended.communicator.rank, self.extended.communicator.size)
+
+    def rng(self, seed: int) -> Streams:
+        """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""
+        return Streams(seed, self.extended.communicator.rank)
 
     def barrier(self, name: str = "") -> None:
         """Wait until every rank has come here with the same `name`.  Collective.

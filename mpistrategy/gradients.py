@@ -1,0 +1,92 @@
+"""What one does to gradients before an optimizer sees them: accumulate them, limit their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import Array
+from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
+
+
+def global_norm(arrays: Sequence[Any]) -> float:
+    """Return the Euclidean norm of all elements of all arrays, summed in float64."""
+    squares = (np.square(np.abs(np.asarray(array)), dtype=np.float64).sum() for array in arrays)
+    return float(np.sqrt(sum(squares)))
+
+
+def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[Array], float]:
+    """Scale arrays so that their `global_norm` is at most `clip_norm`; local.
+
+    Clip gradients that all replicas have reduced (or pass ``global_clipnorm`` to the optimizer, which does): the norm
+    of a sum is not the sum of the norms.
+
+    Args:
+        arrays: floating arrays.
+        clip_norm: a positive number.
+
+    Returns:
+        The scaled arrays, in their dtypes, and the norm before.  When the norm is not finite, all become NaN.
+
+    Raises:
+        OptionError: for a clip_norm that is not positive.
+    """
+    if not clip_norm > 0:
+        raise OptionError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a positive number")
+    norm = global_norm(arrays)
+    scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
+    scaled = [np.asarray(array) for array in arrays]
+    return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
+
+
+class GradientAccumulator:
+    """Adds up gradients over several steps without communication, so that one reduction serves them all.
+
+    Args:
+        steps: how many steps make one update; 1 or more.
+
+    Raises:
+        OptionTypeError, OptionError: for steps that are no int, or below 1.
+
+    >>> accumulator = GradientAccumulator(steps=2)
+    >>> accumulator.add([np.ones(2)])
+    >>> accumulator.add([np.ones(2)])
+    [array([2., 2.])]
+    """
+
+    def __init__(self, steps: int) -> None:
+        if not isinstance(steps, int):
+            raise OptionTypeError.at("GradientAccumulator", found=f"steps={steps!r}", expected="an int")
+        if steps < 1:
+            raise OptionError.at("GradientAccumulator", found=f"steps={steps}", expected="1 or more")
+        self.steps = steps
+        self._count = 0
+        self._sums: list[Array] = []
+
+    def add(self, gradients: Sequence[Any]) -> list[Array] | None:
+        """Add one step's gradients; local.
+
+        Returns:
+            None, or at every `steps`-th call the sums, to be given to an optimizer; then it starts again.
+
+        Raises:
+            ShapeError: when number or shapes differ from the step before.
+        """
+        arrays = [np.asarray(gradient) for gradient in gradients]
+        if self._count and [array.shape for array in arrays] != [total.shape for total in self._sums]:
+            raise ShapeError.at(
+                "GradientAccumulator.add",
+                found=f"gradients of shapes {[array.shape for array in arrays]}",
+                expected=f"shapes {[total.shape for total in self._sums]}, as in the step before",
+            )
+        if self._count:
+            self._sums = [total + array for total, array in zip(self._sums, arrays, strict=True)]
+        else:
+            self._sums = [array.copy() for array in arrays]
+        self._count += 1
+        if self._count < self.steps:
+            return None
+        self._count = 0
+        return self._sums

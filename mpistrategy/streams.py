@@ -1,0 +1,66 @@
+"""Random streams: one shared by all replicas, one of each replica, and one for anything that has a number.
+
+All come from one seed through NumPy's SeedSequence (https://numpy.org/doc/stable/reference/random/parallel.html), so
+that different streams are independent and equal seeds give equal numbers on every machine.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.errors import OptionError, OptionTypeError
+
+_SHARED, _REPLICA, _NUMBERED = range(3)
+
+
+class Streams:
+    """The random generators of one replica; made by `Strategy.rng(seed)`.
+
+    Args:
+        seed: an int from 0 on, equal on every replica.
+        replica_id: this replica's number.
+
+    Attributes:
+        shared: a numpy.random.Generator that gives the same numbers on every replica, whatever their number, as long
+            as all draw alike from it: initial values, shuffling.
+        replica: a Generator with this replica's own numbers; replica 2's are the same whether there are 3 or 300.
+
+    Raises:
+        OptionTypeError, OptionError: for a seed that is no int, or negative.
+
+    >>> import mpistrategy as ms
+    >>> streams = ms.OneDeviceStrategy().rng(7)
+    >>> bool(streams.at(3, 5).random() == streams.at(3, 5).random())
+    True
+    """
+
+    def __init__(self, seed: int, replica_id: int) -> None:
+        self._seed = _checked(seed, "seed")
+        self.shared = self._generator(_SHARED)
+        self.replica = self._generator(_REPLICA, replica_id)
+
+    def at(self, *numbers: int) -> np.random.Generator:
+        """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.
+
+        Noise drawn for each row of the global batch this way does not depend on how many replicas share the batch.
+
+        Raises:
+            OptionTypeError, OptionError: for numbers that are no ints, or negative.
+        """
+        return self._generator(_NUMBERED, *(_checked(number, "number") for number in numbers))
+
+    def _generator(self, *key: int) -> np.random.Generator:
+        return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key))
+
+
+def _checked(number: Any, name: str) -> int:
+    try:
+        value = operator.index(number)
+    except TypeError as error:
+        raise OptionTypeError.at("Strategy.rng", found=f"{name}={number!r}", expected="an int") from error
+    if value < 0:
+        raise OptionError.at("Strategy.rng", found=f"{name}={value}", expected="an int from 0 on")
+    return value
