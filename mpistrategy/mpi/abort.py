@@ -33,7 +33,7 @@ class _Watch:
 
     def __init__(self, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]) -> None:
         self.rank, self.size, self._abort, self.mpi_is_over = rank, size, abort, mpi_is_over
-        self.guards: list[Guard] = []
+        self.open: dict[Guard, Callable[[], None]] = {}
         self.status = 0
         self.last_words = ""
         self.pid = os.getpid()
@@ -60,19 +60,26 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-def watch(guard: Guard, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]) -> None:
-    """Watch over this process from now on, and say goodbye to the peers of `guard` at its end."""
+def watch(
+    guard: Guard,
+    close: Callable[[], None],
+    rank: int,
+    size: int,
+    abort: Callable[[int], Any],
+    mpi_is_over: Callable[[], bool],
+) -> None:
+    """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `close` with them."""
     global _watch
     if _watch is None:
         _watch = _Watch(rank, size, abort, mpi_is_over)
         _install(_watch)
-    _watch.guards.append(guard)
+    _watch.open[guard] = close
 
 
 def forget(guard: Guard) -> None:
     """Say no goodbye to the peers of `guard`: its communicator is closed."""
-    if _watch is not None and guard in _watch.guards:
-        _watch.guards.remove(guard)
+    if _watch is not None:
+        _watch.open.pop(guard, None)
 
 
 def _install(state: _Watch) -> None:
@@ -131,7 +138,7 @@ def _say_goodbye(state: _Watch) -> None:
     if os.getpid() != state.pid or state.mpi_is_over():
         return
     end = time.monotonic() + (PATIENCE_SECONDS if state.status else math.inf)
-    waiting = list(state.guards)
+    waiting = list(state.open)
     for guard in waiting:
         guard.start_leaving()
     pause = _SHORTEST_PAUSE
@@ -148,6 +155,8 @@ def _say_goodbye(state: _Watch) -> None:
                 state.abort(state.status)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+    for close in list(state.open.values()):
+        close()
 
 
 def _is_interactive() -> bool:

@@ -50,7 +50,9 @@ class MpiCommunicator:
         self._node: NodeGroups | None = None
         self.max_count = buffers.MAX_COUNT
         if MPI.COMM_WORLD.size > 1:
-            abort.watch(self.guard, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, MPI.COMM_WORLD.Abort, MPI.Is_finalized)
+            abort.watch(
+                self.guard, self.close, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, MPI.COMM_WORLD.Abort, MPI.Is_finalized
+            )
 
     def local_rank_and_size(self) -> tuple[int, int]:
         """Return this rank's index among the ranks of its node, and how many they are."""
