@@ -17,8 +17,11 @@ from mpistrategy.cross_device_ops import (
     MpiAllReduce,
     ReductionToOneDevice,
 )
+from mpistrategy.datasets import Dataset
 from mpistrategy.extended import StrategyExtended
 from mpistrategy.input import DistributedDataset
+from mpistrategy.input_context import InputContext, InputOptions, InputReplicationMode
+from mpistrategy.input_iterators import DistributedIterator
 from mpistrategy.mirrored_strategy import MirroredStrategy
 from mpistrategy.one_device_strategy import OneDeviceStrategy
 from mpistrategy.options import (
@@ -40,10 +43,15 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",
+    "Dataset",
     "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
     "MpiAllReduce",

@@ -54,8 +54,20 @@ class DTypeError(MpiStrategyError, TypeError):
     """A dtype that the operation refuses (bool and strings in reductions), or one that does not fit."""
 
 
+class DTypeMismatchError(DTypeError, ValueError):
+    """An array of another dtype than the one it is written to (a ValueError in TensorFlow)."""
+
+
 class ShapeError(MpiStrategyError, ValueError):
     """A shape or an axis that does not fit."""
+
+
+class BatchError(ShapeError, IndexError):
+    """A global batch that cannot be split among the replicas: no first axis, or arrays of different lengths."""
+
+
+class OutOfRangeError(MpiStrategyError, IndexError):
+    """An iterator was asked for an element after the last one."""
 
 
 class StructureError(MpiStrategyError, ValueError):
@@ -84,6 +96,10 @@ class AggregationError(MpiStrategyError, ValueError):
 
 class UnsupportedError(MpiStrategyError, NotImplementedError):
     """An operation that does not exist for this kind of value."""
+
+
+class CopyError(MpiStrategyError, RuntimeError):
+    """A strategy was copied in a way in which there cannot be two of it."""
 
 
 class LaunchError(MpiStrategyError, RuntimeError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -57,6 +58,14 @@ class StrategyExtended(Placement):
         #: Whether variables belong to this rank alone (one replica, no synchronization).
         self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
         self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+
+    def copy_for(self, container_strategy: Strategy) -> Self:
+        """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
+        result = copy.copy(self)
+        result._container_strategy = container_strategy
+        result._colocated_with = []
+        result.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        return result
 
     # ------------------------------------------------------------------------------------------- reductions
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrategy import nest
-from mpistrategy.errors import OptionTypeError, ShapeError
+from mpistrategy.datasets import Dataset, common_length, to_rows
+from mpistrategy.errors import BatchError, OptionError, OptionTypeError
+from mpistrategy.input_iterators import END, DistributedIterator
+from mpistrategy.mpi.transport import Communicator
 
 
 def part_of_batch(length: int, index: int, parts: int) -> slice:
@@ -26,43 +29,160 @@ class DistributedDataset:
     Every rank makes the same number of steps; a rank without rows in a batch gets arrays of length 0.
 
     Args:
-        dataset: an iterable of global batches: arrays, or nests of arrays with equal first axes.
+        dataset: an iterable of global batches: arrays, or nests of arrays with equal first axes.  Of a `Dataset`, and
+            of arrays that read when they are sliced, only this rank's rows are read.
         index: this rank's number.
         parts: how many ranks share a batch.
+        drop_remainder: every rank gets the same number of rows, and what is left over is left out.
+        pad: every rank gets the same number of rows, and what is missing is zeros.  A column of ones beside the data
+            tells the rows that are real.
 
     Raises:
         OptionTypeError: when `dataset` cannot be iterated.
-        ShapeError: while iterating, for a batch whose arrays differ in length, or that holds a scalar.
+        OptionError: for drop_remainder and pad together.
+        BatchError: at once or while iterating, for a batch that holds a scalar, or arrays that differ in length.
     """
 
-    def __init__(self, dataset: Any, index: int, parts: int) -> None:
-        if not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes)):
-            raise OptionTypeError.at(
-                "experimental_distribute_dataset",
-                found=f"a {type(dataset).__name__}",
-                expected="an iterable of global batches",
-            )
+    def __init__(
+        self, dataset: Any, index: int, parts: int, *, drop_remainder: bool = False, pad: bool = False
+    ) -> None:
+        where = "experimental_distribute_dataset"
+        check_iterable(dataset, where)
+        if drop_remainder and pad:
+            raise OptionError.at(where, found="drop_remainder and pad", expected="one of them")
         self._dataset: Iterable[Any] = dataset
         self._index = index
         self._parts = parts
+        self._drop_remainder = drop_remainder
+        self._pad = pad
+        if isinstance(dataset, (Sequence, np.ndarray)) and len(dataset):
+            self._part(dataset[0])  # whoever passes one batch, or rows, hears it now
 
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._dataset:
-            yield self._part(batch)
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self._elements())
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]  # a generator has none, and says so
 
+    def _elements(self) -> Iterator[Any]:
+        batches = self._dataset.lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
+        for batch in batches:
+            part = self._part(batch)
+            if part is not END:
+                yield part
+
     def _part(self, batch: Any) -> Any:
         leaves, structure = nest.flatten(batch)
-        arrays = [leaf if hasattr(leaf, "shape") else np.asarray(leaf) for leaf in leaves]
-        lengths = {array.shape[0] if array.shape else -1 for array in arrays}
-        if len(lengths) != 1 or -1 in lengths:
-            shapes = ", ".join(str(array.shape) for array in arrays)
-            raise ShapeError.at(
-                "distributed dataset",
-                found=f"a batch with arrays of shapes {shapes}",
-                expected="arrays with the same number of rows (first axis)",
+        arrays = [to_rows(leaf) for leaf in leaves]
+        length = common_length(arrays, "distributed dataset")
+        if self._drop_remainder:
+            length -= length % self._parts
+            if not length:
+                return END  # fewer rows than ranks: a step that no rank makes
+        rows = part_of_batch(length, self._index, self._parts)
+        blocks = [array[rows] for array in arrays]
+        if self._pad:
+            blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
+        return structure.pack(blocks)
+
+
+def _padded(block: Any, rows: int) -> Any:
+    missing = rows - len(block)
+    if not missing:
+        return block
+    block = np.asarray(block)
+    return np.concatenate([block, np.zeros((missing, *block.shape[1:]), block.dtype)])
+
+
+class DistributedDatasetsFromFunction:
+    """Iterates over this rank's own dataset, in step with the other ranks.  Iterating is collective.
+
+    All ranks make as many steps as the one with the most elements; a rank that has come to its end gets arrays of
+    length 0.  As long as the lengths of the datasets say that no rank has, nothing is asked; then the ranks ask each
+    other at every step.
+
+    Args:
+        dataset: an iterable of this rank's batches.
+        communicator: the ranks.
+        drop_remainder: whether all end with the first rank that has come to its end instead.
+    """
+
+    def __init__(self, dataset: Any, communicator: Communicator, *, drop_remainder: bool = False) -> None:
+        self._dataset: Iterable[Any] = dataset
+        self._communicator = communicator
+        self._drop_remainder = drop_remainder
+
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self._elements())
+
+    def _elements(self) -> Iterator[Any]:
+        iterator, element, certain = iter(self._dataset), END, self._certain_steps()
+        while True:
+            if certain:
+                certain -= 1
+                element = next(iterator, END)
+            else:
+                element = self._next_of_all(iterator, element)
+            if element is END:
+                return
+            yield element
+
+    def _certain_steps(self) -> int:
+        """Return how many steps every rank has elements for, as far as their lengths tell."""
+        try:
+            length = len(self._dataset)  # type: ignore[arg-type]  # a generator has none
+        except TypeError:
+            length = 0
+        lengths = [np.zeros(1, np.int64) for _ in range(self._communicator.size)]
+        with self._communicator.guard.call("iter(distributed dataset)") as call:
+            call.agree("begin")
+            self._communicator.allgatherv(np.array([length], np.int64), lengths)
+        return int(min(lengths)[0])
+
+    def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
+        """Return this rank's next element, one without rows where other ranks go on, or END."""
+        with self._communicator.guard.call("next(distributed dataset)") as call:
+            element = next(iterator, END)
+            call.agree("next")
+            have = np.array([element is not END], np.int64)
+            self._communicator.allreduce(have)
+            if have[0] == self._communicator.size:
+                return element
+            if have[0] == 0 or self._drop_remainder:
+                return END
+            call.expect_more()
+            if element is END:
+                element = self._without_rows(last)
+            call.agree("go on without rows")
+            return element
+
+    def _without_rows(self, last: Any) -> Any:
+        if isinstance(self._dataset, Dataset):
+            return self._dataset.empty_batch()
+        if last is END:
+            raise BatchError.at(
+                "distribute_datasets_from_function",
+                found="no element at all on this rank, where other ranks have some",
+                expected="a first element, which tells dtypes and shapes",
+                fix="Return a Dataset.from_arrays, or at least one batch of length 0.",
             )
-        rows = part_of_batch(lengths.pop(), self._index, self._parts)
-        return structure.pack([array[rows] for array in arrays])
+        leaves, structure = nest.flatten(last)
+        arrays = [to_rows(leaf) for leaf in leaves]
+        common_length(arrays, "distribute_datasets_from_function")
+        return structure.pack([array[:0] for array in arrays])
+
+
+def check_iterable(dataset: Any, where: str) -> None:
+    """Raise OptionTypeError unless `dataset` can be gone through."""
+    if not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes, Mapping)):
+        raise OptionTypeError.at(
+            where,
+            found=f"a {type(dataset).__name__}",
+            expected="an iterable of batches",
+            fix="Dataset.from_arrays(arrays, global_batch_size) makes one of arrays.",
+        )
+
+
+def describe(dataset: Any) -> str:
+    """Return what the ranks' datasets of global batches must have in common, as far as can be known unread."""
+    return dataset.describe() if isinstance(dataset, Dataset) else "an iterable"

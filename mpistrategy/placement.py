@@ -88,3 +88,34 @@ class Placement:
     def parameter_devices(self) -> tuple[str, ...]:
         """The device of this rank's copies of the variables: the same as `worker_devices`."""
         return self.worker_devices
+
+    # ------------------------------------------------------------------ what other libraries ask of a strategy
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether every step must have arrays of the same shapes: no."""
+        return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether several processes run this program: with more than one rank."""
+        return self.communicator.size > 1
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this rank makes the initial values of variables: every rank does, and rank 0's are used."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoint files: rank 0 does."""
+        return self.communicator.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank writes logs and summaries: rank 0 does."""
+        return self.communicator.rank == 0
+
+    def read_var(self, v: Variable) -> Any:
+        """Return the value of a variable: of an ON_READ one, in cross-replica context, the aggregate (collective)."""
+        return v.read_value()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -19,9 +19,10 @@ from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.extended import StrategyExtended, as_given
-from mpistrategy.input import DistributedDataset
 from mpistrategy.mpi.guard import Call
 from mpistrategy.options import ReduceOp
+from mpistrategy.strategy_input import InputMethods
+from mpistrategy.strategy_old_names import OldNames
 from mpistrategy.streams import Streams
 from mpistrategy.values import DistributedValues, IndexedSlices, PerReplica, local_component
 
@@ -63,7 +64,7 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
-class Strategy:
+class Strategy(InputMethods, OldNames):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:
@@ -214,27 +215,15 @@ class Strategy:
         return (nest.map_structure(local_component, value),)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Call `value_fn` for this rank's replica and wrap what it returns, leaf by leaf, in PerReplica.
+        """Call `value_fn` for this rank's replica and wrap what it returns in PerReplica, leaf by leaf; in any context.
 
         Raises:
-            OptionTypeError: when value_fn cannot be called.
+            OptionTypeError: when `value_fn` is no function.
         """
         context.check_call("Strategy.experimental_distribute_values_from_function", value_fn)
         communicator = self.extended.communicator
         value = value_fn(ValueContext(communicator.rank, communicator.size))
         return nest.map_structure(lambda leaf: PerReplica((leaf,), communicator), value)
-
-    def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
-        """Return a dataset that gives each rank its part of every global batch.
-
-        Args:
-            dataset: an iterable (a list, a generator, an object that can be iterated anew) of global batches: arrays
-                or nests of arrays with equal first axes.  Every rank iterates over the same batches.
-
-        Returns:
-            An iterable of this rank's contiguous parts; see `DistributedDataset`.
-        """
-        return DistributedDataset(dataset, self.extended.communicator.rank, self.extended.communicator.size)
 
     def rng(self, seed: int) -> Streams:
         """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""

@@ -1,0 +1,121 @@
+"""What a function that makes input is told, and the options of distributed input."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.errors import OptionError, OptionTypeError
+
+
+class InputReplicationMode(enum.Enum):
+    """How often a function that makes input is called: once a worker, or once a replica.
+
+    Here a worker is a rank and has one replica, so that the two are the same.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """TensorFlow's options of distributed input; arrays are in memory already, so that none changes anything here.
+
+    Attributes:
+        experimental_fetch_to_device: accepted.
+        experimental_replication_mode: an InputReplicationMode or its name.
+        experimental_place_dataset_on_device: accepted.
+        experimental_per_replica_buffer_size: accepted.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode = replication_mode(self.experimental_replication_mode, "InputOptions")
+        object.__setattr__(self, "experimental_replication_mode", mode)
+
+
+def replication_mode(given: Any, where: str) -> InputReplicationMode:
+    """Return the InputReplicationMode that `given` is or names.
+
+    Raises:
+        OptionError: when it is none.
+    """
+    for mode in InputReplicationMode:
+        if given is mode or given == mode.value:
+            return mode
+    raise OptionError.at(
+        where, found=f"replication mode {given!r}", expected="InputReplicationMode.PER_WORKER or PER_REPLICA"
+    )
+
+
+def check_options(options: Any, where: str) -> None:
+    """Raise OptionTypeError unless `options` is None or an InputOptions."""
+    if options is not None and not isinstance(options, InputOptions):
+        raise OptionTypeError.at(where, found=f"options={options!r}", expected="an InputOptions or None")
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a function that makes one rank's input is told.
+
+    Attributes:
+        num_input_pipelines: how many ranks make input: all.
+        input_pipeline_id: which of them this is: its rank.
+        num_replicas_in_sync: how many replicas share a global batch.
+
+    Raises:
+        OptionTypeError, OptionError: for numbers that are none, or out of range.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, "InputContext"))
+        if not (0 <= self.input_pipeline_id < self.num_input_pipelines and self.num_replicas_in_sync >= 1):
+            raise OptionError.at(
+                "InputContext",
+                found=f"pipeline {self.input_pipeline_id} of {self.num_input_pipelines}, "
+                f"{self.num_replicas_in_sync} replicas",
+                expected="0 <= input_pipeline_id < num_input_pipelines, and at least one replica",
+            )
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return how many rows of each global batch one replica gets.
+
+        Raises:
+            OptionError: when the global batch cannot be divided evenly among the replicas.
+
+        >>> InputContext(4, 1, num_replicas_in_sync=4).get_per_replica_batch_size(32)
+        8
+        """
+        where = "InputContext.get_per_replica_batch_size"
+        size = whole_number(global_batch_size, "global_batch_size", where)
+        if size < 1 or size % self.num_replicas_in_sync:
+            raise OptionError.at(
+                where,
+                found=f"global_batch_size={size}",
+                expected=f"a positive multiple of the number of replicas, {self.num_replicas_in_sync}",
+            )
+        return size // self.num_replicas_in_sync
+
+
+def whole_number(value: Any, name: str, where: str) -> int:
+    """Return `value` as an int.
+
+    Raises:
+        OptionTypeError: when it is no integer.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
+    return int(value)
