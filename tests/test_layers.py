@@ -28,6 +28,8 @@ FLOORS = [
         "placement",
         "streams",
         "variables",
+        "variable_policies",
+        "variable_writes",
         "extended",
         "strategy",
         "mirrored_strategy",
