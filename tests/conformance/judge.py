@@ -17,8 +17,8 @@ from .values import Json, is_array, local_view, own_copy
 #: Exceptions that tf.distribute documents: ours must be that type or a subclass.
 DOCUMENTED = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError", "IndexError")
 
-#: Exceptions that only a user's function raises: they must come back unchanged.
-USERS_OWN = ("KeyError",)
+#: Exceptions that only a user's function raises, and the end of an iteration: they must come back unchanged.
+USERS_OWN = ("KeyError", "StopIteration")
 
 #: What counts as a typed error of ours, where TensorFlow failed by an accident of its internals.
 TYPED = ("MpiStrategyError", *DOCUMENTED)

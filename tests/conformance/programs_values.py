@@ -46,3 +46,8 @@ def number_of_calls(env: Env, p: Inputs) -> Any:
 def same_object_is_wrapped(env: Env, p: Inputs) -> Any:
     value = constant(3.0)
     return {"result": distribute(env, lambda context: value)}
+
+
+@program("values_in_run")
+def values_in_run(env: Env, p: Inputs) -> Any:
+    return {"result": env.attempt(env.run, lambda: distribute(env, lambda context: 1))}
