@@ -149,7 +149,7 @@ METHODS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "gather": (lambda s, v: s.gather(np.ones(1), 0), CROSS_REPLICA),
     "distribute values": (
         lambda s, v: s.experimental_distribute_values_from_function(lambda c: c.num_replicas_in_sync),
-        CROSS_REPLICA,
+        EVERYWHERE,
     ),
     "distribute dataset": (lambda s, v: list(s.experimental_distribute_dataset([np.ones(4)])), EVERYWHERE),
     "local results": (lambda s, v: s.experimental_local_results(1), EVERYWHERE),
