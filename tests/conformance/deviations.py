@@ -183,6 +183,13 @@ def _dtype(case: Json, names: str) -> bool:
     return any(is_array(leaf) and leaf["dtype"] in names.split(",") for leaf in leaves(_values(case)))
 
 
+def _initial(case: Json, kinds: str) -> bool:
+    """``initial:int32,int64,number``: the variable begins with an array of one of these dtypes, or with a bare
+    Python number."""
+    values = leaves((case.get("inputs") or {}).get("initial"))
+    return any((leaf["dtype"] if is_array(leaf) else _leaf_kind(leaf)) in kinds.split(",") for leaf in values)
+
+
 def _shape_of(node: Json) -> Json:
     if is_array(node) or not isinstance(node, (dict, list)) or "object" in node:
         return "*"
@@ -276,6 +283,7 @@ WHEN: dict[str, Callable[..., bool]] = {
     "op_kind": _op_kind,
     "leaf": _leaf,
     "dtype": _dtype,
+    "initial": _initial,
     "differ": _differ,
     "lacks": _lacks,
     "plain": _plain,
