@@ -51,9 +51,8 @@ class Network:
 
     def __init__(self, pixels: int, seed: int) -> None:
         random = np.random.default_rng(seed)
-        he = np.sqrt(2 / pixels)
         self.weights = [
-            ms.Variable(he * random.standard_normal((pixels, HIDDEN)), name="hidden/weights"),
+            ms.Variable(np.sqrt(2 / pixels) * random.standard_normal((pixels, HIDDEN)), name="hidden/weights"),
             ms.Variable(np.zeros(HIDDEN), name="hidden/bias"),
             ms.Variable(np.sqrt(1 / HIDDEN) * random.standard_normal((HIDDEN, CLASSES)), name="output/weights"),
             ms.Variable(np.zeros(CLASSES), name="output/bias"),
@@ -99,14 +98,13 @@ def main() -> None:
         else:
             optimizer = ms.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(network.weights)
-        loss, accuracy = ms.metrics.Mean("loss"), ms.metrics.Mean("accuracy")
+        loss, accuracy = ms.metrics.Mean("loss"), ms.metrics.Accuracy("accuracy")
 
     def measure(images: Array, labels: Labels) -> tuple[Array, Array]:
         """Add to the metrics, which are this replica's own until they are read; return what the gradients need."""
         hidden, probabilities = network.forward(images)
-        rows = np.arange(len(labels))
-        loss.update_state(-np.log(probabilities[rows, labels]))
-        accuracy.update_state(probabilities.argmax(axis=1) == labels)
+        loss.update_state(-np.log(probabilities[np.arange(len(labels)), labels]))
+        accuracy.update_state(labels, probabilities)
         return hidden, probabilities
 
     def training_step(images: Array, labels: Labels) -> None:
@@ -185,7 +183,7 @@ def plot(history: list[tuple[float, float]], test_accuracy: float, path: Path) -
 def parse_arguments() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=30, help="default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=64, help="images in a global batch; default: %(default)s")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="adam", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order of images; default: %(default)s")
