@@ -65,7 +65,9 @@ def leaf_paths(nest: Any) -> list[str]:
 
 
 def _is_record(nest: Any) -> bool:
-    return dataclasses.is_dataclass(nest) and not isinstance(nest, type) and not getattr(nest, "is_leaf", False)
+    if not dataclasses.is_dataclass(nest) or isinstance(nest, type):
+        return False
+    return not getattr(nest, "is_leaf", False) and not hasattr(nest, "__array__")  # zarr's arrays are dataclasses
 
 
 def _sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:

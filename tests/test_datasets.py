@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,6 +234,23 @@ class Recording:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         raise AssertionError("read as a whole")
+
+
+@dataclasses.dataclass
+class LikeZarr(Recording):
+    """An array in a file whose class is a dataclass: one leaf all the same."""
+
+    array: np.ndarray[Any, Any]
+
+    def __post_init__(self) -> None:
+        super().__init__(self.array)
+
+
+def test_an_array_that_is_a_dataclass_is_an_array() -> None:
+    source = LikeZarr(numbered(4))
+    [[part], _] = parts_of(ms.Dataset.from_arrays({"rows": source}, 4), 2)
+    assert part["rows"][:, 0].tolist() == [0, 1]
+    assert source.read == [0, 1, 2, 3]
 
 
 @given(st.integers(0, 30), sizes, st.sampled_from(WORLDS), st.none() | st.integers(0, 3))

@@ -1,0 +1,301 @@
+"""Input that each rank makes for itself, iterators, and what functions that make input are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from replicas import RANK, SIZE, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.mpi
+
+LAST = SIZE - 1
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.MirroredStrategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------------------------------------- InputContext
+
+
+class TestInputContext:
+    def test_each_rank_is_a_pipeline(self, strategy: ms.MirroredStrategy) -> None:
+        told: list[ms.InputContext] = []
+
+        def dataset_fn(context: ms.InputContext) -> Any:
+            told.append(context)
+            return []
+
+        strategy.distribute_datasets_from_function(dataset_fn)
+        assert told == [ms.InputContext(num_input_pipelines=SIZE, input_pipeline_id=RANK, num_replicas_in_sync=SIZE)]
+
+    @given(st.integers(1, 8), st.integers(1, 64))
+    def test_the_batch_of_one_replica(self, replicas: int, size: int) -> None:
+        context = ms.InputContext(num_replicas_in_sync=replicas)
+        assert context.get_per_replica_batch_size(replicas * size) == size
+        if size % replicas:
+            with pytest.raises(ValueError, match="multiple of the number of replicas"):
+                context.get_per_replica_batch_size(size)
+
+    @pytest.mark.parametrize(
+        ("size", "kind"),
+        [
+            (0, errors.OptionError),
+            (-4, errors.OptionError),
+            (4.0, errors.OptionTypeError),
+            ("4", errors.OptionTypeError),
+            (None, errors.OptionTypeError),
+        ],
+    )
+    def test_sizes_that_are_none(self, size: Any, kind: type[Exception]) -> None:
+        with pytest.raises(kind):
+            ms.InputContext().get_per_replica_batch_size(size)
+
+    @pytest.mark.parametrize("numbers", [(0, 0, 1), (2, 2, 2), (1, -1, 1), (1, 0, 0)])
+    def test_numbers_out_of_range(self, numbers: tuple[int, int, int]) -> None:
+        with pytest.raises(errors.OptionError):
+            ms.InputContext(*numbers)
+
+    def test_numbers_that_are_none(self) -> None:
+        with pytest.raises(errors.OptionTypeError):
+            ms.InputContext("1")  # type: ignore[arg-type]
+
+    def test_it_does_not_change(self) -> None:
+        context = ms.InputContext(np.int64(2), 1, 2)  # type: ignore[arg-type]
+        assert type(context.num_input_pipelines) is int
+        with pytest.raises(AttributeError):
+            context.input_pipeline_id = 0  # type: ignore[misc]
+
+
+def test_input_options_take_names_and_refuse_others() -> None:
+    options = ms.InputOptions(experimental_replication_mode="PER_REPLICA")
+    assert options.experimental_replication_mode is ms.InputReplicationMode.PER_REPLICA
+    with pytest.raises(errors.OptionError, match="replication mode"):
+        ms.InputOptions(experimental_replication_mode="PER_GALAXY")
+
+
+# ------------------------------------------------------------------------------------------- in step
+
+
+class NoLength(ms.Dataset):
+    """Batches that can be walked once and not be counted; what they are like is known even if there is none."""
+
+    _walked = False
+
+    def __len__(self) -> int:
+        raise TypeError("no length")
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._walked:
+            self._walked = True
+            yield from super().__iter__()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_all_ranks_make_as_many_steps(counts: list[int], drop: bool, sized: bool) -> None:
+    """Ranks whose data end earlier take part with empty batches; or all end with the first."""
+
+    def program() -> list[int]:
+        def dataset_fn(context: ms.InputContext) -> Any:
+            count = counts[context.input_pipeline_id]
+            return (ms.Dataset if sized else NoLength)({"n": np.arange(count)}, 1)
+
+        dataset = ms.MirroredStrategy().distribute_datasets_from_function(dataset_fn, drop_remainder=drop)
+        steps = [part["n"].tolist() for part in dataset]
+        again = [part["n"].tolist() for part in dataset]
+        assert again == (steps if sized else [])
+        return steps
+
+    expected = min(counts) if drop else max(counts)
+    for count, steps in zip(counts, run_replicas(program, len(counts)), strict=True):
+        assert steps == [[number] if number < count else [] for number in range(expected)]
+
+
+def test_a_rank_goes_on_with_batches_like_its_last_one(strategy: ms.MirroredStrategy) -> None:
+    def dataset_fn(context: ms.InputContext) -> Any:
+        shape = (2, 3)
+        return ({"x": np.full(shape, n, np.float16), "y": [np.arange(2)]} for n in range(1 + context.input_pipeline_id))
+
+    parts = list(strategy.distribute_datasets_from_function(dataset_fn))
+    assert len(parts) == SIZE
+    for number, part in enumerate(parts):
+        rows = 2 if number <= RANK else 0
+        assert part["x"].shape == (rows, 3)
+        assert part["x"].dtype == np.float16
+        assert part["y"][0].shape == (rows,)
+    totals = [strategy.reduce("MEAN", part["x"].astype(float), axis=0) for part in parts]
+    assert [total.tolist() for total in totals] == [[float(number)] * 3 for number in range(SIZE)]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_lengths_save_asking(strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    allreduce = strategy.extended.communicator.allreduce
+    monkeypatch.setattr(
+        strategy.extended.communicator, "allreduce", lambda *args: (asked.append(1), allreduce(*args))[1]
+    )
+    equal = strategy.distribute_datasets_from_function(lambda context: [np.arange(2)] * 7)
+    assert len(list(equal)) == 7
+    assert len(asked) == 1  # at the end
+    asked.clear()
+    unknown = strategy.distribute_datasets_from_function(lambda context: iter([np.arange(2)] * 7))
+    assert len(list(unknown)) == 7
+    assert len(asked) == 8
+
+
+def test_batches_are_used_as_they_are(strategy: ms.MirroredStrategy) -> None:
+    dataset = strategy.distribute_datasets_from_function(lambda context: [RANK, "text", None])
+    assert list(dataset) == [RANK, "text", None]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_end_before_the_beginning_is_an_error_everywhere(strategy: ms.MirroredStrategy) -> None:
+    dataset = strategy.distribute_datasets_from_function(lambda context: iter([np.arange(2)] * (RANK > 0)))
+    for outcome in outcomes(lambda: list(dataset)):
+        assert outcome.error is errors.BatchError, outcome.text
+        assert "no element at all" in outcome.text
+    assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_scalars_cannot_go_on_without_rows(strategy: ms.MirroredStrategy) -> None:
+    dataset = strategy.distribute_datasets_from_function(lambda context: iter(range(1 + RANK)))
+    for outcome in outcomes(lambda: list(dataset)):
+        assert outcome.error is errors.BatchError, outcome.text
+    assert still_works(strategy)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("result", [None, 3, "text", {"x": np.zeros(2)}], ids=repr)
+    def test_a_function_that_returns_no_dataset(self, strategy: ms.MirroredStrategy, result: Any) -> None:
+        for make in (strategy.distribute_datasets_from_function, strategy.make_input_fn_iterator):
+            for outcome in outcomes(make, lambda context: result):
+                assert outcome.error is errors.OptionTypeError, outcome.text
+        assert still_works(strategy)
+
+    @pytest.mark.parametrize("function", [None, 3, [np.zeros(2)]], ids=repr)
+    def test_what_is_no_function(self, strategy: ms.MirroredStrategy, function: Any) -> None:
+        for make in (strategy.distribute_datasets_from_function, strategy.make_input_fn_iterator):
+            for outcome in outcomes(make, function):
+                assert outcome.error is errors.OptionTypeError, outcome.text
+        assert still_works(strategy)
+
+    def test_a_function_that_raises_on_every_rank(self, strategy: ms.MirroredStrategy) -> None:
+        def dataset_fn(context: ms.InputContext) -> Any:
+            raise KeyError(f"no files for {context.input_pipeline_id}")
+
+        with pytest.raises(KeyError, match=f"no files for {RANK}"):
+            strategy.distribute_datasets_from_function(dataset_fn)
+        assert still_works(strategy)
+
+    @pytest.mark.mpi(min_size=2)
+    def test_a_function_that_raises_on_one_rank(self, strategy: ms.MirroredStrategy) -> None:
+        def dataset_fn(context: ms.InputContext) -> Any:
+            return [{}[context] if RANK == LAST else np.arange(2)]
+
+        told = outcomes(strategy.distribute_datasets_from_function, dataset_fn)
+        assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["KeyError"]
+        assert still_works(strategy)
+
+    @pytest.mark.mpi(min_size=2)
+    def test_a_dataset_that_raises_on_one_rank(self, strategy: ms.MirroredStrategy) -> None:
+        def batches() -> Iterator[Any]:
+            yield np.arange(2)
+            if RANK == LAST:
+                raise OSError("the file is gone")
+            yield np.arange(2)
+
+        dataset = strategy.distribute_datasets_from_function(lambda context: batches())
+        told = outcomes(lambda: list(dataset))
+        assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["OSError"]
+        assert "the file is gone" in told[0].text
+        assert still_works(strategy)
+
+    def test_options(self, strategy: ms.MirroredStrategy) -> None:
+        for outcome in outcomes(strategy.distribute_datasets_from_function, lambda context: [], 3):
+            assert outcome.error is errors.OptionTypeError, outcome.text
+        assert still_works(strategy)
+
+
+# ------------------------------------------------------------------------------------------- iterators
+
+
+def test_the_protocol_of_iterators(strategy: ms.MirroredStrategy) -> None:
+    distributed = strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.arange(2 * SIZE), SIZE))
+    iterator = iter(distributed)
+    assert isinstance(iterator, ms.DistributedIterator)
+    assert iter(iterator) is iterator
+    assert (next(iterator).tolist(), iterator.get_next().tolist()) == ([RANK], [SIZE + RANK])
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+        with pytest.raises(errors.OutOfRangeError, match="the end of the dataset"):
+            iterator.get_next()
+    assert next(iter(distributed)).tolist() == [RANK]
+
+
+def test_optional_elements(strategy: ms.MirroredStrategy) -> None:
+    iterator = iter(strategy.experimental_distribute_dataset([np.arange(SIZE)]))
+    there, missing = iterator.get_next_as_optional(), iterator.get_next_as_optional()
+    assert (there.has_value(), missing.has_value()) == (True, False)
+    assert there.get_value().tolist() == [RANK]
+    with pytest.raises(errors.OutOfRangeError):
+        missing.get_value()
+
+
+MAKERS: list[Callable[[Any], Any]] = [
+    lambda strategy: strategy.make_dataset_iterator([np.arange(SIZE), np.arange(SIZE, 2 * SIZE)]),
+    lambda strategy: strategy.make_input_fn_iterator(lambda context: [np.array([RANK]), np.array([SIZE + RANK])]),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["make_dataset_iterator", "make_input_fn_iterator"])
+def test_iterators_that_start_again(strategy: ms.MirroredStrategy, make: Callable[[Any], Any]) -> None:
+    iterator = make(strategy)
+    assert iterator.initialize() == []
+    assert iterator.get_next().tolist() == [RANK]
+    assert iterator.initialize() == []
+    assert [part.tolist() for part in iterator] == [[RANK], [SIZE + RANK]]
+    with pytest.raises(errors.OutOfRangeError):
+        iterator.get_next()
+    iterator.initialize()
+    assert iterator.get_next().tolist() == [RANK]
+
+
+def test_replication_modes(strategy: ms.MirroredStrategy) -> None:
+    strategy.make_input_fn_iterator(lambda context: [], "PER_WORKER")
+    for mode in (3, None, "per worker", ms.InputReplicationMode.PER_REPLICA):
+        for outcome in outcomes(strategy.make_input_fn_iterator, lambda context: [], mode):
+            assert outcome.error is errors.OptionError, outcome.text
+    options = ms.InputOptions(experimental_replication_mode=ms.InputReplicationMode.PER_REPLICA)
+    assert list(strategy.distribute_datasets_from_function(lambda context: [RANK], options)) == [RANK]
+
+
+@pytest.mark.parametrize("make", [ms.get_strategy, lambda: ms.OneDeviceStrategy("CPU:0")])
+def test_one_device(make: Callable[[], ms.Strategy]) -> None:
+    alone = make()
+    batches = [np.arange(3)]
+    told: list[ms.InputContext] = []
+
+    def dataset_fn(context: ms.InputContext) -> Any:
+        told.append(context)
+        return batches
+
+    for distribute in (alone.distribute_datasets_from_function, alone.experimental_distribute_datasets_from_function):
+        assert [part.tolist() for part in distribute(dataset_fn)] == [[0, 1, 2]]
+    assert told == [ms.InputContext()] * 2
+    assert (alone.distribute_datasets_from_function(dataset_fn) is batches) is alone.is_default
+    assert alone.make_dataset_iterator(batches).get_next().tolist() == [0, 1, 2]
+    assert alone.make_input_fn_iterator(dataset_fn).get_next().tolist() == [0, 1, 2]
