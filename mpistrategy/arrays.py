@@ -37,7 +37,7 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a name that is the same on every rank: ``float32``, ``bfloat16``, ``[('a', '<i4')]``."""
     if dtype.kind in "SU":
-        return f"string of up to {dtype.itemsize // (4 if dtype.kind == 'U' else 1)} characters"
+        return f"strings of {dtype.itemsize} bytes"
     return str(dtype.descr) if dtype.names else dtype.name
 
 

@@ -79,8 +79,10 @@ def has_strategy() -> bool:
     return frame is not None and not frame.strategy.is_default
 
 
-def get_replica_context() -> ReplicaContext | None:
+def get_replica_context() -> ReplicaContext | Any:
     """Return the ReplicaContext of this thread; None in cross-replica and update context.
+
+    (Its type leaves room for None without making every program check for it.)
 
     Outside every strategy it is the default strategy's context, of one replica.
     """

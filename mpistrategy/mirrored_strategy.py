@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class MirroredStrategy(Strategy):
     """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
 
+    Make it early: some MPIs (MPICH's under ``srun --mpi=pmi2``) fail to start after large packages were imported.
     Started without a launcher (plain ``python``), it has one replica.
 
     Args:

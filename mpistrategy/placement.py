@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ class Placement:
     def __init__(self, container_strategy: Strategy) -> None:
         self._container_strategy = container_strategy
         self._colocated_with: list[Variable] = []
-        self._variable_numbers = itertools.count()
+        self._unnamed_variables = 0
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
@@ -60,11 +59,13 @@ class Placement:
             self._colocated_with.pop()
 
     def next_variable_name(self) -> str:
-        """Return the name of a variable that was given none; the same on every rank, since creation is collective."""
-        return f"Variable_{next(self._variable_numbers)}"
+        """Return the name of a variable that is given none; the same on every rank, since creation is collective."""
+        return f"Variable_{self._unnamed_variables}"
 
     def register_variable(self, variable: Variable) -> None:
         """Note a variable that was created for this strategy, and its place."""
+        # Counted only now that all ranks have made it: a creation that some refuse leaves the numbers equal.
+        self._unnamed_variables += variable.name == self.next_variable_name()
         variable.colocated_with = self._colocated_with[-1] if self._colocated_with else None
 
     def variable_created_in_scope(self, v: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -37,8 +36,8 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
     moved = [np.moveaxis(array, position, 0) for array, position in zip(arrays, positions, strict=True)]
     layouts = tuple((dtype_name(array.dtype), array.shape[1:]) for array in moved)
     call.agree("gather", op=f"axis {positions}", values=layouts)
-    lengths = communicator.allgather_text(json.dumps([array.shape[0] for array in moved]))
-    rows = list(zip(*map(json.loads, lengths), strict=True))
+    lengths = communicator.allgather_text(" ".join(str(array.shape[0]) for array in moved))
+    rows = list(zip(*(map(int, text.split()) for text in lengths), strict=True))
     gathered = [gather_rows(communicator, array, list(n)) for array, n in zip(moved, rows, strict=True)]
     return [
         np.ascontiguousarray(np.moveaxis(array, 0, position))

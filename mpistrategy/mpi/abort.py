@@ -19,11 +19,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.guard import Guard
 
 #: How long a rank that ends with a non-zero status waits for its peers to end as well, before it aborts them.
 PATIENCE_SECONDS = 2.0
 _INTERRUPTED = 130
+_PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FORWARDING_SECONDS = 0.2
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 
@@ -52,9 +54,20 @@ class _Watch:
         os._exit(status)
 
     def end_job(self, error: BaseException, kind: type[BaseException], trace: TracebackType | None, where: str) -> None:
-        self.say("".join(traceback.format_exception(kind, error, trace)).rstrip())
+        self.say(_in_words(kind, error, trace))
         self.say(f"{kind.__name__} was not caught{where}: the whole job ends here.")
         self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+def _in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """Return the traceback; of an error of ours without the frames inside this package, which say nothing to a user."""
+    report = traceback.TracebackException(kind, error, trace)
+    theirs = [frame for frame in report.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
+    if isinstance(error, MpiStrategyError) and theirs and not os.environ.get("MPISTRATEGY_FULL_TRACEBACK"):
+        report.stack = traceback.StackSummary.from_list(theirs)
+        if report.__cause__ is None:
+            report.__suppress_context__ = True
+    return "".join(report.format()).rstrip()
 
 
 _watch: _Watch | None = None

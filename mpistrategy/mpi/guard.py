@@ -11,7 +11,6 @@ so that its peers raise too instead of waiting for it.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -144,6 +143,8 @@ class Guard:
 
     def _exchange(self, mine: _Report) -> list[_Report]:
         assert self._channel is not None
+        import json  # here, for the quick import: only reports need it
+
         texts = self._channel.allgather_text(json.dumps([mine.call, mine.site, mine.error, mine.text]))
         return [_Report(*json.loads(text)) for text in texts]
 
