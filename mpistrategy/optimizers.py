@@ -7,68 +7,94 @@ batch size, or pass ``aggregation="MEAN"``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.context import get_replica_context
-from mpistrategy.errors import ContextError, EmptyBatchError, OptionError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.context import get_replica_context, get_strategy
+from mpistrategy.errors import ContextError, EmptyBatchError, OptionError, UnsupportedError
 from mpistrategy.gradients import clip_by_global_norm
-from mpistrategy.options import VariableAggregation
+from mpistrategy.optimizer_checks import check_variable, checked_number, checked_pairs, not_negative, positive
+from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.strategy import Strategy
-from mpistrategy.values import IndexedSlices
+from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
 
 
 class Optimizer:
     """Base: keeps slot variables beside each variable, and applies reduced gradients.
 
+    A subclass says in `slot_values` which slots it keeps for each variable, and in `change` what a step subtracts.
+
     Args:
         learning_rate: the step size; a positive number.
         aggregation: "SUM" or "MEAN": how the replicas' gradients are combined.
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
 
+    Attributes:
+        iterations: the number of steps made, a variable; None before the first.  May be set before that, to count
+            in a variable of one's own.
+
     Raises:
-        OptionError: for a learning rate or a limit that is not positive.
+        OptionError: for a learning rate or a limit that is not positive, and for another aggregation.
+        OptionTypeError: for what is no number.
     """
 
-    slot_names: tuple[str, ...] = ()
+    #: The slots of each variable, and the number that each is filled with at first.
+    slot_values: Mapping[str, float] = {}
+    #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
+    only_named_rows: ClassVar[bool] = False
 
-    def __init__(self, learning_rate: float, aggregation: str = "SUM", global_clipnorm: float | None = None) -> None:
-        if not isinstance(learning_rate, (int, float, np.number)):
-            raise OptionTypeError.at(type(self).__name__, found=f"learning_rate={learning_rate!r}", expected="a number")
-        if not learning_rate > 0:
-            raise OptionError.at(
-                type(self).__name__, found=f"learning_rate={learning_rate!r}", expected="a positive number"
+    def __init__(
+        self, learning_rate: float, aggregation: ReduceOp | str = "SUM", global_clipnorm: float | None = None
+    ) -> None:
+        where = type(self).__name__
+        self.learning_rate = checked_number(where, "learning_rate", learning_rate, "a positive number", positive)
+        self.aggregation = ReduceOp.parse(aggregation, where)
+        if self.aggregation not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise OptionError.at(where, found=f"aggregation={aggregation!r}", expected="SUM or MEAN")
+        if global_clipnorm is not None:
+            global_clipnorm = checked_number(
+                where, "global_clipnorm", global_clipnorm, "a positive number or None", positive
             )
-        self.learning_rate = learning_rate
-        if global_clipnorm is not None and not global_clipnorm > 0:
-            raise OptionError.at(
-                type(self).__name__, found=f"global_clipnorm={global_clipnorm!r}", expected="a positive number or None"
-            )
-        self.aggregation = aggregation
         self.global_clipnorm = global_clipnorm
         self.iterations: Variable | None = None
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Create the step counter and the slots of `variables`, beside them.  Collective; cross-replica context."""
+        """Create the step counter and the slots of `variables`, beside them.  Collective; inside scope()."""
+        self._step_counter()
         for var in variables:
             self._slots_of(var)
+
+    def slots_of(self, var: Variable) -> dict[str, Variable]:
+        """Return the slot variables of `var` by name; empty before its first step, or `build`."""
+        return dict(self._slots.get(id(var), (var, {}))[1])
+
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        """Override: update the slots and return what to subtract from the variable; in update context.
+
+        Args:
+            gradient: the reduced gradient, of the variable's shape and dtype.
+            slots: the variable's slots by name.
+        """
+        raise UnsupportedError.at(type(self).__name__, found="no change()", expected="one in your subclass")
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Combine the replicas' gradients and update the variables.  Collective; called in a step function.
 
         Args:
-            grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape) and
-                the variable.
+            grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
+                None for a variable that this step leaves alone) and the variable.
 
         Raises:
             ContextError: in cross-replica context.
-            EmptyBatchError: when there are no pairs.
+            EmptyBatchError: when there are no gradients.
+            OptionError, OptionTypeError, ShapeError, DTypeError: for gradients and variables that do not fit.
             CollectiveMismatchError: when the ranks' gradients differ in number, dtype or shape.
+            All on every rank, and before anything has changed.
         """
         where = f"{type(self).__name__}.apply_gradients"
         context = get_replica_context()
@@ -79,34 +105,50 @@ class Optimizer:
                 expected="a call in a step function",
                 fix="Use strategy.run.",
             )
-        with context.strategy.extended.communicator.guard.call(where):
-            pairs = list(grads_and_vars)
+        with context.strategy.extended.communicator.guard.call(where) as call:
+            listed = checked_pairs(grads_and_vars, context.strategy, where)
+            pairs = [(gradient, var) for gradient, var in listed if gradient is not None]
             if not pairs:
                 raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
-            # All of them before the first update: a refused step must not leave half of the variables changed.
-            for gradient, var in pairs:
-                _check_gradient(gradient, var, where)
+            if self.iterations is not None:
+                check_variable(self.iterations, context.strategy, where)
+            # Gradients of one shape for two variables must not meet each other.
+            call.structure = ", ".join(f"{i}: {var.name}" for i, (g, var) in enumerate(listed) if g is not None)
             context.merge_call(self._merge, args=(pairs,))
 
     def _merge(self, strategy: Strategy, pairs: Sequence[tuple[Any, Variable]]) -> None:
         extended = strategy.extended
-        reduced = extended.batch_reduce_to(self.aggregation, pairs)
-        gradients = [_dense(gradient[...], var) for gradient, (_, var) in zip(reduced, pairs, strict=True)]
+        counter = self._step_counter()
+        slots = [self._slots_of(var) for _, var in pairs]
+        reduced = [local_component(total) for total in extended.batch_reduce_to(self.aggregation, pairs)]
+        gradients = [_dense(total, var) for total, (_, var) in zip(reduced, pairs, strict=True)]
         if self.global_clipnorm is not None:
             gradients, _ = clip_by_global_norm(gradients, self.global_clipnorm)
-        for gradient, (_, var) in zip(gradients, pairs, strict=True):
-            slots = self._slots_of(var)
-            extended.update(var, self._update, args=(gradient,), kwargs={"slots": slots})
-        step = self._step_counter()
-        extended.update(step, lambda counter: counter.assign_add(1))
+        for gradient, total, beside, (_, var) in zip(gradients, reduced, slots, pairs, strict=True):
+            rows = total.indices if self.only_named_rows and isinstance(total, IndexedSlices) else None
+            extended.update(var, self.update, args=(gradient, beside, rows))
+        extended.update(counter, lambda steps: steps.assign_add(1))
 
-    def _update(self, var: Variable, gradient: Array, slots: dict[str, Variable]) -> None:
-        change = self._change(gradient, slots)
-        var.assign_sub(change.astype(var.dtype, copy=False))
+    def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
+        """Change one variable; in update context.  Override `change` instead, unless that is not enough.
 
-    def _change(self, gradient: Array, slots: dict[str, Variable]) -> Array:
-        """Return what to subtract from the variable, having updated the slots."""
-        raise UnsupportedError.at(type(self).__name__, found="no _change", expected="one in your subclass")
+        Args:
+            var: the variable.
+            gradient: its reduced gradient, dense, of its shape and dtype.
+            slots: its slots by name.
+            rows: the only rows to change; None for all.
+        """
+        before = {name: slot.local_copy() for name, slot in slots.items()} if rows is not None else {}
+        change = np.asarray(self.change(gradient, slots)).astype(var.dtype, copy=False)
+        if rows is not None:
+            others = np.ones(len(change), bool)
+            others[rows] = False
+            change = np.where(others.reshape(-1, *[1] * (change.ndim - 1)), change.dtype.type(0), change)
+            for name, slot in slots.items():
+                kept = slot.local_copy()
+                kept[others] = before[name][others]
+                slot.assign(kept)
+        var.assign_sub(change)
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:
@@ -119,24 +161,26 @@ class Optimizer:
         return self.iterations
 
     def _slots_of(self, var: Variable) -> dict[str, Variable]:
-        self._step_counter()
         known = self._slots.get(id(var))
         if known is None:
-            slots = {}
-            for name in self.slot_names:
-                slots[name] = Variable(
-                    np.zeros(var.shape, var.dtype),
-                    trainable=False,
-                    name=f"{var.name}/{type(self).__name__}/{name}",
-                )
-                slots[name].colocated_with = var
-            known = self._slots[id(var)] = (var, slots)
+            known = self._slots[id(var)] = (var, {name: self._new_slot(name, var) for name in self.slot_values})
         return known[1]
+
+    def _new_slot(self, name: str, var: Variable) -> Variable:
+        def create() -> Variable:
+            value = np.full(var.shape, self.slot_values[name], var.dtype)
+            return Variable(value, trainable=False, name=f"{var.name}/{type(self).__name__}/{name}")
+
+        strategy = get_strategy()
+        if strategy.is_default:
+            return create()
+        with strategy.extended.colocate_vars_with(var):
+            return create()
 
 
 class SGD(Optimizer):
     """Gradient descent: ``v = momentum * v + g``; the variable loses ``learning_rate * v`` (with nesterov,
-    ``learning_rate * (g + momentum * v)``).
+    ``learning_rate * (g + momentum * v)``).  A sparse gradient moves only the rows that it names, as in TensorFlow.
 
     Args:
         learning_rate: the step size.
@@ -146,28 +190,32 @@ class SGD(Optimizer):
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
     """
 
+    only_named_rows = True
+
     def __init__(
         self,
         learning_rate: float = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
-        aggregation: str = "SUM",
+        aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
     ) -> None:
         super().__init__(learning_rate, aggregation, global_clipnorm)
-        if not 0 <= momentum <= 1:
-            raise OptionError.at("SGD", found=f"momentum={momentum!r}", expected="a number from 0 to 1")
-        self.momentum = momentum
+        self.momentum = checked_number(
+            type(self).__name__, "momentum", momentum, "a number from 0 to 1", lambda number: 0 <= number <= 1
+        )
         self.nesterov = nesterov
-        self.slot_names = ("momentum",) if momentum else ()
+        self.slot_values = {"momentum": 0.0} if momentum else {}
 
-    def _change(self, gradient: Array, slots: dict[str, Variable]) -> Array:
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        """Update the momentum; return ``learning_rate`` times the step."""
+        rate = float(self.learning_rate)
         if not self.momentum:
-            return np.asarray(self.learning_rate * gradient)
+            return np.asarray(rate * gradient)
         velocity = slots["momentum"]
         velocity.assign(self.momentum * velocity + gradient)
         step = gradient + self.momentum * velocity if self.nesterov else velocity[...]
-        return np.asarray(self.learning_rate * step)
+        return np.asarray(rate * step)
 
 
 class Adam(Optimizer):
@@ -184,7 +232,7 @@ class Adam(Optimizer):
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
     """
 
-    slot_names = ("m", "v")
+    slot_values: Mapping[str, float] = {"m": 0.0, "v": 0.0}
 
     def __init__(
         self,
@@ -192,22 +240,29 @@ class Adam(Optimizer):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
-        aggregation: str = "SUM",
+        aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
     ) -> None:
         super().__init__(learning_rate, aggregation, global_clipnorm)
-        for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if not 0 <= beta < 1:
-                raise OptionError.at("Adam", found=f"{name}={beta!r}", expected="a number from 0 to below 1")
-        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        where = type(self).__name__
+        decays = [("beta_1", beta_1), ("beta_2", beta_2)]
+        self.beta_1, self.beta_2 = (
+            checked_number(where, name, beta, "a number from 0 to below 1", lambda number: 0 <= number < 1)
+            for name, beta in decays
+        )
+        self.epsilon = checked_number(where, "epsilon", epsilon, "a number from 0 on", not_negative)
 
-    def _change(self, gradient: Array, slots: dict[str, Variable]) -> Array:
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        """Update m and v; return the step."""
         m, v = slots["m"], slots["v"]
         m.assign(self.beta_1 * m + (1 - self.beta_1) * gradient)
-        v.assign(self.beta_2 * v + (1 - self.beta_2) * gradient * gradient)
-        t = int(self._step_counter()) + 1
-        size = self.learning_rate * float(np.sqrt(1 - self.beta_2**t)) / (1 - self.beta_1**t)
+        v.assign(self.beta_2 * v + (1 - self.beta_2) * gradient * np.conj(gradient))
+        size = self.step_size(int(self._step_counter()) + 1)
         return np.asarray(size * m / (np.sqrt(v) + self.epsilon))
+
+    def step_size(self, t: int) -> float:
+        """Return the learning rate of step `t` (from 1 on), with the correction of the bias of m and v."""
+        return float(self.learning_rate) * float(np.sqrt(1 - self.beta_2**t)) / (1 - self.beta_1**t)
 
 
 class AdamW(Adam):
@@ -231,37 +286,24 @@ class AdamW(Adam):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
-        aggregation: str = "SUM",
+        aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
     ) -> None:
         super().__init__(learning_rate, beta_1, beta_2, epsilon, aggregation, global_clipnorm)
-        if not weight_decay >= 0:
-            raise OptionError.at("AdamW", found=f"weight_decay={weight_decay!r}", expected="a number from 0 on")
-        self.weight_decay = weight_decay
+        self.weight_decay = checked_number(
+            type(self).__name__, "weight_decay", weight_decay, "a number from 0 on", not_negative
+        )
 
-    def _update(self, var: Variable, gradient: Array, slots: dict[str, Variable]) -> None:
-        var.assign_sub((self.learning_rate * self.weight_decay * var).astype(var.dtype, copy=False))
-        super()._update(var, gradient, slots)
+    def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
+        """Let the variable decay, all of it, before Adam's step."""
+        decay = float(self.learning_rate) * self.weight_decay
+        var.assign_sub(np.asarray(decay * var).astype(var.dtype, copy=False))
+        super().update(var, gradient, slots, rows)
 
 
 def _dense(gradient: Any, var: Variable) -> Array:
     if isinstance(gradient, IndexedSlices):
         dense = np.zeros(var.shape, var.dtype)
-        np.add.at(dense, np.asarray(gradient.indices), np.asarray(gradient.values))
+        np.add.at(dense, np.asarray(gradient.indices), np.asarray(gradient.values).astype(var.dtype, copy=False))
         return dense
     return np.asarray(gradient).astype(var.dtype, copy=False)
-
-
-def _check_gradient(gradient: Any, var: Any, where: str) -> None:
-    if not isinstance(var, Variable) or var.dtype.kind in "biu":
-        raise OptionError.at(
-            where,
-            found=repr(var),
-            expected="a Variable of a floating or complex dtype",
-            fix="Pass (gradient, variable) pairs, in this order.",
-        )
-    shape = None if isinstance(gradient, IndexedSlices) else np.shape(gradient)
-    if shape is not None and shape != var.shape:
-        raise ShapeError.at(
-            where, found=f"a gradient of shape {shape} for {var.name!r}", expected=f"the variable's shape {var.shape}"
-        )

@@ -39,11 +39,14 @@ class Rounding:
     """One row of the table of roundings: when it holds, and how many units in the last place are allowed.
 
     The unit is the dtype's epsilon times the largest finite magnitude among the case's inputs and the
-    recorded value, times the number of values that were summed: the bound for a sum in any order.
+    recorded value, times the number of values that were summed: the bound for a sum in any order.  Programs that
+    record the bare numbers of a training loop name their own row; there a number may differ by `relative` times the
+    largest magnitude among the case's floating-point inputs and the number itself.
     """
 
     why: str
-    units_per_value: float
+    units_per_value: float = 0
+    relative: float = 0.0
 
 
 EXACT = Rounding(
@@ -51,6 +54,11 @@ EXACT = Rounding(
 )
 ANY_ORDER = Rounding("floating-point sums of more than two values: the order is MPI's", 1)
 HALF = Rounding("float16 and bfloat16: summed in float32 and rounded once, where TensorFlow rounds every step", 1)
+STEPS = Rounding(
+    "training loops in float64: a product of matrices adds up in another order.  That compat.v1 and Keras optimizers"
+    " keep hyper-parameters in float32 (1e-8, Adam 1e-6) is no rounding: ours are given the rounded ones",
+    relative=1e-14,
+)
 
 
 def rounding_for(dtype: str, num_values: int) -> Rounding:
@@ -69,10 +77,12 @@ class Tolerance:
     Attributes:
         num_values: how many values one element of the result may be the sum of.
         magnitude: the largest finite magnitude among the inputs.
+        numbers: the row of the table for the bare numbers of a training loop.
     """
 
     num_values: int = 1
     magnitude: float = 0.0
+    numbers: Rounding = EXACT
 
     @classmethod
     def of_case(cls, case: Json) -> Tolerance:
@@ -82,6 +92,18 @@ class Tolerance:
         arrays = [array_of(leaf) for leaf in leaves(inputs) if is_array(leaf) and leaf["dtype"] != "string"]
         along_axis = max((a.size for a in arrays), default=1) if inputs.get("axis") is not None else 1
         return cls(case["num_replicas"] * along_axis, max((_magnitude(a) for a in arrays), default=0.0))
+
+    @classmethod
+    def of_training(cls, case: Json, numbers: Rounding) -> Tolerance:
+        """Derive it for a program whose observations are the bare numbers of a training loop."""
+        floats = [abs(leaf) for leaf in leaves(case.get("inputs") or {}) if type(leaf) is float]
+        return cls(magnitude=max(floats, default=0.0), numbers=numbers)
+
+    def numbers_agree(self, expected: Json, found: Json) -> bool:
+        """Return whether two bare floats differ by no more than the table allows."""
+        if not type(expected) is type(found) is float:
+            return False
+        return abs(expected - found) <= self.numbers.relative * max(self.magnitude, abs(expected))
 
     def allowed(self, expected: np.ndarray[Any, Any], dtype: str) -> float:
         """Return the largest absolute difference that counts as rounding."""
@@ -118,7 +140,7 @@ def differences(expected: Json, found: Json, tolerance: Tolerance, path: str) ->
         yield from _slices_differences(expected, found, tolerance, path)
     elif isinstance(expected, dict):
         yield from _dict_differences(expected, found, tolerance, path)
-    elif type(expected) is not type(found) or expected != found:
+    elif (type(expected) is not type(found) or expected != found) and not tolerance.numbers_agree(expected, found):
         yield Difference(path, expected, found)
 
 

@@ -34,7 +34,7 @@ def judge(case: Json, program: Program, outcomes: list[Json]) -> list[Difference
 
 
 def _judge_ranks(case: Json, program: Program, expected: list[Json], outcomes: list[Json]) -> Iterator[Difference]:
-    tolerance = Tolerance.of_case(case)
+    tolerance = Tolerance.of_training(case, program.rounding) if program.rounding else Tolerance.of_case(case)
     bystanders = may_be_bystanders(case, program, expected, outcomes)
     for rank, (want, got) in enumerate(zip(expected, outcomes, strict=True)):
         if rank in bystanders and (got["status"] == "ok" or is_typed_error(got)):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .compare import Rounding
 from .values import Json, UnsupportedProgramError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Program:
         may return normally. view: turns the recorded observations of a process with n replicas into those of
         one rank, where the
             general reading (own entry of every container) is not enough.
+        rounding: the row of compare's table that bare numbers follow; None means that they are exact.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Program:
     ignored: tuple[str, ...] = ()
     partial: bool = False
     view: View | None = None
+    rounding: Rounding | None = None
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -51,13 +54,14 @@ def program(
     ignored: tuple[str, ...] = (),
     partial: bool = False,
     view: View | None = None,
+    rounding: Rounding | None = None,
 ) -> Callable[[Function], Function]:
     """Register the decorated function as the meaning of the recorded program `name`."""
 
     def register(function: Function) -> Function:
         if name in PROGRAMS:
             raise ValueError(f"program {name!r} is registered twice")
-        PROGRAMS[name] = Program(name, function, copies, ignored, partial, view)
+        PROGRAMS[name] = Program(name, function, copies, ignored, partial, view, rounding)
         return function
 
     return register
