@@ -69,11 +69,16 @@ class Strategy(InputMethods, OldNames):
 
     Args:
         extended: what does the work; see `StrategyExtended`.
+
+    Raises:
+        OptionTypeError: when `extended` is none.
     """
 
     is_default = False
 
     def __init__(self, extended: StrategyExtended) -> None:
+        if not isinstance(extended, StrategyExtended):
+            raise OptionTypeError.at("Strategy", found=f"extended={extended!r}", expected="a StrategyExtended")
         self._extended = extended
 
     @property

@@ -1,0 +1,195 @@
+"""Strategies that users write: `Strategy(extended)`, a subclass of `StrategyExtended(container_strategy)`, and
+`ReplicaContext(strategy, replica_id_in_sync_group)`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrategy as ms
+from mpistrategy import errors
+
+pytestmark = pytest.mark.mpi
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+class Alone(ms.Strategy):
+    """The smallest strategy: one replica, and everything as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__(ms.StrategyExtended(self))
+
+
+class WatchedExtended(ms.StrategyExtended):
+    """Counts steps, and makes no updates while it is frozen."""
+
+    def __init__(self, container_strategy: ms.Strategy, ranks: Any) -> None:
+        super().__init__(container_strategy, ranks)
+        self.steps = 0
+        self.frozen = False
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.steps += 1
+        return super().call_for_each_replica(fn, args, kwargs)
+
+    def update(
+        self,
+        var: ms.Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        return None if self.frozen else super().update(var, fn, args, kwargs, group)
+
+
+class Watched(ms.Strategy):
+    """All ranks, on the communicator of another strategy."""
+
+    extended: WatchedExtended
+
+    def __init__(self, other: ms.Strategy) -> None:
+        super().__init__(WatchedExtended(self, other.extended.communicator))
+        self.notes = ["made"]
+
+
+@pytest.fixture(scope="module")
+def mirrored() -> Iterator[ms.MirroredStrategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+def train(strategy: ms.Strategy, steps: int) -> np.ndarray[Any, Any]:
+    """Fit a line by gradient descent with the four steps of an update, written out."""
+    with strategy.scope():
+        weight = ms.Variable(np.zeros(2))
+
+    def apply(strategy: ms.Strategy, gradient: Any) -> None:
+        total = strategy.extended.reduce_to("SUM", gradient, weight)
+        strategy.extended.update(weight, lambda w, g: w.assign_sub(0.01 * g), args=(total,))
+
+    def step(x: Any, y: Any) -> None:
+        gradient = x.T @ (x @ np.asarray(weight) - y)
+        context = ms.get_replica_context()
+        assert context is not None
+        context.merge_call(apply, args=(gradient,))
+
+    x = np.stack([np.ones(12), np.linspace(-1, 1, 12)], axis=1)
+    data = ms.Dataset.from_arrays((x, x @ [2.0, -3.0]), global_batch_size=12, epochs=steps)
+    for batch in strategy.experimental_distribute_dataset(data):
+        strategy.run(step, args=batch)
+    return weight.read_value()
+
+
+class TestAlone:
+    def test_it_is_a_strategy_of_one(self) -> None:
+        strategy = Alone()
+        assert strategy.num_replicas_in_sync == 1
+        with strategy.scope():
+            assert ms.get_strategy() is strategy
+            assert ms.has_strategy()
+            variable = ms.Variable(1.0, aggregation="SUM")
+        assert strategy.extended.variable_created_in_scope(variable)
+        total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 5.0))
+        assert total == 5.0
+        strategy.run(lambda: variable.assign_add(2.0))
+        assert float(variable) == 3.0
+        assert strategy.reduce("MEAN", np.arange(4.0), axis=0) == 1.5
+
+    def test_it_trains_like_one_device(self) -> None:
+        assert np.array_equal(train(Alone(), 3), train(ms.OneDeviceStrategy("CPU:0"), 3))
+
+
+class TestOnAllRanks:
+    def test_it_trains_like_the_strategy_whose_ranks_it_uses(self, mirrored: ms.MirroredStrategy) -> None:
+        strategy = Watched(mirrored)
+        assert strategy.num_replicas_in_sync == SIZE
+        assert np.array_equal(train(strategy, 4), train(mirrored, 4))
+        assert np.allclose(train(strategy, 4), train(Alone(), 4), rtol=1e-12)
+        assert strategy.extended.steps == 8
+
+    def test_what_it_overrides_is_used(self, mirrored: ms.MirroredStrategy) -> None:
+        strategy = Watched(mirrored)
+        strategy.extended.frozen = True
+        assert train(strategy, 2).tolist() == [0, 0]
+
+    def test_it_is_a_strategy_of_its_own(self, mirrored: ms.MirroredStrategy) -> None:
+        strategy = Watched(mirrored)
+        with strategy.scope():
+            variable = ms.Variable(1.0)
+            with pytest.raises(errors.ContextError), mirrored.scope():
+                pass
+        assert strategy.extended.variable_created_in_scope(variable)
+        assert not mirrored.extended.variable_created_in_scope(variable)
+
+    def test_it_can_be_copied(self, mirrored: ms.MirroredStrategy) -> None:
+        strategy = Watched(mirrored)
+        strategy.run(int)
+        copied = copy.deepcopy(strategy)
+        copied.run(int)
+        assert type(copied) is Watched
+        assert (strategy.extended.steps, copied.extended.steps) == (1, 2)
+        assert copied.notes == ["made"]
+        assert copied.notes is not strategy.notes
+        with copied.scope():
+            assert ms.get_strategy() is copied
+        assert copied.run(lambda: ms.get_replica_context().strategy) is copied
+        assert copied.reduce("SUM", 1.0) == SIZE
+
+
+class TestContextsMadeByHand:
+    def test_one_puts_the_thread_into_replica_context(self, mirrored: ms.MirroredStrategy) -> None:
+        with ms.ReplicaContext(mirrored, replica_id_in_sync_group=RANK) as context:
+            assert ms.get_replica_context() is context
+            assert not ms.in_cross_replica_context()
+            assert (context.strategy, context.replica_id_in_sync_group) == (mirrored, RANK)
+            assert context.all_reduce("SUM", RANK + 1) == SIZE * (SIZE + 1) / 2
+            assert context.merge_call(lambda strategy: ms.in_cross_replica_context())
+        assert ms.get_replica_context() is not context
+
+    def test_a_strategy_can_run_its_steps_in_contexts_of_its_own(self, mirrored: ms.MirroredStrategy) -> None:
+        class Numbered(ms.ReplicaContext):
+            """A context that tells the step which step it is."""
+
+            step = 0
+
+        class NumberedExtended(ms.StrategyExtended):
+            steps = 0
+
+            def call_for_each_replica(self, fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.steps += 1
+                with Numbered(self._container_strategy, RANK) as context:
+                    context.step = self.steps
+                    return fn(*args, **(kwargs or {}))
+
+        class NumberedStrategy(ms.Strategy):
+            def __init__(self) -> None:
+                super().__init__(NumberedExtended(self, mirrored.extended.communicator))
+
+        strategy = NumberedStrategy()
+
+        def step(x: int) -> Any:
+            context = ms.get_replica_context()
+            assert isinstance(context, Numbered)
+            return context.step, context.all_reduce("SUM", x)
+
+        assert [strategy.run(step, args=(2,)) for _ in range(2)] == [(1, 2 * SIZE), (2, 2 * SIZE)]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "extended", object()], ids=lambda value: type(value).__name__)
+def test_wrong_parts_are_refused(wrong: Any) -> None:
+    with pytest.raises(errors.OptionTypeError):
+        ms.Strategy(wrong)
+    with pytest.raises(errors.OptionTypeError):
+        ms.StrategyExtended(wrong)
+    with pytest.raises(errors.OptionTypeError):
+        ms.ReplicaContext(wrong, 0)
