@@ -118,5 +118,11 @@ class Placement:
         return self.communicator.rank == 0
 
     def read_var(self, v: Variable) -> Any:
-        """Return the value of a variable: of an ON_READ one, in cross-replica context, the aggregate (collective)."""
+        """Return the value of a variable: of an ON_READ one, in cross-replica context, the aggregate (collective).
+
+        Raises:
+            OptionTypeError: when `v` is no variable.
+        """
+        if not isinstance(v, Variable):
+            raise OptionTypeError.at("StrategyExtended.read_var", found=f"v={v!r}", expected="a Variable")
         return v.read_value()
