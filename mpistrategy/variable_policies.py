@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays import Array, dtype_name
+from mpistrategy.arrays import Array, dtype_name, wire_dtype
 from mpistrategy.context import Mode
 from mpistrategy.errors import AggregationError, MpiStrategyError, OptionTypeError, UnsupportedError
 from mpistrategy.options import ReduceOp
@@ -78,7 +78,7 @@ def own(variable: Variable) -> Array:
     return variable.local_view
 
 
-def total(variable: Variable) -> Array:
+def summed(variable: Variable) -> Array:
     """The sum or the mean of all copies.  Collective."""
     extended = variable.strategy.extended
     with extended.communicator.guard.call("reading a variable", name=variable.name) as call:
@@ -181,17 +181,20 @@ def share_of(value: Array, rank: int, size: int) -> Array:
 
     Integers are kept exactly, whole units to the first ranks.  Other numbers are divided; rank 0 takes the residue.
     """
-    if value.dtype.kind in "iu":
-        whole, rest = np.divmod(value, value.dtype.type(size))
-        return np.asarray(whole + (rest > rank).astype(value.dtype))
-    if value.dtype.kind == "b":
+    dtype = value.dtype
+    if dtype.kind == "b":
         return value if rank == 0 else np.zeros_like(value)
-    part = np.asarray((value / size).astype(value.dtype))
+    if dtype.kind in "iu":
+        wide = value if dtype.itemsize == 8 else value.astype(np.int64)
+        whole, rest = np.divmod(wide, wide.dtype.type(size))
+        return np.asarray(whole + (rest > rank)).astype(dtype)
+    total = value.astype(wire_dtype(dtype))
+    part = np.asarray((total / size).astype(dtype))
     if rank != 0:
         return part
     finite = np.isfinite(part)
-    rest = value - np.where(finite, part, 0) * value.dtype.type(size - 1)
-    return np.asarray(np.where(finite, rest, value)).astype(value.dtype)
+    rest = total - np.where(finite, part, 0).astype(total.dtype) * (size - 1)
+    return np.asarray(np.where(finite, rest, total)).astype(dtype)
 
 
 # -------------------------------------------------------------------------------------------------- refusals
@@ -268,8 +271,8 @@ POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
     (_ON_READ,  _FIRST, _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
 
     (_ON_READ,  _NONE,  _CROSS):  Policy(no_read, alike,      alike,      no_rows,    no_rows),
-    (_ON_READ,  _SUM,   _CROSS):  Policy(total,   shared,     n_times,    no_rows,    no_rows),
-    (_ON_READ,  _MEAN,  _CROSS):  Policy(total,   alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _CROSS):  Policy(summed,  shared,     n_times,    no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _CROSS):  Policy(summed,  alike,      alike,      no_rows,    no_rows),
     (_ON_READ,  _FIRST, _CROSS):  Policy(first,   alike,      alike,      no_rows,    no_rows),
 
     (_ON_READ,  _NONE,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),

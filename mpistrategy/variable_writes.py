@@ -53,7 +53,7 @@ _NOT_FOR_KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Write:
     """One call of `Variable.assign` or of one of its relatives.
 
