@@ -60,8 +60,8 @@ class ValueContext:
         num_replicas_in_sync: how many replicas there are.
     """
 
-    replica_id_in_sync_group: int
-    num_replicas_in_sync: int
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
 
 
 class Strategy(InputMethods, OldNames):
