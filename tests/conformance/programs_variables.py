@@ -208,8 +208,10 @@ def initial_value(env: Env, p: Inputs, calls: list[int]) -> Any:
 
 @program("variable_create", copies=COPIES)
 def variable_create(env: Env, p: Inputs) -> Any:
+    if "shape" in p:
+        raise UnsupportedProgramError("variables have the shape of their initial value")
     calls: list[int] = []
-    options = {key: p[key] for key in ("trainable", "name", "shape") if key in p}
+    options = {key: p[key] for key in ("trainable", "name") if key in p}
     options |= {key: p[key] for key in ("synchronization", "aggregation") if p[key] is not None}
     if p.get("dtype"):
         options["dtype"] = dtype_of(p["dtype"])
