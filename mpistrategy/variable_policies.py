@@ -246,8 +246,8 @@ _STEP, _CROSS, _UPDATE = Mode.REPLICA, Mode.CROSS_REPLICA, Mode.UPDATE
 POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
     # The copies are equal.  A step function's write brings the replicas' values together; elsewhere the ranks agree
     # already, and each writes what it has.
-    #                               read     assign      assign_add  scatter_add scatter_update
-    #                                                    assign_sub  scatter_sub scatter_max
+    # sync., aggregation, context        read     assign      assign_add  scatter_add scatter_update
+    #                                                         assign_sub  scatter_sub scatter_max
     (_ON_WRITE, _NONE,  _STEP):   Policy(own,     drifts,     drifts,     drifts,     drifts),
     (_ON_WRITE, _SUM,   _STEP):   Policy(own,     combined,   combined,   combined,   not_sum),
     (_ON_WRITE, _MEAN,  _STEP):   Policy(own,     combined,   combined,   combined,   not_sum),
