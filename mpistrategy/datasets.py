@@ -39,7 +39,7 @@ class Rows:
 
 def _read(block: Any) -> Any:
     """Return a block of rows as an array of its own: a step may write into it, and the source stays as it is."""
-    return np.array(block) if isinstance(block, np.memmap) or not isinstance(block, np.ndarray) else block.copy()
+    return block.copy() if hasattr(block, "copy") and not isinstance(block, np.memmap) else np.array(block)
 
 
 class Dataset:

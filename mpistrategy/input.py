@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class DistributedDataset:
         self._drop_remainder = drop_remainder
         self._pad = pad
         if isinstance(dataset, (Sequence, np.ndarray)) and len(dataset):
-            self._part(dataset[0])  # whoever passes one batch, or rows, hears it now
+            _rows_of(dataset[0])  # whoever passes one batch, or its rows, hears it now
 
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._elements())
@@ -72,9 +73,7 @@ class DistributedDataset:
                 yield part
 
     def _part(self, batch: Any) -> Any:
-        leaves, structure = nest.flatten(batch)
-        arrays = [to_rows(leaf) for leaf in leaves]
-        length = common_length(arrays, "distributed dataset")
+        arrays, length, structure = _rows_of(batch)
         if self._drop_remainder:
             length -= length % self._parts
             if not length:
@@ -84,6 +83,13 @@ class DistributedDataset:
         if self._pad:
             blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
         return structure.pack(blocks)
+
+
+def _rows_of(batch: Any) -> tuple[list[Any], int, nest.Structure]:
+    """Return the arrays of a batch, how many rows they have, and the structure they stand in; nothing is read."""
+    leaves, structure = nest.flatten(batch)
+    arrays = [to_rows(leaf) for leaf in leaves]
+    return arrays, common_length(arrays, "distributed dataset"), structure
 
 
 def _padded(block: Any, rows: int) -> Any:
@@ -116,28 +122,33 @@ class DistributedDatasetsFromFunction:
         return DistributedIterator(self._elements())
 
     def _elements(self) -> Iterator[Any]:
-        iterator, element, certain = iter(self._dataset), END, self._certain_steps()
-        while True:
-            if certain:
-                certain -= 1
-                element = next(iterator, END)
-            else:
+        iterator, certain = self._begin()
+        element = END
+        for step in itertools.count():
+            if step >= certain:
                 element = self._next_of_all(iterator, element)
+            elif (element := next(iterator, END)) is END:
+                raise BatchError.at(
+                    "next(distributed dataset)",
+                    found=f"its end after {step} elements",
+                    expected="as many as len() said",
+                )
             if element is END:
                 return
             yield element
 
-    def _certain_steps(self) -> int:
-        """Return how many steps every rank has elements for, as far as their lengths tell."""
-        try:
-            length = len(self._dataset)  # type: ignore[arg-type]  # a generator has none
-        except TypeError:
-            length = 0
+    def _begin(self) -> tuple[Iterator[Any], int]:
+        """Return this rank's iterator, and for how many steps every rank has elements, as far as lengths tell."""
         lengths = [np.zeros(1, np.int64) for _ in range(self._communicator.size)]
         with self._communicator.guard.call("iter(distributed dataset)") as call:
+            iterator = iter(self._dataset)
+            try:
+                length = len(self._dataset)  # type: ignore[arg-type]  # a generator has none
+            except TypeError:
+                length = 0
             call.agree("begin")
             self._communicator.allgatherv(np.array([length], np.int64), lengths)
-        return int(min(lengths)[0])
+        return iterator, int(min(lengths)[0])
 
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
         """Return this rank's next element, one without rows where other ranks go on, or END."""
@@ -166,9 +177,7 @@ class DistributedDatasetsFromFunction:
                 expected="a first element, which tells dtypes and shapes",
                 fix="Return a Dataset.from_arrays, or at least one batch of length 0.",
             )
-        leaves, structure = nest.flatten(last)
-        arrays = [to_rows(leaf) for leaf in leaves]
-        common_length(arrays, "distribute_datasets_from_function")
+        arrays, _, structure = _rows_of(last)
         return structure.pack([array[:0] for array in arrays])
 
 
@@ -185,4 +194,6 @@ def check_iterable(dataset: Any, where: str) -> None:
 
 def describe(dataset: Any) -> str:
     """Return what the ranks' datasets of global batches must have in common, as far as can be known unread."""
-    return dataset.describe() if isinstance(dataset, Dataset) else "an iterable"
+    if isinstance(dataset, Dataset):
+        return dataset.describe()
+    return f"{len(dataset)} global batches" if isinstance(dataset, Sequence) else "global batches"

@@ -204,6 +204,18 @@ def test_without_an_end() -> None:
     assert list(ms.Dataset.from_arrays(np.arange(3), 4, drop_remainder=True, epochs=None)) == []
 
 
+def test_what_slices_of_a_source_are_is_kept() -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    source = sparse.csr_array(np.diag([1.0, 2.0, 3.0]))
+    for seed in (None, 2):
+        data = ms.Dataset.from_arrays((source, np.arange(3)), 3, shuffle_seed=seed)
+        for [(rows, numbers)] in parts_of(data, 2):
+            assert np.array_equal(rows.toarray(), np.diag([1.0, 2.0, 3.0])[numbers])
+    masked = np.ma.masked_equal(np.arange(4), 2)
+    [[part]] = parts_of(ms.Dataset.from_arrays(masked, 4), 1)
+    assert part.mask.tolist() == [False, False, True, False]
+
+
 def test_a_step_may_write_into_its_batch() -> None:
     source = np.arange(6.0)
     for seed in (None, 1):
@@ -278,7 +290,7 @@ def test_nothing_is_read_before_its_step() -> None:
 
 def test_batches_that_are_lazy_themselves_are_sliced() -> None:
     batches = [Recording(numbered(5)), Recording(numbered(3))]
-    parts = list(ms.DistributedDataset(iter(batches), 1, 2))
+    parts = list(ms.DistributedDataset(batches, 1, 2))
     assert [part[:, 0].tolist() for part in parts] == [[3, 4], [2]]
     assert [batch.read for batch in batches] == [[3, 4], [2]]
 
@@ -377,6 +389,14 @@ def test_datasets_that_differ_between_the_ranks_are_refused(strategy: ms.Mirrore
     for outcome in outcomes(strategy.experimental_distribute_dataset, data):
         assert outcome.error is errors.CollectiveMismatchError, outcome.text
         assert "shuffle_seed" in outcome.text
+    assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_lists_of_different_lengths_are_refused(strategy: ms.MirroredStrategy) -> None:
+    for outcome in outcomes(strategy.experimental_distribute_dataset, [np.arange(4)] * (RANK + 1)):
+        assert outcome.error is errors.CollectiveMismatchError, outcome.text
+        assert "1 global batches" in outcome.text
     assert still_works(strategy)
 
 

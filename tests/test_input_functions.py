@@ -177,6 +177,21 @@ def test_scalars_cannot_go_on_without_rows(strategy: ms.MirroredStrategy) -> Non
     assert still_works(strategy)
 
 
+class Wrong(list[Any]):
+    """Says that it has more than it has."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_length_that_is_wrong_is_an_error(strategy: ms.MirroredStrategy) -> None:
+    dataset = strategy.distribute_datasets_from_function(lambda context: Wrong([np.arange(2)]))
+    for outcome in outcomes(lambda: list(dataset)):
+        assert outcome.error is errors.BatchError, outcome.text
+        assert "its end after 1 elements" in outcome.text
+    assert still_works(strategy)
+
+
 class TestFailures:
     @pytest.mark.parametrize("result", [None, 3, "text", {"x": np.zeros(2)}], ids=repr)
     def test_a_function_that_returns_no_dataset(self, strategy: ms.MirroredStrategy, result: Any) -> None:
@@ -221,6 +236,19 @@ class TestFailures:
         told = outcomes(lambda: list(dataset))
         assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["OSError"]
         assert "the file is gone" in told[0].text
+        assert still_works(strategy)
+
+    @pytest.mark.mpi(min_size=2)
+    def test_a_dataset_that_cannot_begin_on_one_rank(self, strategy: ms.MirroredStrategy) -> None:
+        class Broken:
+            def __iter__(self) -> Iterator[Any]:
+                if RANK == LAST:
+                    raise OSError("no such file")
+                return iter([np.arange(2)])
+
+        dataset = strategy.distribute_datasets_from_function(lambda context: Broken())
+        told = outcomes(lambda: list(dataset))
+        assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["OSError"]
         assert still_works(strategy)
 
     def test_options(self, strategy: ms.MirroredStrategy) -> None:
