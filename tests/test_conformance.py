@@ -36,6 +36,11 @@ DONE = (
     "scope",
     "cross_device_ops",
     "optimizer",
+    "variables",
+    "variables_create",
+    "variables_on_read",
+    "variables_on_write",
+    "variables_scatter",
 )
 CASES = list(load_cases())
 RULES = load_rules()
