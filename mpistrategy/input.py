@@ -63,11 +63,18 @@ class DistributedDataset:
         return DistributedIterator(self._elements())
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]  # a generator has none, and says so
+        steps = len(self._dataset)  # type: ignore[arg-type]  # a generator has none, and says so
+        if not self._drop_remainder:
+            return steps
+        if not isinstance(self._dataset, (Dataset, Sequence)):
+            raise TypeError("with drop_remainder, only the batches of a Dataset or a list can be counted in advance")
+        return sum(_rows_of(batch)[1] >= self._parts for batch in self._batches())
+
+    def _batches(self) -> Iterable[Any]:
+        return self._dataset.lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
 
     def _elements(self) -> Iterator[Any]:
-        batches = self._dataset.lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
-        for batch in batches:
+        for batch in self._batches():
             part = self._part(batch)
             if part is not END:
                 yield part

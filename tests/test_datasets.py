@@ -75,6 +75,9 @@ def test_dropping_what_is_left_over(rows: int, size: int, ranks: int) -> None:
     batches = [numbered(rows)[start : start + size] for start in range(0, rows, size)]
     parts = parts_of(batches, ranks, drop_remainder=True)
     kept = [batch[: len(batch) - len(batch) % ranks] for batch in batches if len(batch) >= ranks]
+    data = ms.Dataset.from_arrays(numbered(rows), size)
+    for source in (batches, data):
+        assert len(ms.DistributedDataset(source, 0, ranks, drop_remainder=True)) == len(kept)
     assert {len(of_rank) for of_rank in parts} == {len(kept)}
     for batch, *of_ranks in zip(kept, *parts, strict=True):
         assert np.array_equal(np.concatenate(of_ranks), batch)
