@@ -177,6 +177,7 @@ def plot(history: list[tuple[float, float]], test_accuracy: float, path: Path) -
     right.legend(loc="lower right")
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=120, format="png")
 
 
