@@ -107,7 +107,7 @@ def test_one_rank_ends_and_the_job_ends(
         wait = f"world.Barrier()\n    strategy.close()\n    {wait}"
     source = PROGRAM.format(fail="\n".join(f"    {line}" for line in code.split("\n")), wait=wait, first=first, bad=bad)
     when = tmp_path / "when"
-    job = launch(3, source, timeout=40, env={"WHEN": str(when)})
+    job = launch(3, source, timeout=20, env={"WHEN": str(when)})
     seconds = time.time() - float(when.read_text())
 
     assert seconds < 5, job
@@ -124,7 +124,7 @@ def run(launch: Launch, body: str, ranks: int = 2) -> launching.Finished:
     head += "strategy = ms.MirroredStrategy()\nrank = strategy.extended.communicator.rank\n"
     lines = body.strip("\n").split("\n")
     indent = len(lines[0]) - len(lines[0].lstrip())
-    return launch(ranks, head + "\n".join(line[indent:] for line in lines) + "\n", timeout=40)
+    return launch(ranks, head + "\n".join(line[indent:] for line in lines) + "\n", timeout=20)
 
 
 def test_a_normal_end_is_status_0_and_says_nothing(launch: Launch) -> None:
@@ -210,7 +210,7 @@ def test_a_hook_that_was_there_before_is_called_too(launch: Launch) -> None:
             raise ValueError("the reason")
         strategy.reduce("SUM", 1.0)
     """
-    job = launch(2, source, timeout=40)
+    job = launch(2, source, timeout=20)
     assert job.returncode == 1
     assert "logged ValueError" in job.stderr, job
     assert "[rank 1/2] ValueError: the reason" in job.stderr, job

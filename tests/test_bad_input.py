@@ -1,0 +1,298 @@
+"""Bad input gets a typed error on every rank, leaves nobody waiting, and the strategy works on afterwards.
+
+One row a mistake. ``bad`` is called on all ranks, or on the last rank while its peers make the good call of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import RANK, SIZE, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy import CommunicationOptions, errors
+
+pytestmark = pytest.mark.mpi
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
+class Unhelpful:
+    """Raises an exception of its own when it is looked at."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise ZeroDivisionError("from the user's class")
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.MirroredStrategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def variable(strategy: ms.Strategy) -> ms.Variable:
+    with strategy.scope():
+        return ms.Variable(np.zeros(2), aggregation="SUM", name="weights")
+
+
+def context() -> ms.ReplicaContext:
+    found = ms.get_replica_context()
+    assert found is not None
+    return found
+
+
+Call = Callable[[ms.Strategy, ms.Variable], Any]
+
+
+def all_reduce(*arguments: Any, **named: Any) -> Call:
+    return lambda s, v: s.run(lambda: context().all_reduce(*arguments, **named))
+
+
+def all_gather(*arguments: Any, **named: Any) -> Call:
+    return lambda s, v: s.run(lambda: context().all_gather(*arguments, **named))
+
+
+def merge_call(*arguments: Any, **named: Any) -> Call:
+    return lambda s, v: s.run(lambda: context().merge_call(*arguments, **named))
+
+
+ONES = np.ones(3)
+STRINGS = np.array(["a", "b"])
+OBJECTS = np.array([None, 1])
+MASKED = np.ma.masked_array([1.0, 2.0], [True, False])
+SLICES = ms.IndexedSlices(np.ones((2, 2)), np.array([0, 1]), (3, 2))
+GOOD = {
+    "all_reduce": all_reduce("SUM", ONES),
+    "all_gather": all_gather(ONES, 0),
+    "reduce": lambda s, v: s.reduce("SUM", ONES),
+    "gather": lambda s, v: s.gather(ONES, 0),
+    "reduce_to": lambda s, v: s.extended.reduce_to("SUM", ONES, v),
+    "batch_reduce_to": lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v)]),
+    "broadcast_to": lambda s, v: s.extended.broadcast_to(ONES, v),
+}
+
+# name of the good call, what is bad about it, the bad call, the kind of error
+REDUCTIONS: list[tuple[str, str, Call, Any]] = [
+    *[
+        (name, f"op {op!r}", make(op), ValueError)
+        for op in (None, "MEDIAN", 1, ms.VariableAggregation.NONE)
+        for name, make in {
+            "all_reduce": lambda op: all_reduce(op, ONES),
+            "reduce": lambda op: lambda s, v: s.reduce(op, ONES),
+            "reduce_to": lambda op: lambda s, v: s.extended.reduce_to(op, ONES, v),
+            "batch_reduce_to": lambda op: lambda s, v: s.extended.batch_reduce_to(op, [(ONES, v)]),
+        }.items()
+    ],
+    *[
+        (name, what, make(value), kind)
+        for what, value, kind in [
+            ("None", None, ValueError),
+            ("a string", "text", TypeError),
+            ("strings", STRINGS, TypeError),
+            ("True", True, TypeError),
+            ("bools", np.array([True]), TypeError),
+            ("objects", OBJECTS, ValueError),
+            ("masked", MASKED, ValueError),
+            ("dates", np.array(["2020"], "M8[D]"), TypeError),
+            ("a record", np.zeros(1, [("a", "f4")]), TypeError),
+            ("a set", {1}, ValueError),
+            ("a class that raises", Unhelpful(), ZeroDivisionError),
+            ("slices without rows", ms.IndexedSlices(np.ones((2, 2)), np.array([0])), ValueError),
+            ("slices with float indices", ms.IndexedSlices(np.ones((2, 2)), np.zeros(2)), (TypeError, ValueError)),
+        ]
+        for name, make in {
+            "all_reduce": lambda value: all_reduce("SUM", value),
+            "reduce": lambda value: lambda s, v: s.reduce("SUM", value),
+            "reduce_to": lambda value: lambda s, v: s.extended.reduce_to("SUM", value, v),
+            "batch_reduce_to": lambda value: lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v), (value, v)]),
+        }.items()
+    ],
+    *[
+        (name, f"destination {where!r}", make(where), ValueError)
+        for where in (None, "", "task:99", "GPU:0", "nonsense", "CPU:77", [], [None], 3, ["task:0", "task:99"],
+                      "/job:ps/task:0", "/job:worker/replica:7/task:0/device:CPU:0")
+        for name, make in {
+            "reduce_to": lambda where: lambda s, v: s.extended.reduce_to("SUM", ONES, where),
+            "batch_reduce_to": lambda where: lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, where)]),
+            "broadcast_to": lambda where: lambda s, v: s.extended.broadcast_to(ONES, where),
+        }.items()
+    ],
+    *[
+        (name, f"options {options!r}", make(options), TypeError)
+        for options in ({"bytes_per_pack": 8}, "RING", 8)
+        for name, make in {
+            "all_reduce": lambda options: all_reduce("SUM", ONES, options),
+            "all_gather": lambda options: all_gather(ONES, 0, options),
+            "reduce_to": lambda options: lambda s, v: s.extended.reduce_to("SUM", ONES, v, options),
+            "batch_reduce_to": lambda options: lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v)], options),
+        }.items()
+    ],
+    *[
+        (name, f"axis {axis!r}", make(axis), kind)
+        for axis, kind in [(1, ValueError), (-2, ValueError), ("0", TypeError), (0.0, TypeError)]
+        for name, make in {
+            "reduce": lambda axis: lambda s, v: s.reduce("SUM", ONES, axis=axis),
+            "gather": lambda axis: lambda s, v: s.gather(ONES, axis),
+            "all_gather": lambda axis: all_gather(ONES, axis),
+        }.items()
+    ],
+    ("reduce", "an axis twice", lambda s, v: s.reduce("SUM", ONES, axis=(0, 0)), ValueError),
+    ("reduce", "an axis of a scalar", lambda s, v: s.reduce("SUM", 1.0, axis=0), ValueError),
+    ("reduce", "an axis of a nest", lambda s, v: s.reduce("SUM", {"a": ONES}, axis=0), (TypeError, ValueError)),
+    ("reduce", "nothing", lambda s, v: s.reduce("SUM", []), ValueError),
+    ("reduce", "an endless list", lambda s, v: s.reduce("SUM", ENDLESS), ValueError),
+    ("reduce", "a Mirrored under SUM", lambda s, v: s.reduce("SUM", ms.Mirrored((ONES,))), ValueError),
+    ("all_reduce", "nothing", all_reduce("SUM", {"a": []}), ValueError),
+    ("all_reduce", "an endless list", all_reduce("SUM", ENDLESS), ValueError),
+    ("all_reduce", "out of another shape", all_reduce("SUM", ONES, out=np.zeros(4)), ValueError),
+    ("all_reduce", "out of another dtype", all_reduce("SUM", ONES, out=np.zeros(3, "f4")), (TypeError, ValueError)),
+    ("all_reduce", "out of another structure", all_reduce("SUM", ONES, out=[np.zeros(3)]), ValueError),
+    ("all_reduce", "out that is no array", all_reduce("SUM", ONES, out=[1]), ValueError),
+    ("all_reduce", "out that cannot be written", all_reduce("SUM", ONES, out=np.broadcast_to(0.0, 3)), ValueError),
+    ("all_gather", "a scalar", all_gather(1.0, 0), ValueError),
+    ("all_gather", "None", all_gather(None, 0), ValueError),
+    ("all_gather", "a bad second leaf", all_gather([ONES, None], 0), ValueError),
+    ("all_gather", "objects", all_gather(OBJECTS, 0), ValueError),
+    ("all_gather", "a record with an object", all_gather(np.zeros(1, [("a", object)]), 0), TypeError),
+    ("all_gather", "masked", all_gather(MASKED, 0), ValueError),
+    ("all_gather", "slices", all_gather(SLICES, 0), NotImplementedError),
+    ("all_gather", "an endless list", all_gather(ENDLESS, 0), ValueError),
+    ("gather", "a scalar", lambda s, v: s.gather(1.0, 0), ValueError),
+    ("gather", "None", lambda s, v: s.gather(None, 0), ValueError),
+    ("gather", "no axis", lambda s, v: s.gather(ONES, None), ValueError),
+    ("gather", "slices", lambda s, v: s.gather(SLICES, 0), NotImplementedError),
+    ("batch_reduce_to", "no pairs", lambda s, v: s.extended.batch_reduce_to("SUM", []), ValueError),
+    ("batch_reduce_to", "no sequence", lambda s, v: s.extended.batch_reduce_to("SUM", 3), TypeError),
+    ("batch_reduce_to", "no pair", lambda s, v: s.extended.batch_reduce_to("SUM", [ONES]), ValueError),
+    ("batch_reduce_to", "a triple", lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v, v)]), ValueError),
+    ("broadcast_to", "None", lambda s, v: s.extended.broadcast_to(None, v), ValueError),
+    ("broadcast_to", "objects", lambda s, v: s.extended.broadcast_to(OBJECTS, v), ValueError),
+    ("broadcast_to", "masked", lambda s, v: s.extended.broadcast_to(MASKED, v), ValueError),
+    ("broadcast_to", "slices", lambda s, v: s.extended.broadcast_to(SLICES, v), (ValueError, NotImplementedError)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("who", ["all ranks", "the last rank"])
+@pytest.mark.parametrize(("good", "what", "bad", "kind"), REDUCTIONS, ids=[f"{row[0]}: {row[1]}" for row in REDUCTIONS])
+def test_collective_calls(
+    strategy: ms.Strategy, variable: ms.Variable, good: str, what: str, bad: Call, kind: Any, who: str
+) -> None:
+    call = bad if who == "all ranks" or RANK == SIZE - 1 else GOOD[good]
+    ends = outcomes(call, strategy, variable)
+    for rank, end in enumerate(ends):
+        assert end.error is not None, f"rank {rank} raised nothing: {end.text}"
+        if kind is ZeroDivisionError:  # the user's own exception where it was raised; its text everywhere
+            assert end.error in (Exception, errors.RemoteError, errors.LeafError)
+            assert "from the user's class" in end.text
+            continue
+        assert issubclass(end.error, errors.MpiStrategyError), f"rank {rank}: {end.text}"
+        assert issubclass(end.error, kind), f"rank {rank}: {end.text}"
+        assert "expected" in end.text, end.text
+        if rank < SIZE - 1 and who == "the last rank":
+            assert f"rank {SIZE - 1}" in end.text
+            assert "test_bad_input.py:" in end.text
+    assert still_works(strategy)
+
+
+LOCAL: list[tuple[str, Call, Any]] = [
+    ("run: no function", lambda s, v: s.run(None), TypeError),
+    ("run: args no tuple", lambda s, v: s.run(abs, args=3), TypeError),
+    ("run: a string for args", lambda s, v: s.run(abs, args="ab"), TypeError),
+    ("run: kwargs no dict", lambda s, v: s.run(abs, kwargs=3), TypeError),
+    ("merge_call: no function", merge_call(None), TypeError),
+    ("merge_call: args no tuple", merge_call(lambda s: 1, args=3), TypeError),
+    ("merge_call: kwargs no dict", merge_call(lambda s: 1, kwargs=[1]), TypeError),
+    ("update: no variable", lambda s, v: s.extended.update(ONES, lambda v: v), TypeError),
+    ("update: no function", lambda s, v: s.extended.update(v, None), TypeError),
+    ("update: args no tuple", lambda s, v: s.extended.update(v, lambda v: v, args=3), TypeError),
+    ("update: a variable of nobody", lambda s, v: s.extended.update(ms.Variable(1.0), lambda v: v), TypeError),
+    ("update_non_slot: None", lambda s, v: s.extended.update_non_slot(s.extended.worker_devices, None), TypeError),
+    ("update_non_slot: no device", lambda s, v: s.extended.update_non_slot("GPU:0", lambda: 1), ValueError),
+    ("distribute values: no function", lambda s, v: s.experimental_distribute_values_from_function(3), TypeError),
+    ("distribute dataset: None", lambda s, v: s.experimental_distribute_dataset(None), TypeError),
+    ("distribute dataset: a string", lambda s, v: s.experimental_distribute_dataset("text"), TypeError),
+    ("colocate_vars_with: no variable", lambda s, v: _enter(s, s.extended.colocate_vars_with(ONES)), TypeError),
+    ("ReplicaContext: no strategy", lambda s, v: ms.ReplicaContext("strategy", 0), TypeError),
+    ("SGD: a string", lambda s, v: ms.optimizers.SGD("fast"), TypeError),
+    ("SGD: minus", lambda s, v: ms.optimizers.SGD(-0.1), ValueError),
+    ("SGD: nan", lambda s, v: ms.optimizers.SGD(float("nan")), ValueError),
+    ("SGD: momentum 2", lambda s, v: ms.optimizers.SGD(0.1, momentum=2), ValueError),
+    ("Adam: beta 1", lambda s, v: ms.optimizers.Adam(beta_1=1.0), ValueError),
+    ("ReductionToOneDevice: a number", lambda s, v: ms.ReductionToOneDevice(3), TypeError),
+    ("ReductionToOneDevice: nonsense", lambda s, v: ms.ReductionToOneDevice("nonsense"), ValueError),
+    ("ReductionToOneDevice: no function", lambda s, v: ms.ReductionToOneDevice(accumulation_fn=3), TypeError),
+    ("HierarchicalCopyAllReduce: -1", lambda s, v: ms.HierarchicalCopyAllReduce(-1), ValueError),
+    ("HierarchicalCopyAllReduce: text", lambda s, v: ms.HierarchicalCopyAllReduce("2"), TypeError),
+    ("MpiAllReduce outside every strategy", lambda s, v: ms.MpiAllReduce().reduce("SUM", ONES, "CPU:0"), RuntimeError),
+]  # fmt: skip
+
+
+def _enter(strategy: ms.Strategy, manager: Any) -> None:
+    with strategy.scope(), manager:
+        pass
+
+
+@pytest.mark.parametrize(("what", "bad", "kind"), LOCAL, ids=[row[0] for row in LOCAL])
+def test_local_calls(strategy: ms.Strategy, variable: ms.Variable, what: str, bad: Call, kind: Any) -> None:
+    with pytest.raises(kind) as refusal:
+        bad(strategy, variable)
+    assert isinstance(refusal.value, errors.MpiStrategyError), repr(refusal.value)
+    text = str(refusal.value)
+    assert "found" in text
+    assert "expected" in text
+    assert not ms.has_strategy()
+    assert still_works(strategy)
+
+
+MAKERS: list[tuple[str, Callable[[], Any], Any]] = [
+    ("too few devices", lambda: ms.MirroredStrategy(["CPU:0"] if SIZE > 1 else ["GPU:0"]), ValueError),
+    ("no such device", lambda: ms.MirroredStrategy([f"GPU:{i}" for i in range(SIZE)]), ValueError),
+    ("a device twice", lambda: ms.MirroredStrategy(["CPU:0"] * max(2, SIZE)), ValueError),
+    ("one device of nonsense", lambda: ms.MirroredStrategy([*(f"CPU:{i}" for i in range(SIZE - 1)), "x"]), ValueError),
+    ("devices no list", lambda: ms.MirroredStrategy("CPU:0"), TypeError),
+    ("ops no ops", lambda: ms.MirroredStrategy(cross_device_ops="ring"), TypeError),
+    ("ops a class", lambda: ms.MirroredStrategy(cross_device_ops=ms.MpiAllReduce), TypeError),
+    ("options a dict", lambda: ms.MirroredStrategy(communication_options={}), TypeError),
+    ("communicator a number", lambda: ms.MirroredStrategy(communicator=3), TypeError),
+]
+
+
+@pytest.mark.parametrize(("what", "make", "kind"), MAKERS, ids=[row[0] for row in MAKERS])
+def test_a_strategy_that_cannot_be_made(strategy: ms.Strategy, what: str, make: Any, kind: Any) -> None:
+    for rank, end in enumerate(outcomes(make)):
+        assert end.error is not None, f"rank {rank} raised nothing: {end.text}"
+        assert issubclass(end.error, errors.MpiStrategyError), end.text
+        assert issubclass(end.error, kind), end.text
+        assert "found" in end.text
+    assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ms.MirroredStrategy(cross_device_ops=ms.MpiAllReduce() if RANK else ms.ReductionToOneDevice()),
+        lambda: ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice(f"task:{RANK % 2}")),
+        lambda: ms.MirroredStrategy(cross_device_ops=ms.HierarchicalCopyAllReduce(1 + RANK % 2)),
+        lambda: ms.MirroredStrategy(communication_options=CommunicationOptions(bytes_per_pack=8 + RANK % 2)),
+        lambda: ms.MirroredStrategy("CPU:0" if RANK else None),
+    ],
+    ids=["class", "device", "num_packs", "options", "bad devices on some"],
+)
+def test_a_strategy_that_is_made_differently(strategy: ms.Strategy, make: Callable[[], ms.Strategy]) -> None:
+    """At the latest the first reduction is refused, on every rank."""
+
+    def make_and_use() -> Any:
+        made = make()
+        return made.reduce("SUM", [np.ones(3), np.ones(4)])
+
+    for end in outcomes(make_and_use):
+        assert end.error is not None, end.text
+        assert issubclass(end.error, errors.MpiStrategyError), end.text
+    assert still_works(strategy)

@@ -1,0 +1,267 @@
+"""When the ranks do not make the same call, every rank is told who called what where, before any data moves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import RANK, RANKS, SIZE, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy import CommunicationOptions, errors
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+#: The last rank does something else than the others.
+ODD = RANK == SIZE - 1
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.MirroredStrategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def variables(strategy: ms.Strategy) -> tuple[ms.Variable, ms.Variable]:
+    with strategy.scope():
+        return (
+            ms.Variable(np.zeros(2), aggregation="SUM", name="weights"),
+            ms.Variable(np.zeros(2), aggregation="SUM", name="bias"),
+        )
+
+
+def context() -> ms.ReplicaContext:
+    found = ms.get_replica_context()
+    assert found is not None
+    return found
+
+
+def all_reduce(value: Any, odd_value: Any, op: str = "SUM", odd_op: str = "SUM", **named: Any) -> Any:
+    return lambda s, v: s.run(lambda: context().all_reduce(odd_op if ODD else op, odd_value if ODD else value, **named))
+
+
+def either(call: Callable[[Any, Any], Any], odd_call: Callable[[Any, Any], Any]) -> Any:
+    return lambda s, v: (odd_call if ODD else call)(s, v)
+
+
+ONES = np.ones(3)
+SLICES = ms.IndexedSlices(np.ones((1, 2)), np.array([0]), (3, 2))
+LONG_SLICES = ms.IndexedSlices(np.ones((1, 2)), np.array([0]), (4, 2))
+
+# what differs, the call, what the text must say besides ranks and places
+DIFFERENCES: list[tuple[str, Any, list[str]]] = [
+    ("list and tuple", all_reduce([1.0], (1.0,)), ["structure", "[*]", "(*)"]),
+    ("keys", all_reduce({"a": 1.0}, {"b": 1.0}), ["structure", "'a'", "'b'"]),
+    ("number of leaves", all_reduce([1.0], [1.0, 2.0]), ["structure", "[*]", "[*,*]"]),
+    ("dtype", all_reduce(ONES, ONES.astype("f4")), ["values", "float64[3]", "float32[3]"]),
+    ("signedness", all_reduce(np.ones(3, "i4"), np.ones(3, "u4")), ["values", "int32", "uint32"]),
+    ("int and float", all_reduce(1, 1.0), ["values", "int64", "float64"]),
+    ("shape", all_reduce(ONES, np.ones((1, 3))), ["values", "[3]", "[1, 3]"]),
+    ("length", all_reduce(ONES, np.ones(4)), ["values", "[3]", "[4]"]),
+    ("empty", all_reduce(ONES, np.ones(0)), ["values", "[3]", "[0]"]),
+    ("order of values", all_reduce([ONES, 1.0], [1.0, ONES]), ["values", "float64[3]"]),
+    ("op", all_reduce(ONES, ONES, "SUM", "MEAN"), ["op", "SUM", "MEAN"]),
+    ("name", all_reduce(ONES, ONES, name="odd" if ODD else "even"), ["name", "odd", "even"]),
+    (
+        "bytes_per_pack",
+        all_reduce(ONES, ONES, options=CommunicationOptions(bytes_per_pack=8 if ODD else 64)),
+        ["8", "64"],
+    ),
+    ("dense and sparse", all_reduce(np.ones((1, 2)), SLICES), ["values", "IndexedSlices"]),
+    ("dense shapes of slices", all_reduce(SLICES, LONG_SLICES), ["values", "3, 2", "4, 2"]),
+    ("Mirrored and plain", all_reduce(ONES, ms.Mirrored((ONES,)), "MEAN", "MEAN"), ["values", "Mirrored"]),
+    (
+        "kind",
+        either(
+            lambda s, v: s.run(lambda: context().all_reduce("SUM", ONES)),
+            lambda s, v: s.run(lambda: context().all_gather(ONES, 0)),
+        ),
+        ["call", "ReplicaContext.all_reduce", "ReplicaContext.all_gather"],
+    ),
+    ("reduce, gather", either(lambda s, v: s.reduce("SUM", ONES), lambda s, v: s.gather(ONES, 0)), ["call", "gather"]),
+    (
+        "with and without axis",
+        either(lambda s, v: s.reduce("SUM", ONES), lambda s, v: s.reduce("SUM", ONES, axis=0)),
+        ["Strategy.reduce"],
+    ),
+    (
+        "16 and 32 bits along an axis",
+        lambda s, v: s.reduce("SUM", ONES.astype("f2" if ODD else "f4"), axis=0),
+        ["float16", "float32"],
+    ),
+    ("axis", lambda s, v: s.reduce("SUM", np.ones((3, 3)), axis=int(ODD)), ["axis"]),
+    ("destination", lambda s, v: s.extended.reduce_to("SUM", ONES, f"task:{int(ODD)}"), ["destination=rank 1"]),
+    (
+        "one and all destinations",
+        lambda s, v: s.extended.reduce_to("SUM", ONES, "task:0" if ODD else v[0]),
+        ["destination", "every rank"],
+    ),
+    (
+        "reduce_to and broadcast_to",
+        either(lambda s, v: s.extended.reduce_to("SUM", ONES, v[0]), lambda s, v: s.extended.broadcast_to(ONES, v[0])),
+        ["reduce_to", "broadcast_to"],
+    ),
+    (
+        "number of pairs",
+        lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v[0])] * (1 + ODD)),
+        ["values", "float64[3], float64[3]"],
+    ),
+    ("shape of a broadcast", lambda s, v: s.extended.broadcast_to(np.ones(3 + ODD), v[0]), ["values", "[4]"]),
+    ("other axes of a gather", lambda s, v: s.gather(np.ones((2, 3 + ODD)), 0), ["values"]),
+    ("axes of a gather", lambda s, v: s.gather(np.ones((2, 2)), int(ODD)), ["op"]),
+    ("dtype of a gather", lambda s, v: s.gather(ONES.astype("f4" if ODD else "f8"), 0), ["values", "float32"]),
+    ("width of strings", lambda s, v: s.gather(np.array(["a" * (1 + ODD)]), 0), ["values"]),
+    ("variable", lambda s, v: s.run(lambda: v[int(ODD)].assign(np.ones(2))), ["name", "weights", "bias"]),
+    (
+        "assign and assign_add",
+        lambda s, v: s.run(lambda: (v[0].assign_add if ODD else v[0].assign)(np.ones(2))),
+        ["Variable.assign", "Variable.assign_add"],
+    ),
+    (
+        "accumulation_fn",
+        lambda s, v: _in_scope(s, ms.ReductionToOneDevice(accumulation_fn=sum if ODD else None)),
+        ["ReductionToOneDevice"],
+    ),
+    (
+        "reduce_to_device",
+        lambda s, v: _in_scope(s, ms.ReductionToOneDevice(f"task:{int(ODD)}")),
+        ["ReductionToOneDevice", "task:0", "task:1"],
+    ),
+    (
+        "num_packs",
+        lambda s, v: _in_scope(s, ms.HierarchicalCopyAllReduce(1 + ODD)),
+        ["HierarchicalCopyAllReduce"],
+    ),
+    ("barriers", lambda s, v: s.extended.barrier("end" if ODD else "begin"), ["name", "begin", "end"]),
+]  # fmt: skip
+
+
+def _in_scope(strategy: ms.Strategy, ops: ms.CrossDeviceOps) -> Any:
+    with strategy.scope():
+        return ops.batch_reduce("SUM", [(ONES, "CPU:0"), (np.ones(4), "CPU:0")])
+
+
+@pytest.mark.parametrize(("what", "call", "said"), DIFFERENCES, ids=[row[0] for row in DIFFERENCES])
+def test_every_rank_is_told_what_differs(
+    strategy: ms.Strategy, variables: tuple[ms.Variable, ms.Variable], what: str, call: Any, said: list[str]
+) -> None:
+    for rank, end in enumerate(outcomes(call, strategy, variables)):
+        assert end.error is errors.CollectiveMismatchError, f"rank {rank}: {end.text}"
+        for word in said:
+            assert word in end.text
+        for other in RANKS:
+            assert re.search(rf"rank {other}: .* at \S*test_mismatch\.py:\d+", end.text)
+        assert "differ in:" in end.text
+    for variable in variables:
+        np.testing.assert_array_equal(variable.local_copy(), [0, 0])
+    assert still_works(strategy)
+
+
+def test_the_text_names_the_lines_of_both_calls(strategy: ms.Strategy) -> None:
+    def step() -> Any:
+        if ODD:
+            return context().all_reduce("SUM", 1.0)
+        return context().all_reduce("MEAN", 1.0)
+
+    line = step.__code__.co_firstlineno
+    for end in outcomes(strategy.run, step):
+        assert f"test_mismatch.py:{line + 2}" in end.text
+        assert f"test_mismatch.py:{line + 3}" in end.text
+
+
+def test_calls_in_another_order_are_not_paired_crosswise(strategy: ms.Strategy) -> None:
+    """MPI would add one's weights to the other's bias: the shapes are equal."""
+    weights, bias = np.full(3, 1.0), np.full(3, 100.0)
+
+    def step() -> Any:
+        first, second = (("b", bias), ("w", weights)) if ODD else (("w", weights), ("b", bias))
+        return [context().all_reduce("SUM", value, name=name) for name, value in (first, second)]
+
+    for end in outcomes(strategy.run, step):
+        assert end.error is errors.CollectiveMismatchError
+        assert "name" in end.text
+    assert still_works(strategy)
+
+
+def test_nothing_has_moved_when_a_mismatch_is_raised(strategy: ms.Strategy) -> None:
+    value, out = np.full(3, float(RANK)), np.full(3, -1.0)
+    ends = outcomes(strategy.run, lambda: context().all_reduce("SUM", value, out=out, name=str(RANK)))
+    assert all(end.error is errors.CollectiveMismatchError for end in ends)
+    np.testing.assert_array_equal(value, np.full(3, RANK))
+    np.testing.assert_array_equal(out, np.full(3, -1.0))
+
+
+def test_a_call_that_one_rank_leaves_out_meets_the_next_one(strategy: ms.Strategy) -> None:
+    def call() -> Any:
+        if not ODD:
+            strategy.reduce("SUM", 1.0)
+        return strategy.gather(ONES, 0)
+
+    ends = outcomes(call)
+    assert all(end.error is errors.CollectiveMismatchError for end in ends)
+    assert still_works(strategy)
+
+
+def test_an_exception_between_two_calls_on_one_rank_is_not_lost(strategy: ms.Strategy) -> None:
+    """Inside a call that all make together, one rank's own exception reaches the others by name."""
+
+    def fail(values: list[Any]) -> Any:
+        raise KeyError("on the summing rank")
+
+    def call() -> Any:
+        with strategy.scope():
+            return ms.ReductionToOneDevice("task:1", accumulation_fn=fail).reduce("SUM", ONES, "CPU:0")
+
+    for rank, end in enumerate(outcomes(call)):
+        assert end.error is (Exception if rank == 1 else errors.RemoteError)
+        assert "on the summing rank" in end.text
+        assert rank == 1 or "KeyError" in end.text
+    assert still_works(strategy)
+
+
+@pytest.mark.parametrize("returned", [None, np.ones(4), np.ones(3, complex), "text", np.array([None] * 3)])
+def test_what_an_accumulation_function_may_not_return(strategy: ms.Strategy, returned: Any) -> None:
+    def call() -> Any:
+        with strategy.scope():
+            return ms.ReductionToOneDevice(accumulation_fn=lambda values: returned).reduce("SUM", ONES, "CPU:0")
+
+    for end in outcomes(call):
+        assert end.error is not None
+        assert issubclass(end.error, errors.MpiStrategyError), end.text
+        assert "accumulation_fn" in end.text
+    assert still_works(strategy)
+
+
+def test_groups_of_ranks_are_independent(strategy: ms.Strategy) -> None:
+    """Strategies on sub-communicators agree among themselves only."""
+    from mpi4py import MPI
+
+    half = MPI.COMM_WORLD.Split(RANK % 2, RANK)
+    group = ms.MirroredStrategy(communicator=half)
+    members = [rank for rank in RANKS if rank % 2 == RANK % 2]
+    assert group.num_replicas_in_sync == len(members)
+    if RANK % 2:  # the two groups do different things at the same time
+        assert group.reduce("SUM", float(RANK)) == sum(members)
+    else:
+        assert group.gather(np.array([RANK]), 0).tolist() == members
+    assert group.run(lambda: context().replica_id_in_sync_group) == members.index(RANK)
+    assert still_works(strategy)
+    group.close()
+    half.Free()
+
+
+def test_a_closed_strategy_says_so(strategy: ms.Strategy) -> None:
+    closed = ms.MirroredStrategy()
+    closed.close()
+    closed.close()  # again is no mistake
+    for call in (lambda: closed.reduce("SUM", 1.0), lambda: closed.gather(ONES, 0), lambda: closed.extended.barrier()):
+        for end in outcomes(call):
+            assert end.error is not None
+            assert issubclass(end.error, errors.MpiStrategyError), end.text
+            assert "close" in end.text
+    assert still_works(strategy)
