@@ -58,7 +58,10 @@ class WeightedMean:
     def __init__(self, weight: Any, op: ReduceOp, where: str) -> None:
         if op is not ReduceOp.MEAN:
             raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
-        array = np.asarray(weight)
+        try:
+            array = np.asarray(weight)
+        except (TypeError, ValueError):  # a ragged list, say
+            array = np.empty(1)
         if array.ndim != 0 or array.dtype.kind not in "iuf":
             raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
         self._weight = float(array)
