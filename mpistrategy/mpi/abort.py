@@ -11,12 +11,13 @@ import atexit
 import builtins
 import math
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
@@ -36,9 +37,16 @@ class _Watch:
     def __init__(self, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]) -> None:
         self.rank, self.size, self._abort, self.mpi_is_over = rank, size, abort, mpi_is_over
         self.open: dict[Guard, Callable[[], None]] = {}
-        self.status = 0
+        self.exit_status = 0
         self.last_words = ""
         self.pid = os.getpid()
+        self._bottom = _bottom_frame()
+
+    def status(self) -> int:
+        """Return the status with which the program ends, as far as Python lets us know."""
+        if getattr(sys, "last_value", None) is not None:  # set before any excepthook runs
+            return 1
+        return self.exit_status if _was_unwound(self._bottom) else 0
 
     def say(self, text: str) -> None:
         prefix = f"[rank {self.rank}/{self.size}] "
@@ -99,13 +107,16 @@ def _install(state: _Watch) -> None:
     previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _is_interactive() or os.getpid() != state.pid:
+        alone = _is_interactive() or os.getpid() != state.pid
+        if alone or previous_hook is not sys.__excepthook__:
             previous_hook(kind, error, trace)
-        else:
+        if not alone:
             state.end_job(error, kind, trace, "")
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is None or issubclass(args.exc_type, SystemExit) or os.getpid() != state.pid:
+        if issubclass(args.exc_type, SystemExit):
+            return  # ends the thread and nothing else, as always in Python
+        if args.exc_value is None or os.getpid() != state.pid:
             previous_thread_hook(args)
         else:
             name = args.thread.name if args.thread is not None else "?"
@@ -118,27 +129,37 @@ def _install(state: _Watch) -> None:
 
 
 def _replace_exit(state: _Watch) -> None:
-    """Make `sys.exit`, `exit` and `quit` remember a status that ends the program.
-
-    Python tells nobody with which status it ends, and MPI_Finalize waits for the peers before the launcher could see
-    it.  An exception that is deleted with no Python frame below it was caught by nobody.
-    """
-
-    class Exit(SystemExit):
-        def __del__(self) -> None:
-            if sys._getframe().f_back is None:
-                state.status = _status(self.code)
+    """Make `sys.exit`, `exit` and `quit` remember their status: Python tells nobody with which one it ends."""
 
     def leave(status: Any = None, /) -> NoReturn:
         """Exit the interpreter by raising SystemExit(status)."""
-        stack = "".join(traceback.format_stack(sys._getframe(1)))
-        state.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
-        raise Exit(status)
+        if threading.current_thread() is threading.main_thread():
+            stack = "".join(traceback.format_stack(sys._getframe(1)))
+            state.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
+            state.exit_status = _status(status)
+        raise SystemExit(status)
 
     sys.exit = leave
     for name in ("exit", "quit"):
         if hasattr(builtins, name):
             setattr(builtins, name, leave)
+
+
+def _bottom_frame() -> FrameType | None:
+    """Return the outermost frame of the main thread: the program itself."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _was_unwound(frame: FrameType | None) -> bool:
+    """Return whether a finished frame was left by an exception: its last instruction was no return."""
+    import opcode  # here: only a program's end needs it
+
+    if frame is None or frame.f_lasti < 0:
+        return True
+    return not opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
 def _status(code: Any) -> int:
@@ -150,7 +171,12 @@ def _status(code: Any) -> int:
 def _say_goodbye(state: _Watch) -> None:
     if os.getpid() != state.pid or state.mpi_is_over():
         return
-    end = time.monotonic() + (PATIENCE_SECONDS if state.status else math.inf)
+    status = state.status()
+    if status:
+        # A last resort for peers that no guard of ours reaches, in MPI_Finalize too: no handler, the kernel ends us.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS + 1)
+    end = time.monotonic() + (PATIENCE_SECONDS if status else math.inf)
     waiting = list(state.open)
     for guard in waiting:
         guard.start_leaving()
@@ -160,12 +186,12 @@ def _say_goodbye(state: _Watch) -> None:
             left = guard.peers_have_left()
             if left:
                 waiting.remove(guard)
-            elif left is False and not state.status:
+            elif left is False and not status:
                 guard.tell_peers()
-            elif state.status and (left is False or time.monotonic() > end):
+            elif status and (left is False or time.monotonic() > end):
                 state.say(state.last_words)
-                state.say(f"ended with status {state.status} while other ranks go on: the whole job ends here.")
-                state.abort(state.status)
+                state.say(f"ended with status {status} while other ranks go on: the whole job ends here.")
+                state.abort(status)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     for close in list(state.open.values()):
