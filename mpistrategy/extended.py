@@ -227,7 +227,8 @@ class StrategyExtended(Placement):
         """
         self._require_cross_replica("update_non_slot")
         context.check_call("StrategyExtended.update_non_slot", fn, args, kwargs)
-        if colocate_with != self.worker_devices and not self._container_strategy.is_default:
+        devices = isinstance(colocate_with, tuple) and all(isinstance(device, str) for device in colocate_with)
+        if not self._container_strategy.is_default and not (devices and colocate_with == self.worker_devices):
             raise DeviceError.at(
                 "StrategyExtended.update_non_slot",
                 found=f"colocate_with={colocate_with!r}",

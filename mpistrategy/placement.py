@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy import context
-from mpistrategy.errors import ContextError, OptionTypeError
+from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.variables import Variable
 
@@ -29,15 +29,14 @@ class Placement:
         self._colocated_with: list[Variable] = []
         self._unnamed_variables = 0
 
-    @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
 
         Every variable of a strategy lives on every replica, so this records a relation and checks it.
 
         Raises:
             ContextError: outside scope().
-            OptionTypeError: when the argument is no variable of this strategy.
+            OptionError: when the argument is no variable of this strategy.
         """
         frame = context.current_frame()
         if frame is None or frame.strategy is not self._container_strategy:
@@ -47,12 +46,16 @@ class Placement:
                 expected="a call inside strategy.scope()",
             )
         if not self.variable_created_in_scope(colocate_with_variable):
-            raise OptionTypeError.at(
+            raise OptionError.at(
                 "StrategyExtended.colocate_vars_with",
                 found=repr(colocate_with_variable),
                 expected="a variable created in this strategy's scope",
             )
-        self._colocated_with.append(colocate_with_variable)
+        return self._colocating(colocate_with_variable)
+
+    @contextlib.contextmanager
+    def _colocating(self, variable: Variable) -> Iterator[None]:
+        self._colocated_with.append(variable)
         try:
             yield
         finally:

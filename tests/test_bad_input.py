@@ -217,7 +217,7 @@ LOCAL: list[tuple[str, Call, Any]] = [
     ("distribute values: no function", lambda s, v: s.experimental_distribute_values_from_function(3), TypeError),
     ("distribute dataset: None", lambda s, v: s.experimental_distribute_dataset(None), TypeError),
     ("distribute dataset: a string", lambda s, v: s.experimental_distribute_dataset("text"), TypeError),
-    ("colocate_vars_with: no variable", lambda s, v: _enter(s, s.extended.colocate_vars_with(ONES)), TypeError),
+    ("colocate_vars_with: no variable", lambda s, v: _enter(s, lambda: s.extended.colocate_vars_with(ONES)), ValueError),
     ("ReplicaContext: no strategy", lambda s, v: ms.ReplicaContext("strategy", 0), TypeError),
     ("SGD: a string", lambda s, v: ms.optimizers.SGD("fast"), TypeError),
     ("SGD: minus", lambda s, v: ms.optimizers.SGD(-0.1), ValueError),
@@ -233,8 +233,8 @@ LOCAL: list[tuple[str, Call, Any]] = [
 ]  # fmt: skip
 
 
-def _enter(strategy: ms.Strategy, manager: Any) -> None:
-    with strategy.scope(), manager:
+def _enter(strategy: ms.Strategy, make_manager: Any) -> None:
+    with strategy.scope(), make_manager():
         pass
 
 

@@ -12,7 +12,7 @@ import mpistrategy as ms
 from .destinations import make_destination, make_pairs, make_value
 from .environment import Env, constant, variable
 from .programs_reduce import one_to_n
-from .registry import UnsupportedProgramError, program
+from .registry import program
 from .values import decode
 
 Inputs = dict[str, Any]
@@ -29,8 +29,6 @@ SEQUENCES: dict[str, Callable[[Any], Any]] = {
 def reduce_to(env: Env, p: Inputs) -> Any:
     with env.strategy.scope():
         value = make_value(env, p["value"])
-        if isinstance(value, (dict, list, tuple)) and "per_replica" in p["value"]:
-            raise UnsupportedProgramError("reduce_to of a nest of PerReplica values is not there yet")
         destination = make_destination(env, p["destinations"], value)
         result = env.attempt(lambda: env.strategy.extended.reduce_to(decode(p["reduce_op"]), value, destination))
         observed = {"result": result}
