@@ -141,6 +141,11 @@ def _input(case: Json, text: str) -> bool:
     return name in inputs and wanted in (inputs[name], json.dumps(inputs[name]))
 
 
+def _given(case: Json, name: str) -> bool:
+    """``given:policy``: the program was given this input."""
+    return (case.get("inputs") or {}).get(name) is not None
+
+
 def _operation(case: Json, names: str) -> bool:
     """``op:MEAN`` or ``op:MIN,MAX``: the reduce op, however it is spelled."""
     op = (case.get("inputs") or {}).get("reduce_op")
@@ -279,6 +284,7 @@ WHEN: dict[str, Callable[..., bool]] = {
     "replicas": _replicas,
     "recorded": _recorded,
     "input": _input,
+    "given": _given,
     "op": _operation,
     "op_kind": _op_kind,
     "leaf": _leaf,

@@ -20,7 +20,7 @@ from .registry import UnsupportedProgramError, program
 from .values import Json, Raw, nested
 
 Inputs = dict[str, Any]
-POLICIES = ("AUTO", "FILE", "DATA", "OFF")
+POLICIES = ("AUTO", "FILE", "DATA", "OFF", "HINT")
 
 
 def batches(elements: int, size: int, **options: Any) -> ms.Dataset:
