@@ -1,0 +1,125 @@
+"""Metrics: what all replicas saw, whatever part of it each of them saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from replicas import RANK, RANKS, SIZE, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors, metrics
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.MirroredStrategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def mean(strategy: ms.Strategy) -> metrics.Mean:
+    with strategy.scope():
+        return metrics.Mean("loss")
+
+
+lengths = st.lists(st.integers(0, 5), min_size=4, max_size=4)
+
+
+@given(batches=st.lists(lengths, min_size=1, max_size=3), weighted=st.booleans())
+def test_a_mean_over_uneven_parts_counts_every_element_once(
+    strategy: ms.Strategy, mean: metrics.Mean, batches: list[list[int]], weighted: bool
+) -> None:
+    def values(step: int, rank: int) -> tuple[Any, Any]:
+        random = np.random.default_rng([step, rank])
+        count = batches[step][rank]
+        return random.integers(-50, 50, count) / 4, random.integers(0, 3, count) if weighted else np.ones(count)
+
+    mean.reset_state()
+    for step in range(len(batches)):
+        strategy.run(mean.update_state, args=values(step, RANK))
+    found = mean.result()
+
+    everything = [values(step, rank) for step in range(len(batches)) for rank in RANKS]
+    numbers, weights = (np.concatenate(parts) for parts in zip(*everything, strict=True))
+    if weights.sum():
+        np.testing.assert_allclose(found, np.average(numbers, weights=weights), rtol=1e-12, atol=1e-12)
+    else:
+        assert np.isnan(found)
+    assert type(found) is float
+    assert same_everywhere(np.float64(found))
+
+
+def test_a_sum(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        rows = metrics.Sum("rows")
+    assert rows.result() == 0
+    strategy.run(rows.update_state, args=(np.ones(RANK),))
+    strategy.run(rows.update_state, args=(2,))
+    assert rows.result() == sum(RANKS) + 2 * SIZE
+    rows.reset_state()
+    assert rows.result() == 0
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_accuracy_over_uneven_parts(strategy: ms.Strategy, scores: bool) -> None:
+    with strategy.scope():
+        accuracy = metrics.Accuracy()
+    labels = np.arange(RANK) % 3  # rank r has r rows, of which the first is wrong
+    predictions = labels.copy()
+    predictions[:1] += 1
+    strategy.run(accuracy.update_state, args=(labels, np.eye(4)[predictions] if scores else predictions))
+    rows, wrong = sum(RANKS), SIZE - 1
+    if rows:
+        np.testing.assert_allclose(accuracy.result(), (rows - wrong) / rows)
+    else:
+        assert np.isnan(accuracy.result())
+
+
+def test_in_a_step_a_replica_sees_its_own_part_only(strategy: ms.Strategy, mean: metrics.Mean) -> None:
+    mean.reset_state()
+
+    def step() -> float:
+        mean.update_state(float(RANK))
+        return mean.result()
+
+    assert strategy.run(step) == RANK
+    assert mean.result() == (SIZE - 1) / 2
+
+
+def test_counting_never_communicates(strategy: ms.Strategy, mean: metrics.Mean) -> None:
+    """A rank may have more steps than another, as long as all ask for the result together."""
+    mean.reset_state()
+    for _ in range(RANK):
+        with ms.ReplicaContext(strategy, RANK):
+            mean.update_state(1.0)
+    assert still_works(strategy)
+    assert mean.result() == 1 or (SIZE == 1 and np.isnan(mean.result()))
+
+
+def test_weights_and_shapes_that_do_not_fit(strategy: ms.Strategy, mean: metrics.Mean) -> None:
+    with strategy.scope():
+        accuracy = metrics.Accuracy()
+    with pytest.raises(ValueError, match="shape"):
+        strategy.run(mean.update_state, args=(np.ones(3), np.ones(2)))
+    with pytest.raises(errors.ShapeError, match="predictions"):
+        strategy.run(accuracy.update_state, args=(np.ones(3), np.ones(2)))
+    assert still_works(strategy)
+
+
+def test_adding_outside_a_step_is_refused_with_the_cure(strategy: ms.Strategy, mean: metrics.Mean) -> None:
+    with strategy.scope(), pytest.raises(errors.AggregationError, match=r"strategy\.run"):
+        mean.update_state(1.0)
+
+
+def test_without_a_strategy_a_metric_just_counts() -> None:
+    mean = metrics.Mean()
+    mean.update_state([1.0, 2.0, 6.0])
+    assert mean.result() == 3

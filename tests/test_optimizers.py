@@ -1,0 +1,259 @@
+"""Optimizers: N replicas do what one device does with the whole batch, and both do what the papers' formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import BFLOAT16, RANK, RANKS, SIZE, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors, optimizers
+from mpistrategy.arrays import Array
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.MirroredStrategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+def apply(strategy: ms.Strategy, optimizer: optimizers.Optimizer, *pairs: tuple[Any, ms.Variable]) -> None:
+    strategy.run(optimizer.apply_gradients, args=(list(pairs),))
+
+
+# ------------------------------------------------------------------------------------------------- the formulas
+# Each takes the gradients of all steps and yields the variable (which begins at 0) after each step, in float64.
+
+
+def sgd(gradients: list[Array], rate: float, momentum: float = 0.0, nesterov: bool = False) -> Iterator[Array]:
+    w, v = np.zeros_like(gradients[0]), np.zeros_like(gradients[0])
+    for g in gradients:
+        v = momentum * v + g
+        w = w - rate * (g + momentum * v if nesterov else v)
+        yield w
+
+
+def adam(gradients: list[Array], rate: float, b1: float, b2: float, eps: float, decay: float = 0.0) -> Iterator[Array]:
+    w, m, v = (np.zeros_like(gradients[0]) for _ in range(3))
+    for t, g in enumerate(gradients, start=1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        w = w - rate * decay * w
+        w = w - rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + eps)
+        yield w
+
+
+CASES: dict[str, tuple[Callable[[str], optimizers.Optimizer], Callable[[list[Array]], Iterator[Array]]]] = {
+    "SGD": (lambda a: optimizers.SGD(0.1, aggregation=a), lambda g: sgd(g, 0.1)),
+    "momentum": (lambda a: optimizers.SGD(0.1, momentum=0.9, aggregation=a), lambda g: sgd(g, 0.1, 0.9)),
+    "nesterov": (
+        lambda a: optimizers.SGD(0.1, momentum=0.9, nesterov=True, aggregation=a),
+        lambda g: sgd(g, 0.1, 0.9, nesterov=True),
+    ),
+    "Adam": (
+        lambda a: optimizers.Adam(0.1, 0.8, 0.99, 1e-5, aggregation=a),
+        lambda g: adam(g, 0.1, 0.8, 0.99, 1e-5),
+    ),
+    "AdamW": (
+        lambda a: optimizers.AdamW(0.1, 0.05, 0.8, 0.99, 1e-5, aggregation=a),
+        lambda g: adam(g, 0.1, 0.8, 0.99, 1e-5, decay=0.05),
+    ),
+}
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
+@pytest.mark.parametrize("name", CASES)
+def test_each_step_is_the_formula_of_the_reduced_gradient(strategy: ms.Strategy, name: str, aggregation: str) -> None:
+    make, formula = CASES[name]
+    of_ranks = [[np.random.default_rng([step, rank]).normal(size=(2, 3)) for rank in RANKS] for step in range(6)]
+    reduced = [np.sum(parts, axis=0) / (SIZE if aggregation == "MEAN" else 1) for parts in of_ranks]
+    with strategy.scope():
+        variable = ms.Variable(np.zeros((2, 3)))
+        optimizer = make(aggregation)
+    for parts, right in zip(of_ranks, formula(reduced), strict=True):
+        apply(strategy, optimizer, (parts[RANK], variable))
+        np.testing.assert_allclose(variable, right, rtol=1e-12, atol=1e-13)
+        assert same_everywhere(variable.local_copy())
+    assert optimizer.iterations is not None
+    assert int(optimizer.iterations) == 6
+
+
+# ------------------------------------------------------------------------------------------------- one device
+
+
+def train(strategy: ms.Strategy, make: Callable[[str], optimizers.Optimizer]) -> list[Array]:
+    """Fit a line to batches of 13 and 5 rows (parts of unequal size) with gradients of loss / global batch."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(13, 3)), random.normal(size=13)
+    batches = [(x, y), (x[:5], y[:5])] * 4
+    with strategy.scope():
+        w, b = ms.Variable(np.ones(3)), ms.Variable(0.5)
+        optimizer = make("SUM")
+
+    def step(part: tuple[Array, Array], rows: int) -> None:
+        x, y = part
+        error = x @ w + b - y
+        optimizer.apply_gradients([(2 * x.T @ error / rows, w), (2 * error.sum() / rows, b)])
+
+    distributed = strategy.experimental_distribute_dataset(batches)
+    for part, (_, labels) in zip(distributed, batches, strict=True):
+        strategy.run(step, args=(part, len(labels)))
+    return [w.numpy(), b.numpy()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_number_of_replicas_gives_the_weights_of_one_device(strategy: ms.Strategy, name: str) -> None:
+    make = CASES[name][0]
+    found, right = train(strategy, make), train(ms.OneDeviceStrategy("CPU:0"), make)
+    for one, other in zip(found, right, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11)
+    assert same_everywhere(found)
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
+def test_a_sparse_gradient_is_the_dense_one_it_stands_for(strategy: ms.Strategy, aggregation: str) -> None:
+    """Every rank names other rows, as many as its number; a row named twice counts twice."""
+    indices = np.array([0, 0, *range(RANK)])
+    slices = ms.IndexedSlices(np.full((len(indices), 2), RANK + 1.0), indices, (SIZE + 1, 2))
+    with strategy.scope():
+        sparse, dense = (ms.Variable(np.zeros((SIZE + 1, 2))) for _ in range(2))
+        one, two = (optimizers.SGD(0.5, aggregation=aggregation) for _ in range(2))
+    for _ in range(2):
+        apply(strategy, one, (slices, sparse))
+        apply(strategy, two, (slices.to_dense(), dense))
+    np.testing.assert_allclose(sparse, dense, rtol=1e-15)
+    assert float(dense[0, 0]) != 0
+
+
+def test_rows_without_a_gradient_keep_still_under_momentum(strategy: ms.Strategy) -> None:
+    slices = ms.IndexedSlices(np.ones((1, 2)), np.array([1]), (3, 2))
+    with strategy.scope():
+        variable = ms.Variable(np.zeros((3, 2)))
+        sgd = optimizers.SGD(1.0, momentum=0.5)
+    apply(strategy, sgd, (np.ones((3, 2)), variable))
+    before = variable.local_copy()
+    apply(strategy, sgd, (slices, variable))
+    changed = (variable.numpy() != before).any(axis=1)
+    assert changed.tolist() == [False, True, False]
+
+
+def test_a_variable_without_a_gradient_is_left_alone(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        one, two = ms.Variable(1.0), ms.Variable(2.0)
+        adam = optimizers.Adam()
+    apply(strategy, adam, (None, one), (1.0, two))
+    assert float(one) == 1
+    assert float(two) < 2
+    assert adam.slots_of(one) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float16", BFLOAT16, "float32"], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_is_converted_to_the_variables_dtype(strategy: ms.Strategy, name: str, dtype: Any) -> None:
+    make, formula = CASES[name]
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(2, dtype))
+        optimizer = make("MEAN")
+    right = list(formula([np.array([1.0, -0.5])] * 3))
+    for _ in range(3):
+        apply(strategy, optimizer, (np.array([1.0, -0.5]), variable))
+    assert variable.dtype == np.dtype(dtype)
+    np.testing.assert_allclose(variable.numpy().astype(float), right[-1], rtol=1e-5 if dtype == "float32" else 0.05)
+
+
+def test_clipping_limits_the_norm_of_all_reduced_gradients(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        w, b = ms.Variable(np.zeros(2)), ms.Variable(0.0)
+        clipped = optimizers.SGD(1.0, global_clipnorm=1.0)
+    apply(strategy, clipped, (np.array([3.0, 0.0]), w), (4.0, b))
+    np.testing.assert_allclose(w, [-0.6, 0])
+    np.testing.assert_allclose(b, -0.8)
+
+
+def test_the_update_is_in_place(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(2))
+        optimizer = optimizers.Adam(0.1)
+        optimizer.build([variable])
+    view = np.asarray(variable)
+    slots = {name: np.asarray(slot) for name, slot in optimizer.slots_of(variable).items()}
+    apply(strategy, optimizer, (np.ones(2), variable))
+    assert (view != 0).all()
+    assert set(slots) == {"m", "v"}
+    assert all((slot != 0).all() for slot in slots.values())
+
+
+# ------------------------------------------------------------------------------------------------- mistakes
+
+
+def bad_pairs(v: ms.Variable, w: ms.Variable) -> dict[str, tuple[list[Any], Any]]:
+    good = np.ones(2)
+    return {
+        "a shape": ([(good, v), (np.ones(3), w)], ValueError),
+        "a shape that would broadcast": ([(good, v), (np.ones(1), w)], ValueError),
+        "a scalar": ([(good, v), (1.0, w)], ValueError),
+        "bools": ([(good, v), (np.ones(2, bool), w)], TypeError),
+        "complex for float": ([(good, v), (np.ones(2, complex), w)], TypeError),
+        "text": ([(good, v), ("text", w)], (TypeError, ValueError)),
+        "no variable": ([(good, v), (good, good)], TypeError),
+        "a variable of nobody": ([(good, v), (good, ms.get_strategy() and None)], TypeError),
+        "no pair": ([(good, v), good], (TypeError, ValueError)),
+        "no gradients": ([], ValueError),
+        "only None": ([(None, v), (None, w)], ValueError),
+        "a row that is not there": (
+            [(good, v), (ms.IndexedSlices(np.ones(1), np.array([2]), (2,)), w)],
+            (ValueError, IndexError),
+        ),
+    }
+
+
+@pytest.mark.parametrize("who", ["all ranks", "the last rank"])
+@pytest.mark.parametrize("name", ["SGD", "momentum", "Adam"])
+@pytest.mark.parametrize("what", list(bad_pairs(None, None)))  # type: ignore[arg-type]
+def test_a_gradient_that_does_not_fit_changes_nothing_anywhere(
+    strategy: ms.Strategy, name: str, what: str, who: str
+) -> None:
+    with strategy.scope():
+        v, w = ms.Variable(np.zeros(2)), ms.Variable(np.zeros(2))
+        optimizer = CASES[name][0]("SUM")
+    apply(strategy, optimizer, (np.ones(2), v), (np.ones(2), w))
+    slots = [slot for var in (v, w) for slot in optimizer.slots_of(var).values()]
+    state = [v, w, optimizer.iterations, *slots]
+    before = [variable.local_copy() for variable in state]
+    pairs, kind = bad_pairs(v, w)[what]
+    if who == "the last rank" and RANK < SIZE - 1:
+        pairs = [(np.ones(2), v), (np.ones(2), w)]
+
+    for rank, end in enumerate(outcomes(strategy.run, optimizer.apply_gradients, (pairs,))):
+        assert end.error is not None, f"rank {rank} raised nothing"
+        assert issubclass(end.error, errors.MpiStrategyError), end.text
+        assert issubclass(end.error, kind) or end.error is errors.CollectiveMismatchError, end.text
+    for variable, copy in zip(state, before, strict=True):
+        np.testing.assert_array_equal(variable.local_copy(), copy)
+    assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_of_equal_shape_in_another_order_are_not_mixed_up(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        v, w = ms.Variable(np.zeros(2)), ms.Variable(np.zeros(2))
+        sgd = optimizers.SGD(0.1)
+    pairs = [(np.ones(2), v), (np.full(2, 100.0), w)]
+    ends = outcomes(strategy.run, sgd.apply_gradients, (pairs if RANK else pairs[::-1],))
+    assert all(end.error is errors.CollectiveMismatchError for end in ends)
+    np.testing.assert_array_equal(v.local_copy(), [0, 0])
+
+
+def test_apply_gradients_belongs_in_a_step(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        variable = ms.Variable(0.0)
+        with pytest.raises(errors.ContextError, match=r"strategy\.run"):
+            optimizers.SGD(0.1).apply_gradients([(1.0, variable)])
