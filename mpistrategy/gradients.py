@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array
+from mpistrategy.arrays import Array, to_reducible
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
     """Return the Euclidean norm of all elements of all arrays, summed in float64."""
-    squares = (np.square(np.abs(np.asarray(array)), dtype=np.float64).sum() for array in arrays)
+    dense = (to_reducible(array, "global_norm") for array in arrays)
+    squares = (np.square(np.abs(array), dtype=np.float64).sum() for array in dense)
     return float(np.sqrt(sum(squares)))
 
 
@@ -31,13 +32,16 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         The scaled arrays, in their dtypes, and the norm before.  When the norm is not finite, all become NaN.
 
     Raises:
-        OptionError: for a clip_norm that is not positive.
+        OptionTypeError, OptionError: for a clip_norm that is no number, or not positive.
+        LeafError, DTypeError: for what are no numeric arrays.
     """
+    if not isinstance(clip_norm, (int, float, np.integer, np.floating)):
+        raise OptionTypeError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a number")
     if not clip_norm > 0:
         raise OptionError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a positive number")
-    norm = global_norm(arrays)
+    scaled = [to_reducible(array, "clip_by_global_norm") for array in arrays]
+    norm = global_norm(scaled)
     scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
-    scaled = [np.asarray(array) for array in arrays]
     return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
 
 
@@ -73,8 +77,10 @@ class GradientAccumulator:
 
         Raises:
             ShapeError: when number or shapes differ from the step before.
+            LeafError, DTypeError: for what are no numeric arrays.
+            Nothing has been added then.
         """
-        arrays = [np.asarray(gradient) for gradient in gradients]
+        arrays = [to_reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
         if self._count and [array.shape for array in arrays] != [total.shape for total in self._sums]:
             raise ShapeError.at(
                 "GradientAccumulator.add",

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.errors import ShapeError
+from mpistrategy.arrays import Array
+from mpistrategy.errors import LeafError, ShapeError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables import Variable
 
@@ -22,8 +23,12 @@ class Sum:
         self._total = _per_replica_sum(f"{name}/total")
 
     def update_state(self, value: Any) -> None:
-        """Add all elements of `value`; local, for step functions."""
-        self._total.assign_add(float(np.sum(value)))
+        """Add all elements of `value`; local, for step functions.
+
+        Raises:
+            LeafError: for what is no array of real numbers.
+        """
+        self._total.assign_add(float(np.sum(_real(value, "Sum.update_state"))))
 
     def result(self) -> float:
         """Return the sum over all replicas.  Collective in cross-replica context."""
@@ -46,9 +51,20 @@ class Mean:
         self._count = _per_replica_sum(f"{name}/count")
 
     def update_state(self, value: Any, weight: Any = 1.0) -> None:
-        """Add the elements of `value`, each with `weight` (a number, or an array of its shape); local."""
-        value = np.asarray(value, np.float64)
-        weights = np.broadcast_to(np.asarray(weight, np.float64), value.shape)
+        """Add the elements of `value`, each with `weight` (a number, or an array that broadcasts to its shape); local.
+
+        Raises:
+            LeafError: for what is no array of real numbers.
+            ShapeError: for a weight that does not fit; nothing has been added then.
+        """
+        where = f"{type(self).__name__}.update_state"
+        value, weights = _real(value, where), _real(weight, where)
+        try:
+            weights = np.broadcast_to(weights, value.shape)
+        except ValueError as error:
+            raise ShapeError.at(
+                where, found=f"a weight of shape {weights.shape}", expected=f"a number, or shape {value.shape}"
+            ) from error
         self._total.assign_add(float(np.sum(value * weights)))
         self._count.assign_add(float(np.sum(weights)))
 
@@ -92,6 +108,16 @@ class Accuracy(Mean):
                 "Accuracy.update_state", found=f"predictions of shape {predictions.shape}", expected=f"{labels.shape}"
             )
         super().update_state(predictions == labels, weight)
+
+
+def _real(value: Any, where: str) -> Array:
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind in "OSUc":
+            raise TypeError(f"dtype {array.dtype}")
+        return array.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise LeafError.at(where, found=f"{value!r}", expected="real numbers") from error
 
 
 def _per_replica_sum(name: str) -> Variable:

@@ -14,6 +14,7 @@ import numpy as np
 from mpistrategy.errors import OptionError, OptionTypeError
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
+_WORD = 2**32
 
 
 class Streams:
@@ -48,19 +49,22 @@ class Streams:
         Noise drawn for each row of the global batch this way does not depend on how many replicas share the batch.
 
         Raises:
-            OptionTypeError, OptionError: for numbers that are no ints, or negative.
+            OptionTypeError, OptionError: for numbers that are no ints, negative, or 2**64 and above.
         """
-        return self._generator(_NUMBERED, *(_checked(number, "number") for number in numbers))
+        # SeedSequence strings all numbers together in words of 32 bits: two each keep (2**32,) from being (0, 1).
+        checked = [_checked(number, "number", _WORD**2) for number in numbers]
+        return self._generator(_NUMBERED, *(word for number in checked for word in divmod(number, _WORD)))
 
     def _generator(self, *key: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key))
 
 
-def _checked(number: Any, name: str) -> int:
+def _checked(number: Any, name: str, limit: float = float("inf")) -> int:
     try:
         value = operator.index(number)
     except TypeError as error:
         raise OptionTypeError.at("Strategy.rng", found=f"{name}={number!r}", expected="an int") from error
-    if value < 0:
-        raise OptionError.at("Strategy.rng", found=f"{name}={value}", expected="an int from 0 on")
+    if not 0 <= value < limit:
+        expected = "an int from 0 on" if value < 0 else f"an int below {limit}"
+        raise OptionError.at("Strategy.rng", found=f"{name}={value}", expected=expected)
     return value
