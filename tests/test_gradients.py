@@ -1,0 +1,194 @@
+"""Gradients before an optimizer sees them: accumulation that sends nothing, and limits on the global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from replicas import RANK, RANKS, SIZE, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.gradients import GradientAccumulator, clip_by_global_norm, global_norm
+from mpistrategy.mpi.guard import Guard
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.Strategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The collectives that this rank has begun, by the verb that it announced."""
+    begun: list[str] = []
+    compare = Guard.compare
+
+    def counted(guard: Guard, signature: Any) -> None:
+        begun.append(signature.verb)
+        compare(guard, signature)
+
+    monkeypatch.setattr(Guard, "compare", counted)
+    return begun
+
+
+# ---------------------------------------------------------------------------------------------- accumulation
+
+
+def test_accumulation_sends_nothing(strategy: ms.Strategy, collectives: list[str]) -> None:
+    """Every rank may add another number of times between two reductions."""
+    accumulator = GradientAccumulator(steps=RANK + 1)
+
+    def step() -> Any:
+        for number in range(RANK + 1):
+            assert collectives == []
+            sums = accumulator.add([np.full(3, number + 1.0), np.float32(2)])
+            assert (sums is None) == (number < RANK)
+        return ms.get_replica_context().all_reduce("SUM", sums)
+
+    found = strategy.run(step)
+    assert collectives == ["reduce"]
+    np.testing.assert_array_equal(found[0], np.full(3, sum((r + 1) * (r + 2) / 2 for r in RANKS)))
+    assert float(found[1]) == sum(2 * (r + 1) for r in RANKS)
+
+
+def test_one_reduction_of_four_steps_is_the_reduction_of_the_large_batch(strategy: ms.Strategy) -> None:
+    rows = np.random.default_rng(0).integers(-8, 8, (4, SIZE, 5)) / 4
+    with strategy.scope():
+        weights, other = ms.Variable(np.zeros(5)), ms.Variable(np.zeros(5))
+        accumulated, at_once = ms.optimizers.SGD(0.5, momentum=0.5), ms.optimizers.SGD(0.5, momentum=0.5)
+    accumulator = GradientAccumulator(4)
+
+    def step() -> None:
+        for number in range(4):
+            if (gradients := accumulator.add([rows[number, RANK]])) is not None:
+                accumulated.apply_gradients([(gradients[0], weights)])
+        at_once.apply_gradients([(rows[:, RANK].sum(axis=0), other)])
+
+    for _ in range(2):
+        strategy.run(step)
+    np.testing.assert_array_equal(weights, other)
+
+
+def test_it_starts_again_and_keeps_its_hands_off_what_it_was_given() -> None:
+    accumulator = GradientAccumulator(2)
+    given_first, given_then = np.ones(2), np.full(2, 2.0)
+    assert accumulator.add([given_first]) is None
+    first = accumulator.add([given_then])
+    assert first is not None
+    np.testing.assert_array_equal(first[0], [3.0, 3.0])
+    accumulator.add([given_then])
+    second = accumulator.add([given_then])
+    assert second is not None
+    np.testing.assert_array_equal(first[0], [3.0, 3.0])
+    np.testing.assert_array_equal(second[0], [4.0, 4.0])
+    np.testing.assert_array_equal([given_first, given_then], [[1, 1], [2, 2]])
+    alone = GradientAccumulator(1).add([given_first])
+    assert alone is not None
+    assert not np.shares_memory(alone[0], given_first)
+
+
+def test_a_step_that_does_not_fit_adds_nothing() -> None:
+    accumulator = GradientAccumulator(2)
+    accumulator.add([np.ones(2), np.ones(3)])
+    for bad, kind in [
+        ([np.ones(2)], errors.ShapeError),
+        ([np.ones(2), np.ones(2)], errors.ShapeError),
+        ([np.ones(2), None], errors.LeafError),
+        ([np.ones(2), "text"], errors.DTypeError),
+        ([ms.IndexedSlices(np.ones(2), [0, 1], (2,)), np.ones(3)], errors.LeafError),
+    ]:
+        with pytest.raises(kind):
+            accumulator.add(bad)
+    sums = accumulator.add([np.ones(2), np.ones(3)])
+    assert sums is not None
+    np.testing.assert_array_equal(np.concatenate(sums), np.full(5, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("steps", "kind"),
+    [(0, errors.OptionError), (-1, errors.OptionError), (1.5, errors.OptionTypeError), ("2", errors.OptionTypeError)],
+)
+def test_impossible_steps(steps: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        GradientAccumulator(steps)
+
+
+# ---------------------------------------------------------------------------------------------- clipping
+
+arrays = st.lists(
+    st.lists(st.floats(-1e6, 1e6, width=32), max_size=5).map(lambda values: np.array(values)), min_size=1, max_size=4
+)
+
+
+@given(gradients=arrays, limit=st.floats(1e-3, 1e3))
+def test_the_norm_afterwards_is_at_most_the_limit(gradients: list[Any], limit: float) -> None:
+    before = [array.copy() for array in gradients]
+    clipped, norm = clip_by_global_norm(gradients, limit)
+    assert norm == pytest.approx(np.linalg.norm(np.concatenate(gradients)), rel=1e-12)
+    assert global_norm(clipped) <= limit * (1 + 1e-12)
+    scale = min(1.0, limit / norm) if norm else 1.0
+    for mine, old, was in zip(clipped, gradients, before, strict=True):
+        np.testing.assert_allclose(mine, old * scale, rtol=1e-12)
+        np.testing.assert_array_equal(old, was)
+
+
+def test_dtypes_are_kept_and_the_norm_is_exact() -> None:
+    gradients = [np.full(4, 300.0, np.float16), np.full(2, 3 + 4j, np.complex64), np.zeros(0, np.float32)]
+    clipped, norm = clip_by_global_norm(gradients, 1)
+    assert norm == pytest.approx(np.sqrt(4 * 300.0**2 + 2 * 25))  # 300^2 does not fit into float16
+    assert [array.dtype for array in clipped] == [array.dtype for array in gradients]
+    assert global_norm(clipped) == pytest.approx(1, rel=1e-3)
+    assert clip_by_global_norm([], 1.0) == ([], 0.0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_norm_that_is_no_number_leaves_none(bad: float) -> None:
+    clipped, norm = clip_by_global_norm([np.ones(2), np.array([bad])], 1.0)
+    assert not np.isfinite(norm)
+    assert all(np.isnan(array).all() for array in clipped)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [(0, errors.OptionError), (-1, errors.OptionError), (np.nan, errors.OptionError), ("1", errors.OptionTypeError)],
+)
+def test_impossible_limits(limit: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        clip_by_global_norm([np.ones(2)], limit)
+
+
+def test_what_has_no_norm_is_refused() -> None:
+    for bad in (None, "text", ms.IndexedSlices(np.ones(1), [0], (2,))):
+        with pytest.raises((errors.LeafError, errors.DTypeError)):
+            clip_by_global_norm([np.ones(2), bad], 1.0)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
+def test_global_clipnorm_clips_the_gradient_of_the_whole_batch(
+    strategy: ms.Strategy, limit: float, aggregation: str
+) -> None:
+    """Not each replica's: the norm of a sum is not the sum of the norms."""
+    everyone = [[np.random.default_rng([1, r, i]).integers(-9, 9, i + 2) / 4 for i in range(2)] for r in RANKS]
+    whole = [np.sum([mine[i] for mine in everyone], axis=0) for i in range(2)]
+    if aggregation == "MEAN":
+        whole = [gradient / SIZE for gradient in whole]
+    right, norm = clip_by_global_norm(whole, limit)
+    assert (norm > limit) == (limit < 1)
+    with strategy.scope():
+        variables = [ms.Variable(np.zeros(i + 2)) for i in range(2)]
+        optimizer = ms.optimizers.SGD(1.0, aggregation=aggregation, global_clipnorm=limit)
+    strategy.run(lambda: optimizer.apply_gradients(zip(everyone[RANK], variables, strict=True)))
+    for variable, gradient in zip(variables, right, strict=True):
+        np.testing.assert_allclose(variable, -gradient, rtol=1e-14)
+        assert same_everywhere(variable.local_copy())
+    assert still_works(strategy)

@@ -1,0 +1,107 @@
+"""Random streams: shared ones are equal everywhere, replicas' own are different, neither depends on how many."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from replicas import RANK, SIZE, gather_texts, same_everywhere
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.Strategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+def numbers(generator: np.random.Generator) -> list[int]:
+    return [int(x) for x in generator.integers(0, 2**63, 8)]
+
+
+def test_the_shared_stream_is_equal_everywhere_and_the_replicas_own_are_not(strategy: ms.Strategy) -> None:
+    streams = strategy.rng(7)
+    for _ in range(3):
+        assert same_everywhere(np.array(numbers(streams.shared)))
+    assert len(set(gather_texts(str(numbers(streams.replica))))) == SIZE
+    assert same_everywhere(np.array(numbers(streams.shared))), "drawing from the own stream moves the shared one"
+
+
+@given(seed=st.integers(0, 2**200))
+def test_no_stream_depends_on_the_number_of_replicas(strategy: ms.Strategy, seed: int) -> None:
+    """The first replicas of 5 have the numbers of these; a single one has replica 0's."""
+    mine = strategy.rng(seed)
+    found = [numbers(mine.shared), numbers(mine.replica), numbers(mine.at(3, 5))]
+
+    def program() -> list[list[int]]:
+        streams = ms.MirroredStrategy().rng(seed)
+        return [numbers(streams.shared), numbers(streams.replica), numbers(streams.at(3, 5))]
+
+    assert run_replicas(program, 5)[RANK] == found
+    alone = ms.OneDeviceStrategy().rng(seed)
+    assert numbers(alone.shared) == found[0]
+    assert (numbers(alone.replica) == found[1]) == (RANK == 0)
+
+
+def test_equal_seeds_give_equal_streams_and_different_ones_do_not(strategy: ms.Strategy) -> None:
+    assert numbers(strategy.rng(3).replica) == numbers(strategy.rng(np.int64(3)).replica)
+    all_streams = [[s.shared, s.replica, s.at(), s.at(0), s.at(1), s.at(0, 0)] for s in map(strategy.rng, range(5))]
+    drawn = [tuple(numbers(stream)) for stream in itertools.chain(*all_streams)]
+    assert len(set(drawn)) == len(drawn)
+
+
+@given(keys=st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=3).map(tuple), min_size=2, max_size=5, unique=True))
+def test_numbered_streams_differ_and_are_equal_everywhere(strategy: ms.Strategy, keys: list[tuple[int, ...]]) -> None:
+    streams = strategy.rng(1)
+    drawn = [tuple(numbers(streams.at(*key))) for key in keys]
+    assert len(set(drawn)) == len(keys)
+    assert drawn == [tuple(numbers(streams.at(*key))) for key in keys], "a numbered stream has no memory"
+    assert len(set(gather_texts(str(drawn)))) == 1
+
+
+def test_large_numbers_are_not_taken_apart(strategy: ms.Strategy) -> None:
+    """NumPy strings 32-bit words together: 2**32 would be (0, 1)."""
+    at = strategy.rng(0).at
+    keys = [(2**32,), (0, 1), (1, 0), (0, 0, 1), (2**63,), (0, 2**31)]
+    assert len({tuple(numbers(at(*key))) for key in keys}) == len(keys)
+
+
+def test_noise_by_row_does_not_depend_on_who_has_the_row(strategy: ms.Strategy) -> None:
+    rows = np.arange(11)
+    part = np.array_split(rows, SIZE)[RANK]
+    streams = strategy.rng(5)
+    noise = np.array([streams.at(2, row).standard_normal(3) for row in part]).reshape(-1, 3)
+    together = strategy.gather(noise, 0)
+    alone = ms.OneDeviceStrategy().rng(5)
+    np.testing.assert_array_equal(together, [alone.at(2, row).standard_normal(3) for row in rows])
+
+
+BAD: dict[str, tuple[Any, type[Exception]]] = {
+    "negative": (-1, errors.OptionError),
+    "float": (1.0, errors.OptionTypeError),
+    "text": ("7", errors.OptionTypeError),
+    "none": (None, errors.OptionTypeError),
+    "array": (np.arange(2), errors.OptionTypeError),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_seeds_and_numbers_are_refused(strategy: ms.Strategy, what: str) -> None:
+    bad, kind = BAD[what]
+    with pytest.raises(kind, match="seed="):
+        strategy.rng(bad)
+    with pytest.raises(kind, match="number="):
+        strategy.rng(0).at(1, bad)
+    with pytest.raises(errors.OptionError, match="below"):
+        strategy.rng(0).at(2**64)
