@@ -195,7 +195,7 @@ def test_the_update_is_in_place(strategy: ms.Strategy) -> None:
 
 
 def bad_pairs(v: ms.Variable, w: ms.Variable) -> dict[str, tuple[list[Any], Any]]:
-    good = np.ones(2)
+    good, nobodys = np.ones(2), ms.Variable(np.zeros(2))  # created in no scope
     return {
         "a shape": ([(good, v), (np.ones(3), w)], ValueError),
         "a shape that would broadcast": ([(good, v), (np.ones(1), w)], ValueError),
@@ -203,8 +203,9 @@ def bad_pairs(v: ms.Variable, w: ms.Variable) -> dict[str, tuple[list[Any], Any]
         "bools": ([(good, v), (np.ones(2, bool), w)], TypeError),
         "complex for float": ([(good, v), (np.ones(2, complex), w)], TypeError),
         "text": ([(good, v), ("text", w)], (TypeError, ValueError)),
-        "no variable": ([(good, v), (good, good)], TypeError),
-        "a variable of nobody": ([(good, v), (good, ms.get_strategy() and None)], TypeError),
+        "no variable": ([(good, v), (good, good)], (TypeError, ValueError)),
+        "None for a variable": ([(good, v), (good, None)], (TypeError, ValueError)),
+        "a variable of nobody": ([(good, v), (good, nobodys)], (TypeError, ValueError)),
         "no pair": ([(good, v), good], (TypeError, ValueError)),
         "no gradients": ([], ValueError),
         "only None": ([(None, v), (None, w)], ValueError),
