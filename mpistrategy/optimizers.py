@@ -64,9 +64,23 @@ class Optimizer:
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Create the step counter and the slots of `variables`, beside them.  Collective; inside scope()."""
+        """Create the step counter and the slots of `variables`, beside them.  Collective; inside scope().
+
+        Raises:
+            ContextError: outside the scope of the variables' strategy.
+            OptionError: for what is no variable.
+        """
+        where, strategy, listed = f"{type(self).__name__}.build", get_strategy(), list(variables)
+        for var in listed:
+            if getattr(var, "strategy", strategy) is not strategy:
+                raise ContextError.at(
+                    where,
+                    found=f"a call outside the scope of the strategy of {var.name!r}",
+                    expected="a call inside `with strategy.scope():`",
+                )
+            check_variable(var, strategy, where)
         self._step_counter()
-        for var in variables:
+        for var in listed:
             self._slots_of(var)
 
     def slots_of(self, var: Variable) -> dict[str, Variable]:
@@ -213,7 +227,7 @@ class SGD(Optimizer):
         if not self.momentum:
             return np.asarray(rate * gradient)
         velocity = slots["momentum"]
-        velocity.assign(self.momentum * velocity + gradient)
+        _store(velocity, self.momentum * velocity + gradient)
         step = gradient + self.momentum * velocity if self.nesterov else velocity[...]
         return np.asarray(rate * step)
 
@@ -255,8 +269,8 @@ class Adam(Optimizer):
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Update m and v; return the step."""
         m, v = slots["m"], slots["v"]
-        m.assign(self.beta_1 * m + (1 - self.beta_1) * gradient)
-        v.assign(self.beta_2 * v + (1 - self.beta_2) * gradient * np.conj(gradient))
+        _store(m, self.beta_1 * m + (1 - self.beta_1) * gradient)
+        _store(v, self.beta_2 * v + (1 - self.beta_2) * gradient * np.conj(gradient))
         size = self.step_size(int(self._step_counter()) + 1)
         return np.asarray(size * m / (np.sqrt(v) + self.epsilon))
 
@@ -299,6 +313,11 @@ class AdamW(Adam):
         decay = float(self.learning_rate) * self.weight_decay
         var.assign_sub(np.asarray(decay * var).astype(var.dtype, copy=False))
         super().update(var, gradient, slots, rows)
+
+
+def _store(slot: Variable, value: Any) -> None:
+    # bfloat16 times a Python number is float32.
+    slot.assign(np.asarray(value).astype(slot.dtype, copy=False))
 
 
 def _dense(gradient: Any, var: Variable) -> Array:
