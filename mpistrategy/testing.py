@@ -38,15 +38,19 @@ def run_replicas(fn: Callable[[], T], n: int, *, nodes: Sequence[int] | None = N
     """
     if not callable(fn):
         raise OptionTypeError.at("run_replicas", found=f"fn={fn!r}", expected="a function without arguments")
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise OptionTypeError.at("run_replicas", found=f"n={n!r}", expected="an int")
+    if nodes is not None and not isinstance(nodes, Sequence):
+        raise OptionTypeError.at("run_replicas", found=f"nodes={nodes!r}", expected="a list of node numbers, or None")
     if n < 1 or (nodes is not None and len(nodes) != n):
         raise OptionError.at(
             "run_replicas", found=f"n={n}, nodes={nodes!r}", expected="n >= 1 and one node for each rank"
         )
-    outcomes = run_threads(fn, n, nodes)
-    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+    endings = run_threads(fn, int(n), nodes)
+    failed = [(rank, ending.error) for rank, ending in enumerate(endings) if ending.error is not None]
     if failed:
         causes = [pair for pair in failed if not isinstance(pair[1], CollectiveMismatchError)]
         rank, error = (causes or failed)[0]
         error.add_note(f"raised on replica {rank} of {n}")
         raise error
-    return outcomes
+    return [ending.result for ending in endings]

@@ -79,7 +79,7 @@ def _never() -> bool:
 
 @dataclass
 class Meeting:
-    """Where some of the threads exchange values: each brings one and takes all.
+    """Where some of the threads exchange values: each brings one, for the same purpose, and takes all.
 
     Attributes:
         turns: who may run.
@@ -88,14 +88,14 @@ class Meeting:
 
     turns: Turns
     members: tuple[int, ...]
-    _brought: dict[int, Any] = field(default_factory=dict)
+    _brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _round: int = 0
     _taken: list[Any] = field(default_factory=list)
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Return what all members brought, in rank order."""
+    def exchange(self, rank: int, verb: str, value: Any) -> list[Any]:
+        """Return what all members brought, in rank order; raise on all unless all came for the same `verb`."""
         mine = self._round
-        self._brought[rank] = value
+        self._brought[rank] = (verb, value)
         if len(self._brought) == len(self.members):
             self._taken = [self._brought[other] for other in range(len(self.members))]
             self._brought = {}
@@ -105,7 +105,11 @@ class Meeting:
         except CollectiveMismatchError:
             self._brought.pop(rank, None)
             raise
-        return self._taken
+        verbs = [theirs for theirs, _ in self._taken]
+        if len(set(verbs)) > 1:
+            rows = [f"  replica {other}: {theirs}" for other, theirs in enumerate(verbs)]
+            raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
+        return [theirs for _, theirs in self._taken]
 
 
 class SimulatedCommunicator:
@@ -133,45 +137,45 @@ class SimulatedCommunicator:
 
     def duplicate(self) -> SimulatedCommunicator:
         """Return a communicator of the same ranks that never meets this one's calls.  Collective."""
-        meeting = self._meeting.exchange(self.rank, Meeting(self._meeting.turns, self._meeting.members))[0]
+        meeting = self._meeting.exchange(self.rank, "duplicate", Meeting(self._meeting.turns, self._meeting.members))[0]
         return SimulatedCommunicator(meeting, self.rank, self._nodes)
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
-        self.devices = tuple(self._meeting.exchange(self.rank, device))
+        self.devices = tuple(self._meeting.exchange(self.rank, "share_device", device))
 
     def allreduce(self, buffer: Array, op: str = "SUM") -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
-        buffer[...] = _combined(self._meeting.exchange(self.rank, buffer.copy()), op)
+        buffer[...] = _combined(self._meeting.exchange(self.rank, f"allreduce {op}", buffer.copy()), op)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
-        everything = self._meeting.exchange(self.rank, buffer.copy())
+        everything = self._meeting.exchange(self.rank, f"reduce {op} to {root}", buffer.copy())
         if self.rank == root:
             buffer[...] = _combined(everything, op)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`."""
-        buffer[...] = self._meeting.exchange(self.rank, buffer.copy() if self.rank == root else None)[root]
+        mine = buffer.copy() if self.rank == root else None
+        buffer[...] = self._meeting.exchange(self.rank, f"bcast from {root}", mine)[root]
 
     def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
-        everything = self._meeting.exchange(self.rank, block.copy())
+        everything = self._meeting.exchange(self.rank, f"gatherv to {root}", block.copy())
         if blocks is not None:
-            for target, theirs in zip(blocks, everything, strict=True):
-                target[...] = theirs
+            _fill(blocks, everything)
 
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on every rank."""
-        self.gatherv(block, blocks, self.rank)
+        _fill(blocks, self._meeting.exchange(self.rank, "allgatherv", block.copy()))
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
-        return list(self._meeting.exchange(self.rank, text))
+        return list(self._meeting.exchange(self.rank, "allgather_text", text))
 
     def all_equal(self, digest: int) -> bool:
         """Wait for every rank's digest; return whether all are equal."""
-        return len(set(self._meeting.exchange(self.rank, digest))) == 1
+        return len(set(self._meeting.exchange(self.rank, "compare calls", digest))) == 1
 
     def start(self, digest: int) -> None:
         """Do nothing: a thread that ends is seen by the others' turns."""
@@ -187,7 +191,7 @@ class SimulatedCommunicator:
             by_node = [[r for r in range(self.size) if self._nodes[r] == node] for node in dict.fromkeys(self._nodes)]
             leaders = [ranks[0] for ranks in by_node]
             offered = [Meeting(turns, tuple(members[r] for r in ranks)) for ranks in (*by_node, leaders)]
-            *nodes, across = self._meeting.exchange(self.rank, offered)[0]
+            *nodes, across = self._meeting.exchange(self.rank, "node", offered)[0]
             mine = next(index for index, ranks in enumerate(by_node) if self.rank in ranks)
             inside = SimulatedCommunicator(nodes[mine], by_node[mine].index(self.rank))
             outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
@@ -196,6 +200,11 @@ class SimulatedCommunicator:
 
     def close(self) -> None:
         """Do nothing: threads have nothing to give back."""
+
+
+def _fill(blocks: Sequence[Array], values: Sequence[Array]) -> None:
+    for target, value in zip(blocks, values, strict=True):
+        target[...] = value
 
 
 def _combined(arrays: Sequence[Array], op: str) -> Array:
@@ -217,19 +226,27 @@ def world() -> SimulatedCommunicator | None:
     return _world.communicator
 
 
-def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | None = None) -> list[Any]:
-    """Call `function` on `count` simulated ranks; return their results in rank order, exceptions as they are."""
+@dataclass
+class Ending:
+    """How the program of one rank ended: with a result, or with an exception."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | None = None) -> list[Ending]:
+    """Call `function` on `count` simulated ranks; return their endings in rank order."""
     turns = Turns(count)
     everyone = Meeting(turns, tuple(range(count)))
-    outcomes: list[Any] = [None] * count
+    endings = [Ending() for _ in range(count)]
 
     def replica(rank: int) -> None:
         _world.communicator = SimulatedCommunicator(everyone, rank, nodes)
         turns.begin(rank)
         try:
-            outcomes[rank] = function()
+            endings[rank].result = function()
         except BaseException as error:
-            outcomes[rank] = error
+            endings[rank].error = error
         finally:
             turns.end(rank)
 
@@ -238,4 +255,4 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
         thread.start()
     for thread in threads:
         thread.join()
-    return outcomes
+    return endings
