@@ -1,0 +1,227 @@
+"""run_replicas: several replicas in one process do what MPI's ranks do, in the same order every time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+from replicas import DTYPES, RANK, SIZE, bits, expected, gather_texts, laid_out, value_of
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.testing import run_replicas
+
+ALGORITHMS: dict[str, Callable[[], ms.CrossDeviceOps]] = {
+    "MpiAllReduce": lambda: ms.MpiAllReduce(),
+    "ReductionToOneDevice": lambda: ms.ReductionToOneDevice(),
+    "to rank 0": lambda: ms.ReductionToOneDevice("task:0"),
+    "accumulation_fn": lambda: ms.ReductionToOneDevice(accumulation_fn=lambda values: np.sum(values, axis=0)),
+    "hierarchical": lambda: ms.HierarchicalCopyAllReduce(),
+    "hierarchical, packs": lambda: ms.HierarchicalCopyAllReduce(2),
+}
+
+
+@pytest.fixture
+def alone() -> None:
+    """What needs no MPI runs once, in the session on 1 rank."""
+    if SIZE > 1:
+        pytest.skip("runs in the session on 1 rank")
+
+
+def all_reduce(op: str, value: Any) -> Any:
+    return ms.get_replica_context().all_reduce(op, value)
+
+
+# ---------------------------------------------------------------------------------------------- the same results
+
+
+@pytest.mark.usefixtures("alone")
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(list(ALGORITHMS)),
+    op=st.sampled_from(["SUM", "MEAN"]),
+    plan=st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.sampled_from([(), (0,), (7,), (3, 5)]), st.integers(0, 5)),
+        min_size=1,
+        max_size=4,
+    ),
+    nodes=st.lists(st.integers(0, 2), min_size=1, max_size=7),
+    seed=st.integers(0, 100),
+)
+def test_reductions_by_definition(name: str, op: str, plan: list[Any], nodes: list[int], seed: int) -> None:
+    """On 1 to 7 replicas that sit on nodes in any order."""
+    if name == "accumulation_fn":
+        plan = [(np.dtype(np.float64), shape, layout) for _, shape, layout in plan]
+    n = len(nodes)
+    everyone = [
+        [value_of(rank, dtype, shape, seed + i) for i, (dtype, shape, _) in enumerate(plan)] for rank in range(n)
+    ]
+
+    def program() -> Any:
+        strategy = ms.MirroredStrategy(cross_device_ops=ALGORITHMS[name]())
+        rank = strategy.extended.communicator.rank
+        mine = [laid_out(a, plan[i][2] + rank) for i, a in enumerate(everyone[rank])]
+        return strategy.run(lambda: all_reduce(op, mine))
+
+    for results in run_replicas(program, n, nodes=nodes):
+        for i, found in enumerate(results):
+            right = expected(op, [values[i] for values in everyone])
+            assert (found.dtype, found.shape) == (right.dtype, right.shape)
+            assert bits(found) == bits(right)
+
+
+def everything() -> Any:
+    """A program that uses a little of everything; returns arrays whose bits do not depend on the transport."""
+    strategy = ms.MirroredStrategy()
+    n, rank = strategy.num_replicas_in_sync, strategy.extended.communicator.rank
+    with strategy.scope():
+        weights = ms.Variable(np.full(3, rank + 1.0), aggregation="MEAN")
+        seen = ms.Variable(0, synchronization="ON_READ", aggregation="SUM")
+        optimizer, mean = ms.optimizers.SGD(0.5, momentum=0.5), ms.metrics.Mean()
+
+    def step(rows: Any) -> Any:
+        seen.assign_add(len(rows))
+        mean.update_state(rows)
+        optimizer.apply_gradients([(np.full(3, rows.sum()), weights)])
+        context = ms.get_replica_context()
+        largest = context.all_reduce("MAX", float(rank))
+        return context.all_gather(rows, 0), largest
+
+    batches = [np.arange(5.0), np.arange(2.0), np.arange(3.0)]
+    outputs = [strategy.run(step, args=(part,)) for part in strategy.experimental_distribute_dataset(batches)]
+    there = strategy.extended.reduce_to("SUM", np.int16([rank, 1]), f"task:{n - 1}")
+    first = strategy.extended.broadcast_to(np.float32(rank + 7), "CPU:0")
+    ends = [there.values, float(first), int(seen), mean.result(), weights.read_value()]
+    kinds = []
+    for wrong in (lambda: strategy.reduce("SUM", "text"), lambda: strategy.reduce("SUM", np.ones(1 + (rank == n - 1)))):
+        try:
+            wrong()
+            kinds.append("none")
+        except errors.MpiStrategyError as error:
+            kinds.append(type(error).__name__)
+    strategy.barrier()
+    return repr((outputs, ends, kinds, strategy.devices_by_rank))
+
+
+@pytest.mark.mpi
+def test_the_same_program_on_mpi_and_simulated() -> None:
+    real = gather_texts(everything())
+    if RANK == 0:
+        assert run_replicas(everything, SIZE) == real
+    MPI.COMM_WORLD.Barrier()
+
+
+# ---------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.usefixtures("alone")
+def test_replicas_run_one_at_a_time_in_rank_order_and_change_at_collectives() -> None:
+    def trace() -> list[tuple[int, str]]:
+        events: list[tuple[int, str]] = []
+
+        def program() -> None:
+            strategy = ms.MirroredStrategy()
+            rank = strategy.extended.communicator.rank
+
+            def step() -> None:
+                for stage in "abc":
+                    events.append((rank, stage))
+                    events.append((rank, f"{stage} still"))  # nobody else runs in between
+                    all_reduce("SUM", 1)
+
+            strategy.run(step)
+
+        run_replicas(program, 4)
+        return events
+
+    right = [(rank, text) for stage in "abc" for rank in range(4) for text in (stage, f"{stage} still")]
+    assert trace() == trace() == right
+
+
+@pytest.mark.usefixtures("alone")
+def test_sums_are_taken_in_rank_order() -> None:
+    values = [np.random.default_rng(rank).standard_normal(50) * 10.0 ** (3 * rank) for rank in range(5)]
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+
+    def program() -> Any:
+        strategy = ms.MirroredStrategy()
+        return strategy.reduce("SUM", values[strategy.extended.communicator.rank])
+
+    for found in run_replicas(program, 5):
+        np.testing.assert_array_equal(found, total)
+
+
+# ---------------------------------------------------------------------------------------------- around it
+
+
+@pytest.mark.usefixtures("alone")
+def test_replicas_within_replicas_and_strategies_side_by_side() -> None:
+    def inner() -> float:
+        return float(ms.MirroredStrategy().reduce("SUM", 1.0))
+
+    def program() -> Any:
+        first, second = ms.MirroredStrategy(), ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice())
+        rank = first.extended.communicator.rank
+        with first.scope():
+            v = ms.Variable(float(rank), aggregation="SUM")
+            one = float(first.reduce("SUM", rank))
+        within = run_replicas(inner, rank + 1)
+        with second.scope():
+            two = float(second.reduce("MAX", rank))
+        first.run(lambda: v.assign_add(1.0))
+        return one, within, two, float(v), ms.has_strategy()
+
+    assert run_replicas(program, 3) == [(3.0, [r + 1.0] * (r + 1), 2.0, 3.0, False) for r in range(3)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_contexts_are_each_replicas_own() -> None:
+    def program() -> Any:
+        strategy = ms.MirroredStrategy()
+        rank = strategy.extended.communicator.rank
+        if rank == 1:
+            ms.experimental_set_strategy(strategy)
+        strategy.barrier()
+        return ms.has_strategy()
+
+    assert run_replicas(program, 3) == [False, True, False]
+    assert not ms.has_strategy()
+
+
+@pytest.mark.usefixtures("alone")
+def test_nodes_decide_the_local_ranks() -> None:
+    def program() -> Any:
+        ranks = ms.MirroredStrategy(["CPU:0", "CPU:1"]).extended.communicator
+        leaders = ranks.node().leaders
+        return ranks.local_rank_and_size(), leaders is not None, ranks.devices[ranks.rank].index
+
+    found = run_replicas(program, 4, nodes=["a", "b", "b", "a"])
+    assert found == [((0, 2), True, 0), ((0, 2), True, 0), ((1, 2), False, 1), ((1, 2), False, 1)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_it_needs_no_mpi(tmp_path: Path) -> None:
+    """Not even installed."""
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')\n")
+    (tmp_path / "program.py").write_text(
+        "import sys\nimport mpistrategy as ms\nfrom mpistrategy.testing import run_replicas\n"
+        "print(run_replicas(lambda: float(ms.MirroredStrategy().reduce('SUM', 2.0)), 3))\n"
+        "assert not [name for name in sys.modules if name.startswith('mpi4py')]\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(launching.LAUNCHER_PREFIXES)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(ms.__file__).parents[1])])
+    command = [sys.executable, "-W", "error", str(tmp_path / "program.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[6.0, 6.0, 6.0]\n"), done.stderr
