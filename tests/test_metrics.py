@@ -123,3 +123,31 @@ def test_without_a_strategy_a_metric_just_counts() -> None:
     mean = metrics.Mean()
     mean.update_state([1.0, 2.0, 6.0])
     assert mean.result() == 3
+
+
+def test_accuracy_with_a_weight_for_each_row(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        accuracy = metrics.Accuracy()
+    strategy.run(lambda: accuracy.update_state(np.uint8([1, 2, 0]), np.int64([1, 0, 0]), weight=[2.0, 5.0, 1.0]))
+    assert accuracy.result() == 3 / 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (("text",), errors.LeafError),
+        ((None,), errors.LeafError),
+        ((1j,), errors.LeafError),
+        (([[1], [1, 2]],), errors.LeafError),
+        ((np.ones(3), "heavy"), errors.LeafError),
+        ((np.ones(3), np.ones(2)), errors.ShapeError),
+    ],
+)
+def test_what_is_no_number_adds_nothing(
+    strategy: ms.Strategy, mean: metrics.Mean, arguments: Any, kind: type[Exception]
+) -> None:
+    mean.reset_state()
+    with pytest.raises(kind, match="update_state"):
+        strategy.run(lambda: mean.update_state(*arguments))
+    strategy.run(lambda: mean.update_state(2.0))
+    assert mean.result() == 2
