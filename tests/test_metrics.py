@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import RANK, RANKS, SIZE, same_everywhere, still_works
 
@@ -33,6 +33,7 @@ def mean(strategy: ms.Strategy) -> metrics.Mean:
 lengths = st.lists(st.integers(0, 5), min_size=4, max_size=4)
 
 
+@settings(max_examples=40)
 @given(batches=st.lists(lengths, min_size=1, max_size=3), weighted=st.booleans())
 def test_a_mean_over_uneven_parts_counts_every_element_once(
     strategy: ms.Strategy, mean: metrics.Mean, batches: list[list[int]], weighted: bool
