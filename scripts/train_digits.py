@@ -14,7 +14,6 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,23 +26,6 @@ Array = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
 
 HIDDEN, CLASSES, TEST_IMAGES, WANTED_ACCURACY = 128, 10, 360, 0.97
-
-
-class Batches:
-    """The global batches of one epoch, in a new order each time it is iterated over.
-
-    Every rank draws the same order from the same seed; the strategy gives each rank its part of every batch.
-    """
-
-    def __init__(self, images: Array, labels: Labels, size: int, seed: int) -> None:
-        self.images, self.labels, self.size = images, labels, size
-        self.random = np.random.default_rng(seed)
-
-    def __iter__(self) -> Iterator[tuple[Array, Labels]]:
-        order = self.random.permutation(len(self.labels))
-        for start in range(0, len(order), self.size):  # the last batch is smaller
-            rows = order[start : start + self.size]
-            yield self.images[rows], self.labels[rows]
 
 
 class Network:
@@ -86,8 +68,9 @@ def main() -> None:
     order = np.random.default_rng(0).permutation(len(digits.target))  # the same test images whatever the seed
     images, labels = digits.data[order] / 16, digits.target[order].astype(np.int64)
     test, training = slice(TEST_IMAGES), slice(TEST_IMAGES, None)
-    epoch_data = strategy.experimental_distribute_dataset(
-        Batches(images[training], labels[training], options.batch, options.seed)
+    # Shuffled in another order each epoch, the same on any number of ranks; the last batch of an epoch is smaller.
+    training_data = ms.Dataset.from_arrays(
+        (images[training], labels[training]), options.batch, shuffle_seed=options.seed, epochs=options.epochs
     )
     test_data = strategy.experimental_distribute_dataset([(images[test], labels[test])])
 
@@ -96,7 +79,7 @@ def main() -> None:
         if options.optimizer == "adam":
             optimizer: ms.optimizers.Optimizer = ms.optimizers.Adam(0.005)
         else:
-            optimizer = ms.optimizers.SGD(0.1, momentum=0.9)
+            optimizer = ms.optimizers.SGD(0.2, momentum=0.9)
         optimizer.build(network.weights)
         loss, accuracy = ms.metrics.Mean("loss"), ms.metrics.Accuracy("accuracy")
 
@@ -125,8 +108,8 @@ def main() -> None:
     history = []
     epochs = tqdm(range(1, options.epochs + 1), "training", ncols=100, disable=not (on_first and show_bar))
     for epoch in epochs:
-        for batch in epoch_data:
-            strategy.run(training_step, args=batch)
+        for batch in strategy.experimental_distribute_dataset(training_data.epoch(epoch - 1)):
+            strategy.run(training_step, args=batch)  # with this rank's part of the batch
         history.append(results())
         epochs.set_postfix(loss=f"{history[-1][0]:.4f}", accuracy=f"{history[-1][1]:.4f}")
         if on_first and not show_bar and epoch in (1, *range(5, options.epochs, 5), options.epochs):

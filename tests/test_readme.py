@@ -82,7 +82,8 @@ def ran(launch: Callable[..., launching.Finished], tmp_path: Path) -> Ran:
         program.write_text(RUN_EXAMPLES, encoding="utf-8")
         _JOB.append((launch(2, [program, tmp_path, _package_folder()]), tmp_path / "report.json"))
     job, written = _JOB[0]
-    report = json.loads(job.check() and written.read_text(encoding="utf-8"))
+    job.check()
+    report = json.loads(written.read_text(encoding="utf-8"))
     return Ran(report["printed"], {(file, line) for file, line in report["called"]})
 
 

@@ -1,0 +1,31 @@
+"""The examples in the docstrings (`>>>`) print what they show, on every rank."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import mpistrategy as ms
+
+MODULES = ["mpistrategy", *(module.name for module in pkgutil.walk_packages(ms.__path__, "mpistrategy."))]
+EXAMPLES = [
+    pytest.param(example, id=example.name)
+    for name in MODULES
+    for example in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name))
+    if example.examples
+]
+
+
+def test_there_are_examples_and_no_module_is_left_out() -> None:
+    assert len(EXAMPLES) >= 7
+    assert {"mpistrategy.strategy", "mpistrategy.mpi.guard", "mpistrategy.cross_device_ops.base"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_prints_what_it_shows(example: doctest.DocTest) -> None:
+    report: list[str] = []
+    result = doctest.DocTestRunner().run(example, out=report.append, clear_globs=False)
+    assert result.failed == 0, "".join(report)
