@@ -18,6 +18,7 @@ from conformance.cases import DEFAULT_ORACLE, load_cases
 from conformance.programs_api import CLASSES, OLD_NAMES
 
 import mpistrategy as ms
+from mpistrategy.testing import run_replicas
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -110,6 +111,11 @@ def find(name: str) -> Any:
     return here
 
 
+def shown_in(example: str) -> list[str]:
+    """Return what an example's comments say that it prints."""
+    return re.findall(r"^ *say\(.*\)  # (.*)$", example, flags=re.MULTILINE)
+
+
 HERE = [name for _, here in ROWS for name in names(here)]
 OURS = names(PORTING.partition("Not in tf.distribute: ")[2])
 
@@ -135,9 +141,21 @@ def test_programs_print_what_the_readme_shows(
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_prints_what_its_comments_say(ran: Ran, number: int) -> None:
-    shown = re.findall(r"^ *say\(.*\)  # (.*)$", EXAMPLES[number], flags=re.MULTILINE)
+    shown = shown_in(EXAMPLES[number])
     assert len(shown) == EXAMPLES[number].count("say("), "every say(...) has its output behind it"
     assert ran.printed[number].splitlines() == shown
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_an_example_prints_the_same_on_simulated_replicas(number: int) -> None:
+    program = compile(f"{PREAMBLE}\n{EXAMPLES[number]}", f"example_{number:02}.py", "exec")
+
+    def replica() -> list[str]:
+        said: list[str] = []
+        exec(program, {"__name__": "__main__", "print": lambda *words: said.append(" ".join(map(str, words)))})
+        return said
+
+    assert "\n".join(run_replicas(replica, 2)[0]).splitlines() == shown_in(EXAMPLES[number])
 
 
 def test_the_words_of_tf_distribute_are_explained() -> None:
