@@ -69,7 +69,8 @@ class Ran:
     called: set[tuple[str, int]]
 
 
-_JOB: list[tuple[launching.Finished, Path]] = []
+#: The job of the examples once it has run, and what it wrote: one serves all tests, and fails them all.
+_JOB: list[tuple[launching.Finished, str]] = []
 
 
 @pytest.fixture
@@ -81,10 +82,12 @@ def ran(launch: Callable[..., launching.Finished], tmp_path: Path) -> Ran:
             (tmp_path / f"example_{number:02}.py").write_text(source, encoding="utf-8")
         program = tmp_path / "run_examples.py"
         program.write_text(RUN_EXAMPLES, encoding="utf-8")
-        _JOB.append((launch(2, [program, tmp_path, _package_folder()]), tmp_path / "report.json"))
-    job, written = _JOB[0]
+        job = launch(2, [program, tmp_path, _package_folder()])
+        written = tmp_path / "report.json"
+        _JOB.append((job, written.read_text(encoding="utf-8") if written.exists() else ""))
+    job, text = _JOB[0]
     job.check()
-    report = json.loads(written.read_text(encoding="utf-8"))
+    report = json.loads(text)
     return Ran(report["printed"], {(file, line) for file, line in report["called"]})
 
 
