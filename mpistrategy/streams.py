@@ -7,7 +7,7 @@ that different streams are independent and equal seeds give equal numbers on eve
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -38,12 +38,12 @@ class Streams:
     True
     """
 
-    def __init__(self, seed: int, replica_id: int) -> None:
+    def __init__(self, seed: SupportsIndex, replica_id: int) -> None:
         self._seed = _checked(seed, "seed")
         self.shared = self._generator(_SHARED)
         self.replica = self._generator(_REPLICA, replica_id)
 
-    def at(self, *numbers: int) -> np.random.Generator:
+    def at(self, *numbers: SupportsIndex) -> np.random.Generator:
         """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.
 
         Noise drawn for each row of the global batch this way does not depend on how many replicas share the batch.

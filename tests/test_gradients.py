@@ -99,13 +99,14 @@ def test_it_starts_again_and_keeps_its_hands_off_what_it_was_given() -> None:
 def test_a_step_that_does_not_fit_adds_nothing() -> None:
     accumulator = GradientAccumulator(2)
     accumulator.add([np.ones(2), np.ones(3)])
-    for bad, kind in [
+    wrong: list[tuple[Any, type[Exception]]] = [
         ([np.ones(2)], errors.ShapeError),
         ([np.ones(2), np.ones(2)], errors.ShapeError),
         ([np.ones(2), None], errors.LeafError),
         ([np.ones(2), "text"], errors.DTypeError),
         ([ms.IndexedSlices(np.ones(2), [0, 1], (2,)), np.ones(3)], errors.LeafError),
-    ]:
+    ]
+    for bad, kind in wrong:
         with pytest.raises(kind):
             accumulator.add(bad)
     sums = accumulator.add([np.ones(2), np.ones(3)])
@@ -143,7 +144,7 @@ def test_the_norm_afterwards_is_at_most_the_limit(gradients: list[Any], limit: f
 
 
 def test_dtypes_are_kept_and_the_norm_is_exact() -> None:
-    gradients = [np.full(4, 300.0, np.float16), np.full(2, 3 + 4j, np.complex64), np.zeros(0, np.float32)]
+    gradients: list[Any] = [np.full(4, 300.0, np.float16), np.full(2, 3 + 4j, np.complex64), np.zeros(0, np.float32)]
     clipped, norm = clip_by_global_norm(gradients, 1)
     assert norm == pytest.approx(np.sqrt(4 * 300.0**2 + 2 * 25))  # 300^2 does not fit into float16
     assert [array.dtype for array in clipped] == [array.dtype for array in gradients]

@@ -129,7 +129,9 @@ def test_without_a_strategy_a_metric_just_counts() -> None:
 def test_accuracy_with_a_weight_for_each_row(strategy: ms.Strategy) -> None:
     with strategy.scope():
         accuracy = metrics.Accuracy()
-    strategy.run(lambda: accuracy.update_state(np.uint8([1, 2, 0]), np.int64([1, 0, 0]), weight=[2.0, 5.0, 1.0]))
+    strategy.run(
+        lambda: accuracy.update_state(np.array([1, 2, 0], np.uint8), np.array([1, 0, 0]), weight=[2.0, 5.0, 1.0])
+    )
     assert accuracy.result() == 3 / 8
 
 

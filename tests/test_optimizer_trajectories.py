@@ -106,6 +106,7 @@ def train(strategy: ms.Strategy, make: Callable[[], Optimizer], batches: list[An
         part = slice(cuts[rank], cuts[rank + 1]) if strategy.num_replicas_in_sync > 1 else slice(None)
         strategy.run(step, args=(x[part].astype(dtype), y[part].astype(dtype), ids[part], len(x)))
         trajectory.append([v.read_value() for v in (w, b, table)])
+    assert optimizer.iterations is not None
     assert int(optimizer.iterations) == len(batches)
     return trajectory
 
@@ -233,6 +234,7 @@ def test_slots_live_beside_their_variables(strategy: ms.Strategy, name: str) -> 
             for slot in one.slots_of(v).values():
                 assert slot.colocated_with is v
                 assert (slot.shape, slot.dtype, slot.trainable, slot.strategy) == (v.shape, v.dtype, False, strategy)
+        assert one.iterations is not None
         assert int(one.iterations) == 1
 
 

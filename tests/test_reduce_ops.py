@@ -150,11 +150,14 @@ def test_not_a_number_wins(strategy: ms.Strategy, op: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_to_one_rank_and_in_a_batch(strategy: ms.Strategy, op: str) -> None:
-    pairs = [(np.int16([RANK, -RANK]), f"task:{SIZE - 1}"), (np.float32(RANK + 1), "task:0"), (np.uint8(200), None)]
+    def both(rank: int) -> Array:
+        return np.array([rank, -rank], np.int16)
+
+    pairs: list[Any] = [(both(RANK), f"task:{SIZE - 1}"), (np.float32(RANK + 1), "task:0"), (np.uint8(200), None)]
     pairs[2] = (pairs[2][0], pairs[2][0])
     results = strategy.extended.batch_reduce_to(op, pairs)
     right = [
-        combined(op, [np.int16([r, -r]) for r in RANKS]),
+        combined(op, [both(r) for r in RANKS]),
         combined(op, [np.asarray(np.float32(r + 1)) for r in RANKS]),
     ]
     for result, place, value in zip(results, (SIZE - 1, 0), right, strict=False):

@@ -21,11 +21,16 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.testing import run_replicas
 
+
+def sum_of(values: list[Any]) -> Any:
+    return np.sum(values, axis=0)
+
+
 ALGORITHMS: dict[str, Callable[[], ms.CrossDeviceOps]] = {
     "MpiAllReduce": lambda: ms.MpiAllReduce(),
     "ReductionToOneDevice": lambda: ms.ReductionToOneDevice(),
     "to rank 0": lambda: ms.ReductionToOneDevice("task:0"),
-    "accumulation_fn": lambda: ms.ReductionToOneDevice(accumulation_fn=lambda values: np.sum(values, axis=0)),
+    "accumulation_fn": lambda: ms.ReductionToOneDevice(accumulation_fn=sum_of),
     "hierarchical": lambda: ms.HierarchicalCopyAllReduce(),
     "hierarchical, packs": lambda: ms.HierarchicalCopyAllReduce(2),
 }
@@ -99,13 +104,13 @@ def everything() -> Any:
 
     batches = [np.arange(5.0), np.arange(2.0), np.arange(3.0)]
     outputs = [strategy.run(step, args=(part,)) for part in strategy.experimental_distribute_dataset(batches)]
-    there = strategy.extended.reduce_to("SUM", np.int16([rank, 1]), f"task:{n - 1}")
+    there = strategy.extended.reduce_to("SUM", np.array([rank, 1], np.int16), f"task:{n - 1}")
     first = strategy.extended.broadcast_to(np.float32(rank + 7), "CPU:0")
     ends = [there.values, float(first), int(seen), mean.result(), weights.read_value()]
     kinds = []
-    for wrong in (lambda: strategy.reduce("SUM", "text"), lambda: strategy.reduce("SUM", np.ones(1 + (rank == n - 1)))):
+    for wrong in ("text", np.ones(1 + (rank == n - 1))):
         try:
-            wrong()
+            strategy.reduce("SUM", wrong)
             kinds.append("none")
         except errors.MpiStrategyError as error:
             kinds.append(type(error).__name__)
@@ -203,11 +208,11 @@ def test_contexts_are_each_replicas_own() -> None:
 @pytest.mark.usefixtures("alone")
 def test_nodes_decide_the_local_ranks() -> None:
     def program() -> Any:
-        ranks = ms.MirroredStrategy(["CPU:0", "CPU:1"]).extended.communicator
+        ranks: Any = ms.MirroredStrategy(["CPU:0", "CPU:1"]).extended.communicator
         leaders = ranks.node().leaders
         return ranks.local_rank_and_size(), leaders is not None, ranks.devices[ranks.rank].index
 
-    found = run_replicas(program, 4, nodes=["a", "b", "b", "a"])
+    found = run_replicas(program, 4, nodes=[7, 1, 1, 7])
     assert found == [((0, 2), True, 0), ((0, 2), True, 0), ((1, 2), False, 1), ((1, 2), False, 1)]
 
 

@@ -74,7 +74,7 @@ def test_every_dtype(weighted_mean: Any, dtype: Any) -> None:
     assert found.dtype == mean_dtype(np.dtype(dtype))
     assert found.shape == (3, 2)
     wide = np.clongdouble if np.dtype(dtype).kind == "c" else np.longdouble
-    right = sum(a.astype(np.float64 if dtype == BFLOAT16 else wide) for a in small) / SIZE
+    right = np.sum([a.astype(np.float64 if dtype == BFLOAT16 else wide) for a in small], axis=0) / SIZE
     coarse = 2.0**-8 if np.dtype(dtype).itemsize == 2 else 1e-6
     np.testing.assert_allclose(found.astype(np.complex128), right.astype(np.complex128), rtol=coarse)
     assert same_everywhere(found)
