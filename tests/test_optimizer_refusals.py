@@ -119,6 +119,7 @@ def test_ranks_with_other_gradients_do_not_meet(training: Training) -> None:
     same_shape = [(np.ones(3), training.first), (None, training.second)]
     with training.strategy.scope():
         twin = ms.Variable(np.zeros(3), name="twin")
+        training.optimizer.build([twin])
     before = training.state()
     for other in (
         [(None, training.first), (np.ones((4, 2)), training.second)],
