@@ -1,0 +1,102 @@
+"""Packing: many small values travel in few messages, and every value finds its way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from replicas import DTYPES, RANK, SIZE, value_of
+
+import mpistrategy as ms
+from mpistrategy import CommunicationOptions
+from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.cross_device_ops import packing
+
+pytestmark = pytest.mark.mpi
+
+arrays = st.lists(
+    st.builds(
+        lambda dtype, shape: value_of(0, dtype, shape),
+        st.sampled_from(DTYPES),
+        st.sampled_from([(), (0,), (1,), (5,), (3, 4)]),
+    ),
+    max_size=12,
+)
+
+
+@given(arrays=arrays, bytes_per_pack=st.sampled_from([0, 1, 8, 40, 1000]), num_packs=st.integers(0, 4))
+def test_a_plan_holds_every_array_once_in_packs_of_one_dtype(
+    arrays: list[Array], bytes_per_pack: int, num_packs: int
+) -> None:
+    packs = packing.plan(arrays, bytes_per_pack, num_packs)
+    found: dict[int, Array] = {}
+    for pack in packs:
+        indices = [member.index for member in pack.members]
+        assert indices == sorted(indices)
+        assert {wire_dtype(arrays[index].dtype) for index in indices} == {pack.dtype}
+        assert pack.size == sum(arrays[index].size for index in indices), "a pack without gaps"
+        limit = bytes_per_pack or packing.DEFAULT_BYTES_PER_PACK
+        assert num_packs or len(indices) == 1 or pack.size * pack.dtype.itemsize <= limit
+        for index, view in pack.views(pack.fill(arrays)):
+            assert index not in found
+            found[index] = view
+    for index, array in enumerate(arrays):
+        np.testing.assert_array_equal(found[index], array.astype(wire_dtype(array.dtype)))
+        assert found[index].shape == array.shape
+
+
+class Counting:
+    """Counts the messages of a strategy by verb."""
+
+    def __init__(self, strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[str, int] = {}
+        for verb in ("allreduce", "reduce", "bcast"):
+            self._wrap(strategy.extended.communicator, verb, monkeypatch)
+
+    def _wrap(self, communicator: Any, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = getattr(communicator, verb)
+
+        def counted(*arguments: Any) -> None:
+            self.counts[verb] = self.counts.get(verb, 0) + 1
+            real(*arguments)
+
+        monkeypatch.setattr(communicator, verb, counted)
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.MirroredStrategy]:
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_pack", "messages"),
+    [(0, 2), (1, 20), (8, 5 + 10), (40, 1 + 2), (10**6, 2)],
+)
+def test_the_number_of_messages(
+    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch, bytes_per_pack: int, messages: int
+) -> None:
+    """Ten float32 and ten float64 numbers, mixed: one dtype a message, at most bytes_per_pack bytes."""
+    values = [np.asarray(RANK + i, np.float64 if i % 2 else np.float32) for i in range(20)]
+    count = Counting(strategy, monkeypatch)
+    options = CommunicationOptions(bytes_per_pack=bytes_per_pack)
+
+    def step() -> Any:
+        context = ms.get_replica_context()
+        assert context is not None
+        return context.all_reduce("SUM", values, options)
+
+    found = strategy.run(step)
+    assert count.counts == {"allreduce": messages}
+    np.testing.assert_array_equal(found, [sum(range(SIZE)) + SIZE * i for i in range(20)])
+
+
+def test_one_destination_needs_no_allreduce(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = Counting(strategy, monkeypatch)
+    strategy.extended.batch_reduce_to("SUM", [(np.ones(3), "task:0"), (np.ones(2), "task:0")])
+    assert count.counts == ({"reduce": 1} if SIZE > 1 else {"allreduce": 1})
