@@ -37,7 +37,7 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return a name that is the same on every rank: ``float32``, ``bfloat16``, ``[('a', '<i4')]``."""
     if dtype.kind in "SU":
-        return f"strings of {dtype.itemsize} bytes"
+        return f"strings {dtype.str}"
     return str(dtype.descr) if dtype.names else dtype.name
 
 
@@ -103,7 +103,8 @@ def to_reducible(value: Any, where: str, path: str = "") -> Array:
     """
     array = value if type(value) is np.ndarray and value.dtype.isnative else to_array(value, where, path)
     dtype = array.dtype
-    if dtype.kind in _REDUCIBLE_KINDS or is_bfloat16(dtype):
+    numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
+    if (dtype.kind in _REDUCIBLE_KINDS and numpys_own) or is_bfloat16(dtype):
         return array
     if dtype.kind == "O":
         return to_array(value, where, path)

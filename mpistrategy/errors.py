@@ -13,9 +13,6 @@ from typing import Self
 class MpiStrategyError(Exception):
     """Base of every error that mpistrategy raises on purpose."""
 
-    #: True once every rank has been told about this error (see `mpistrategy.mpi.guard`).
-    known_to_peers = False
-
     @classmethod
     def at(cls, where: str, *, found: str, expected: str, fix: str = "") -> Self:
         """Build the error from its four parts.

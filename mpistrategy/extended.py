@@ -12,20 +12,29 @@ from mpistrategy import context, nest
 from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, to_reducible
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpistrategy.cross_device_ops.destinations import EVERY_RANK
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
-from mpistrategy.errors import DeviceError, EmptyBatchError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.errors import (
+    DeviceError,
+    EmptyBatchError,
+    OptionTypeError,
+    PlacementError,
+    ShapeError,
+    StructureError,
+    UnsupportedError,
+)
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.placement import Placement
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.values import (
-    ArrayLike,
     DistributedValues,
     IndexedSlices,
     Mirrored,
     PerReplica,
+    contribution,
     local_component,
 )
 from mpistrategy.variables import Variable
@@ -133,10 +142,12 @@ class StrategyExtended(Placement):
         if not leaves:
             raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
         chosen = self.options.merge(options)
-        values = [leaf if isinstance(leaf, Mirrored) else PerReplica((_plain(leaf),)) for leaf in leaves]
+        values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
         dense = weight is not None or targets is not None
         arrays = [_checked(value, path, dense, where) for value, path in zip(values, paths, strict=True)]
         if targets is not None:
+            if len({id(target) for target in targets}) < len(targets):
+                raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
             for target, array, path in zip(targets, arrays, paths, strict=True):
                 _check_target(target, array, op, f"{where}: out{path}")
         if weight is None:
@@ -164,7 +175,7 @@ class StrategyExtended(Placement):
         """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
         leaves, structure = nest.flatten(value)
         call.structure = structure.text
-        return structure.pack(gather(self.communicator, [_plain(leaf) for leaf in leaves], axis, call))
+        return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
 
     def barrier(self, name: str = "") -> None:
         """Wait until every rank has come here with the same `name`.  Collective.
@@ -280,6 +291,11 @@ def _unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list
 
     def component(argument: Any) -> Any:
         leaves, structure = nest.flatten(argument)
+        for leaf in leaves:
+            if isinstance(leaf, Mirrored) and leaf.lives_on != EVERY_RANK.text:
+                raise PlacementError.at(
+                    "an argument", found=f"a value that lives on {leaf.lives_on} only", expected="one on every rank"
+                )
         if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
             return argument
         return structure.pack([local_component(leaf) for leaf in leaves])
@@ -301,9 +317,3 @@ def as_given(result: Any, value: Any) -> Any:
     """Return a 0-d result as a NumPy scalar where the input was a scalar or a number."""
     scalar = isinstance(value, np.generic) or is_python_number(value)
     return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result
-
-
-def _plain(leaf: Any) -> Any:
-    if isinstance(leaf, DistributedValues):
-        leaf = local_component(leaf)
-    return leaf._read() if isinstance(leaf, ArrayLike) else leaf

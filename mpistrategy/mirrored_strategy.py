@@ -69,7 +69,7 @@ class MirroredStrategy(Strategy):
                 )
             ranks.share_device(device)
         except MpiStrategyError:
-            ranks.close()
+            ranks.free()
             raise
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
 

@@ -28,6 +28,8 @@ class Placement:
         self._container_strategy = container_strategy
         self._colocated_with: list[Variable] = []
         self._unnamed_variables = 0
+        #: How many variables have been created; the same on every rank.
+        self.variables_made = 0
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
@@ -68,6 +70,7 @@ class Placement:
     def register_variable(self, variable: Variable) -> None:
         """Note a variable that was created for this strategy, and its place."""
         # Counted only now that all ranks have made it: a creation that some refuse leaves the numbers equal.
+        self.variables_made += 1
         self._unnamed_variables += variable.name == self.next_variable_name()
         variable.colocated_with = self._colocated_with[-1] if self._colocated_with else None
 

@@ -24,7 +24,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.strategy_input import InputMethods
 from mpistrategy.strategy_old_names import OldNames
 from mpistrategy.streams import Streams
-from mpistrategy.values import DistributedValues, IndexedSlices, PerReplica, local_component
+from mpistrategy.values import DistributedValues, IndexedSlices, PerReplica, contribution, local_component
 
 
 class _Scope:
@@ -173,12 +173,11 @@ class Strategy(InputMethods, OldNames):
                 where, found=f"a structure {call.structure} with axis={axis!r}", expected="a single array"
             )
         refuse_mirrored_sum(value, op, where)
-        value = local_component(value)
-        array = to_reducible(np.asarray(value) if hasattr(value, "_read") else value, where)
+        array = to_reducible(contribution(value), where)
         axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
         if len(set(axes)) != len(axes):
             raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
-        call.structure = f"{dtype_name(array.dtype)} along axis {axes}"
+        call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
         # 16-bit floats are rounded once, at the end: what is summed here stays in the wire dtype.
         here = _combine_along(array, axes, op)
         length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))
@@ -273,6 +272,9 @@ class _DefaultStrategy(Strategy):
     def __init__(self) -> None:
         super().__init__(StrategyExtended(self))
 
+    def close(self) -> None:
+        """Do nothing: the default strategy is always there."""
+
 
 def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
     """Combine `array` along `axes`, in its wire dtype; a rank without elements gives the neutral one."""
@@ -288,9 +290,7 @@ def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
 
 
 def _contribution(leaf: Any) -> Any:
-    if isinstance(leaf, (DistributedValues, IndexedSlices)):
-        return leaf
-    return PerReplica((leaf._read() if hasattr(leaf, "_read") else leaf,))
+    return leaf if isinstance(leaf, (DistributedValues, IndexedSlices)) else PerReplica((contribution(leaf),))
 
 
 @cache

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrategy.arrays import Array
-from mpistrategy.errors import PlacementError, UnsupportedError
+from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
 
 class ArrayLike(NDArrayOperatorsMixin):
@@ -21,6 +21,10 @@ class ArrayLike(NDArrayOperatorsMixin):
     def _read(self) -> Any:
         raise NotImplementedError
 
+    def contribution(self) -> Any:
+        """Return what this replica brings to a reduction: its own; never communicates."""
+        return self._read()
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = np.asarray(self._read())
         if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
@@ -28,7 +32,9 @@ class ArrayLike(NDArrayOperatorsMixin):
         return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(target, ArrayLike) for target in kwargs.get("out", ())):
+        # ufunc.at would write through a read-only view.
+        written = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))
+        if any(isinstance(target, ArrayLike) for target in written):
             raise UnsupportedError.at(
                 f"{type(self).__name__}.__i{ufunc.__name__}__",
                 found=f"an in-place {ufunc.__name__}",
@@ -109,6 +115,14 @@ class DistributedValues(ArrayLike):
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
+        given: Any = values
+        if not isinstance(given, (tuple, list)) or len(given) > 1:
+            raise OptionTypeError.at(
+                type(self).__name__,
+                found=f"values={values!r}",
+                expected="a tuple of one: this rank's own component",
+                fix="The other components live on the other ranks.",
+            )
         self.values = tuple(values)
 
     def _read(self) -> Any:
@@ -181,9 +195,15 @@ class IndexedSlices:
                 expected="a dense_shape",
                 fix="Pass one when creating it.",
             )
-        values = np.asarray(self.values)
+        values, indices = np.asarray(self.values), np.asarray(self.indices)
         dense = np.zeros(tuple(int(n) for n in np.asarray(self.dense_shape)), values.dtype)
-        np.add.at(dense, np.asarray(self.indices), values)
+        if indices.size and not (indices.min() >= 0 and indices.max() < len(dense)):
+            raise ShapeError.at(
+                "IndexedSlices.to_dense",
+                found=f"indices from {indices.min()} to {indices.max()}",
+                expected=f"indices from 0 to {len(dense) - 1}",
+            )
+        np.add.at(dense, indices, values)
         return dense
 
     def __repr__(self) -> str:
@@ -193,3 +213,9 @@ class IndexedSlices:
 def local_component(value: Any) -> Any:
     """Return this rank's component of a DistributedValues; anything else unchanged."""
     return value._read() if isinstance(value, DistributedValues) else value
+
+
+def contribution(value: Any) -> Any:
+    """Return what this replica brings of `value` to a reduction or a gather: of a variable, its own copy."""
+    value = local_component(value)
+    return value.contribution() if isinstance(value, ArrayLike) else value

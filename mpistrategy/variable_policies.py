@@ -81,14 +81,14 @@ def own(variable: Variable) -> Array:
 def summed(variable: Variable) -> Array:
     """The sum or the mean of all copies.  Collective."""
     extended = variable.strategy.extended
-    with extended.communicator.guard.call("reading a variable", name=variable.name) as call:
+    with extended.communicator.guard.call("reading a variable", name=variable.key) as call:
         return extended.sum_or_mean(ReduceOp.parse(variable.aggregation, call.where), variable.local_view)
 
 
 def first(variable: Variable) -> Array:
     """Replica 0's copy.  Collective."""
     communicator = variable.strategy.extended.communicator
-    with communicator.guard.call("reading a variable", name=variable.name) as call:
+    with communicator.guard.call("reading a variable", name=variable.key) as call:
         call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),))
         copy = variable.local_copy()
         communicator.bcast(copy, 0)
@@ -117,7 +117,7 @@ def combined(write: Write) -> Change:
     """The sum or the mean of what the replicas bring.  Collective."""
     variable = write.variable
     extended = variable.strategy.extended
-    with extended.communicator.guard.call(write.where, name=variable.name):
+    with extended.communicator.guard.call(write.where, name=variable.key):
         op = ReduceOp.parse(variable.aggregation, write.where)
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
@@ -132,7 +132,7 @@ def replica_0s(write: Write) -> Change:
     """What replica 0 brings.  Collective."""
     variable = write.variable
     communicator = variable.strategy.extended.communicator
-    with communicator.guard.call(write.where, name=variable.name) as call:
+    with communicator.guard.call(write.where, name=variable.key) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
             call.agree("broadcast slices", values=((dtype_name(variable.dtype), variable.shape),))
@@ -155,7 +155,7 @@ def alike(write: Write) -> Change:
     """One value for all copies, which every rank has.  Collective, so that a refusal is everybody's; sends nothing."""
     variable = write.variable
     communicator = variable.strategy.extended.communicator
-    with communicator.guard.call(write.where, name=variable.name) as call:
+    with communicator.guard.call(write.where, name=variable.key) as call:
         if isinstance(write.value, PerReplica):
             raise OptionTypeError.at(
                 write.full_name,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays import Array, dtype_name, is_bfloat16, to_array
 from mpistrategy.context import Mode
-from mpistrategy.errors import DTypeError, OptionError, UnsupportedError
+from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.values import ArrayLike
 from mpistrategy.variable_policies import CREATION, NEEDS_FLOATING, Policy, policies_of
@@ -69,8 +69,13 @@ class Variable(ArrayLike):
             creation = CREATION[given]
             self._synchronization = _kept_as(given, strategy)
             self.trainable = creation.trainable if trainable is None else bool(trainable)
+            if name is not None and not isinstance(name, str):
+                raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
             call.name = "Variable" if name is None else name
-            value = initial_value() if callable(initial_value) else initial_value
+            try:
+                value = initial_value() if callable(initial_value) else initial_value
+            finally:
+                call.expect_more()  # whatever the function did together with the others, they wait at the next step
             array = to_array(plain(value), call.where)
             wanted = array.dtype if dtype is None else _parsed_dtype(dtype)
             _check_dtype(wanted, self._aggregation, strategy)
@@ -88,6 +93,8 @@ class Variable(ArrayLike):
         self._view = self._storage.view()
         self._view.flags.writeable = False
         self._policies = policies_of(self)
+        #: What stands for this variable when ranks compare their calls: names need not be unique.
+        self.key = f"{self.name} (variable {strategy.extended.variables_made})"
         #: The variable in whose `colocate_vars_with` block this one was created, if any.
         self.colocated_with: Variable | None = None
         strategy.extended.register_variable(self)
@@ -126,6 +133,20 @@ class Variable(ArrayLike):
     def dtype(self) -> np.dtype[Any]:
         """The dtype; reading it never communicates."""
         return self._storage.dtype
+
+    def contribution(self) -> Array:
+        """Return this replica's own copy, which is what it brings to a reduction."""
+        return self._view
+
+    def __copy__(self) -> NoReturn:
+        raise _no_copy(self)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _no_copy(self)
+
+    def numpy(self) -> Array:
+        """Return a copy of the value, as `read_value`; ``np.asarray(v)`` and ``v[...]`` are views that stay true."""
+        return self.read_value()
 
     def __len__(self) -> int:
         if not self.shape:
@@ -311,3 +332,12 @@ def _parsed_dtype(dtype: Any) -> np.dtype[Any]:
         return parsed
     except TypeError as error:
         raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
+
+
+def _no_copy(variable: Variable) -> CopyError:
+    return CopyError.at(
+        f"copying {variable.name!r}",
+        found="a copy of a variable",
+        expected="a new variable, which all ranks make together",
+        fix="Keep v.read_value(), or create another Variable from it.",
+    )

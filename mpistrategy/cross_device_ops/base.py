@@ -20,7 +20,7 @@ from mpistrategy.errors import (
 from mpistrategy.mpi import ambient
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.values import Mirrored, local_component
+from mpistrategy.values import Mirrored, contribution
 
 
 class CrossDeviceOps:
@@ -131,7 +131,7 @@ class CrossDeviceOps:
         communicator = current_communicator(f"{type(self).__name__}.broadcast")
         with communicator.guard.call(f"{type(self).__name__}.broadcast") as call:
             destination = placing.resolve(destinations, communicator, call.where)
-            array = to_array(local_component(tensor), call.where)
+            array = to_array(contribution(tensor), call.where)
             if array.dtype.hasobject:
                 raise DTypeError.at(call.where, found=f"dtype {array.dtype}", expected="a dtype of fixed size")
             call.agree("broadcast", values=((dtype_name(array.dtype), array.shape),), destination=destination.text)

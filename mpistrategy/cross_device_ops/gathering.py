@@ -13,7 +13,7 @@ from mpistrategy.cross_device_ops.sparse import gather_rows
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.values import IndexedSlices, local_component
+from mpistrategy.values import IndexedSlices, contribution
 
 
 def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: Call) -> list[Array]:
@@ -46,7 +46,7 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
 
 
 def _checked(value: Any, where: str) -> Array:
-    value = local_component(value)
+    value = contribution(value)
     if isinstance(value, IndexedSlices):
         raise UnsupportedError.at(
             where, found="IndexedSlices", expected="an array", fix="Gather its values and indices."

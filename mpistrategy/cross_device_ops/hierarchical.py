@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mpistrategy.arrays import Array
@@ -28,11 +29,11 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def __init__(self, num_packs: int = 1) -> None:
         checked: Any = num_packs
-        if not isinstance(checked, (int, float)):
+        if isinstance(checked, bool) or not isinstance(checked, (int, float)):
             raise OptionTypeError.at(
                 "HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0"
             )
-        if checked < 0:
+        if not 0 <= checked < math.inf:
             raise OptionError.at("HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0")
         self.num_packs = num_packs
 

@@ -20,7 +20,7 @@ from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.values import IndexedSlices, Mirrored, local_component
+from mpistrategy.values import IndexedSlices, Mirrored, contribution
 
 
 class PackedCrossDeviceOps(CrossDeviceOps):
@@ -118,7 +118,7 @@ def _component(value: Any, op: ReduceOp, where: str) -> Any:
     refuse_mirrored_sum(value, op, where)
     if isinstance(value, Mirrored):
         return value
-    value = local_component(value)
+    value = contribution(value)
     if isinstance(value, IndexedSlices):
         return sparse.checked(value, op, where)
     array = to_reducible(value, where)

@@ -11,7 +11,6 @@ import atexit
 import builtins
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -61,6 +60,11 @@ class _Watch:
         # Under srun MPI_Abort may return before Slurm has killed us; nothing of ours may run any more.
         os._exit(status)
 
+    def end_with(self, status: int) -> NoReturn:
+        self.say(self.last_words)
+        self.say(f"ended with status {status} while other ranks go on: the whole job ends here.")
+        self.abort(status)
+
     def end_job(self, error: BaseException, kind: type[BaseException], trace: TracebackType | None, where: str) -> None:
         self.say(_in_words(kind, error, trace))
         self.say(f"{kind.__name__} was not caught{where}: the whole job ends here.")
@@ -83,18 +87,18 @@ _watch: _Watch | None = None
 
 def watch(
     guard: Guard,
-    close: Callable[[], None],
+    free: Callable[[], None],
     rank: int,
     size: int,
     abort: Callable[[int], Any],
     mpi_is_over: Callable[[], bool],
 ) -> None:
-    """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `close` with them."""
+    """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `free` with them."""
     global _watch
     if _watch is None:
         _watch = _Watch(rank, size, abort, mpi_is_over)
         _install(_watch)
-    _watch.open[guard] = close
+    _watch.open[guard] = free
 
 
 def forget(guard: Guard) -> None:
@@ -172,10 +176,6 @@ def _say_goodbye(state: _Watch) -> None:
     if os.getpid() != state.pid or state.mpi_is_over():
         return
     status = state.status()
-    if status:
-        # A last resort for peers that no guard of ours reaches, in MPI_Finalize too: no handler, the kernel ends us.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS + 1)
     end = time.monotonic() + (PATIENCE_SECONDS if status else math.inf)
     waiting = list(state.open)
     for guard in waiting:
@@ -189,13 +189,15 @@ def _say_goodbye(state: _Watch) -> None:
             elif left is False and not status:
                 guard.tell_peers()
             elif status and (left is False or time.monotonic() > end):
-                state.say(state.last_words)
-                state.say(f"ended with status {status} while other ranks go on: the whole job ends here.")
-                state.abort(status)
+                state.end_with(status)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
-    for close in list(state.open.values()):
-        close()
+    if status and not any(guard.size == state.size for guard in state.open):
+        # No strategy of ours reaches every rank of the job, and MPI_Finalize would wait for the others.
+        time.sleep(PATIENCE_SECONDS)
+        state.end_with(status)
+    for free in list(state.open.values()):
+        free()
 
 
 def _is_interactive() -> bool:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
-from mpistrategy.errors import OptionTypeError
+from mpistrategy.errors import LaunchError, OptionTypeError
 from mpistrategy.mpi import abort, buffers
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.transport import NodeGroups
@@ -40,18 +40,26 @@ class MpiCommunicator:
                 found=f"communicator={comm!r}",
                 expected="an mpi4py intracommunicator, or None for all ranks",
             )
-        self._comm: MPI.Intracomm = comm.Dup()
+        try:
+            self._comm: MPI.Intracomm = comm.Dup()
+        except MPI.Exception as error:
+            raise LaunchError.at(
+                "MirroredStrategy",
+                found=f"an MPI that gives no further communicator ({error})",
+                expected="fewer strategies at a time",
+                fix="Call close() on those that are done with, or use `with MirroredStrategy() as strategy:`.",
+            ) from error
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         self._control = MpiControlChannel(comm) if self.size > 1 else None
-        self.guard = Guard(self._control, self.rank)
+        self.guard = Guard(self._control, self.rank, self.size)
         self.devices: tuple[Device, ...] = ()
         self._node_key = node_key
         self._node: NodeGroups | None = None
         self.max_count = buffers.MAX_COUNT
         if MPI.COMM_WORLD.size > 1:
             abort.watch(
-                self.guard, self.close, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, MPI.COMM_WORLD.Abort, MPI.Is_finalized
+                self.guard, self.free, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, MPI.COMM_WORLD.Abort, MPI.Is_finalized
             )
 
     def local_rank_and_size(self) -> tuple[int, int]:
@@ -130,7 +138,15 @@ class MpiCommunicator:
         return self._node
 
     def close(self) -> None:
-        """Free the duplicates.  Collective."""
+        """Free the duplicates, once all ranks have come to do so.  Collective."""
+        if self.guard.closed:
+            return
+        with self.guard.call("Strategy.close") as call:
+            call.agree("close")
+        self.free()
+
+    def free(self) -> None:
+        """Free the duplicates, where all ranks are known to do so."""
         if self.guard.closed:
             return
         self.guard.closed = True

@@ -12,6 +12,8 @@ so that its peers raise too instead of waiting for it.
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import NamedTuple, Protocol, TypeVar
@@ -21,6 +23,10 @@ from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, Remote
 
 _PACKAGE = __name__.partition(".")[0]
 _CACHED_DIGESTS = 4096
+
+_SETTLED = "_mpistrategy_settled_with"
+_PATIENCE_SECONDS = 2.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 
 E = TypeVar("E", bound=BaseException)
 
@@ -79,11 +85,14 @@ class Guard:
     Args:
         channel: how to reach the other ranks; None when there are none.
         rank: this rank's number.
+        size: how many ranks there are.
     """
 
-    def __init__(self, channel: ControlChannel | None = None, rank: int = 0) -> None:
+    def __init__(self, channel: ControlChannel | None = None, rank: int = 0, size: int = 1) -> None:
         self._channel = channel
         self._rank = rank
+        self.size = size
+        self.thread = 0
         self._digests: dict[Signature, int] = {}
         self.current: Call | None = None
         #: Set when the communicator has been given back.
@@ -95,6 +104,8 @@ class Guard:
         Raises:
             ContextError: when the strategy has been closed.
         """
+        if not isinstance(name, str):
+            raise errors.OptionTypeError.at(where, found=f"name={name!r}", expected="a string")
         if self.closed:
             raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
         return Call(self, where, structure, name)
@@ -114,7 +125,18 @@ class Guard:
         if self._channel is None:
             return
         # No signature has a negative digest, so this never looks like agreement, unless all ranks fail alike.
-        if not self._channel.all_equal(-1 - self._rank):
+        self._channel.start(-1 - self._rank)
+        patience_ends = time.monotonic() + _PATIENCE_SECONDS
+        pause, told = _SHORTEST_PAUSE, False
+        while (answer := self._channel.finished()) is None:
+            if not told and time.monotonic() > patience_ends:
+                told = True
+                sys.stderr.write(
+                    f"[rank {self._rank}] waits to tell the other ranks: {type(error).__name__}: {error}\n"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        if not answer:
             self._exchange(_Report({"call": where}, call_site(), type(error).__name__, str(error)))
 
     def start_leaving(self) -> None:
@@ -155,10 +177,14 @@ class Guard:
                 kind = getattr(errors, report.error, RemoteError)
                 if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
                     kind = RemoteError
-                raise _known(
-                    kind(f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}")
-                )
-        raise _known(CollectiveMismatchError(_table(reports)))
+                text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
+                raise self.settled(kind(text))
+        raise self.settled(CollectiveMismatchError(_table(reports)))
+
+    def settled(self, error: E) -> E:
+        """Mark an error that the peers of this guard know, or that it is too late to tell them."""
+        error.__dict__.setdefault(_SETTLED, set()).add(id(self))
+        return error
 
 
 class Call:
@@ -178,7 +204,17 @@ class Call:
         self.name = name
 
     def __enter__(self) -> Call:
-        self._outer = outer = self._guard.current
+        guard, me = self._guard, threading.get_ident()
+        self._outer = outer = guard.current
+        if outer is None:
+            guard.thread = me
+        elif guard.thread != me:
+            raise errors.ContextError.at(
+                self.where,
+                found=f"a collective while another thread is in {outer.where} of the same strategy",
+                expected="one thread at a time",
+                fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
+            )
         if outer is not None:
             self.where = outer.where
             self.structure = outer.structure or self.structure
@@ -202,27 +238,31 @@ class Call:
             MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
         """
         self._guard.compare(Signature(verb, op, self.structure, values, destination, options, self.name, self.where))
-        self._agreed = True
+        self._set_agreed(True)
 
     def expect_more(self) -> None:
         """Say that the peers will wait at one more `agree`: a failure before it must be reported to them."""
-        self._agreed = False
+        self._set_agreed(False)
+
+    def _set_agreed(self, agreed: bool) -> None:
+        call: Call | None = self
+        while call is not None:
+            call._agreed = agreed
+            call = call._outer
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._guard.current = self._outer
-        if not isinstance(error, Exception) or getattr(error, "known_to_peers", False):
+        guard = self._guard
+        guard.current = self._outer
+        if not isinstance(error, Exception):
             return
-        if not self._agreed:
-            self._guard.report_failure(self.where, error)
         # After an agreement the peers are on their way through the data: too late to tell them, here or further out.
-        _known(error)
-
-
-def _known(error: E) -> E:
-    error.known_to_peers = True  # type: ignore[attr-defined]
-    return error
+        if not self._agreed and id(guard) not in error.__dict__.get(_SETTLED, ()):
+            guard.report_failure(self.where, error)
+        guard.settled(error)
+        if self._outer is None:
+            error.__dict__[_SETTLED].discard(id(guard))  # the same object may be raised again, in another call
 
 
 def call_site() -> str:

@@ -127,7 +127,7 @@ class SimulatedCommunicator:
         self._node: NodeGroups | None = None
         self.rank = rank
         self.size = len(meeting.members)
-        self.guard = Guard(self if self.size > 1 else None, rank)
+        self.guard = Guard(self if self.size > 1 else None, rank, self.size)
         self.devices: tuple[Device, ...] = ()
 
     def local_rank_and_size(self) -> tuple[int, int]:
@@ -199,7 +199,16 @@ class SimulatedCommunicator:
         return self._node
 
     def close(self) -> None:
-        """Do nothing: threads have nothing to give back."""
+        """Refuse further calls, once all ranks have come to do so.  Collective."""
+        if self.guard.closed:
+            return
+        with self.guard.call("Strategy.close") as call:
+            call.agree("close")
+        self.free()
+
+    def free(self) -> None:
+        """Refuse further calls."""
+        self.guard.closed = True
 
 
 def _fill(blocks: Sequence[Array], values: Sequence[Array]) -> None:

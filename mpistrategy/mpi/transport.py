@@ -103,4 +103,5 @@ class SingleCommunicator:
         return NodeGroups(self, self)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
+        """Refuse further calls."""
+        self.guard.closed = True
