@@ -3,7 +3,7 @@
 Importing it starts no MPI; the first `MirroredStrategy` does.
 """
 
-from mpistrategy import errors, gradients, metrics, optimizers
+from mpistrategy import errors, gradients, metrics, optimizers, testing
 from mpistrategy.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -76,4 +76,5 @@ __all__ = [
     "in_cross_replica_context",
     "metrics",
     "optimizers",
+    "testing",
 ]

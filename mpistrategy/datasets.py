@@ -166,7 +166,9 @@ class Dataset:
 
 
 def to_rows(leaf: Any) -> Any:
-    """Return `leaf` if it can be asked for rows, an array of it otherwise."""
+    """Return `leaf` if it can be asked for rows by their numbers, an array of it otherwise."""
+    if hasattr(leaf, "iloc"):  # a table of pandas is asked for rows by their labels
+        return np.asarray(leaf)
     return leaf if hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") else np.asarray(leaf)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, to_reducible
+from mpistrategy.arrays import Array, to_reducible, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 
 
@@ -61,13 +61,14 @@ class GradientAccumulator:
     """
 
     def __init__(self, steps: int) -> None:
-        if not isinstance(steps, int):
+        if isinstance(steps, bool) or not isinstance(steps, int):
             raise OptionTypeError.at("GradientAccumulator", found=f"steps={steps!r}", expected="an int")
         if steps < 1:
             raise OptionError.at("GradientAccumulator", found=f"steps={steps}", expected="1 or more")
         self.steps = steps
         self._count = 0
         self._sums: list[Array] = []
+        self._dtypes: list[np.dtype[Any]] = []
 
     def add(self, gradients: Sequence[Any]) -> list[Array] | None:
         """Add one step's gradients; local.
@@ -80,19 +81,27 @@ class GradientAccumulator:
             LeafError, DTypeError: for what are no numeric arrays.
             Nothing has been added then.
         """
-        arrays = [to_reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
+        given = [to_reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
+        # 16-bit floats add up in 32 bits, as they do between replicas.
+        arrays = [array.astype(wire_dtype(array.dtype), copy=False) for array in given]
         if self._count and [array.shape for array in arrays] != [total.shape for total in self._sums]:
             raise ShapeError.at(
                 "GradientAccumulator.add",
                 found=f"gradients of shapes {[array.shape for array in arrays]}",
                 expected=f"shapes {[total.shape for total in self._sums]}, as in the step before",
             )
+        self._dtypes = [array.dtype for array in given]
         if self._count:
             self._sums = [total + array for total, array in zip(self._sums, arrays, strict=True)]
         else:
             self._sums = [array.copy() for array in arrays]
         self._count += 1
-        if self._count < self.steps:
+        return None if self._count < self.steps else self.take()
+
+    def take(self) -> list[Array] | None:
+        """Return the sums so far, of the last group of steps that may be shorter, and start again; None without any."""
+        if not self._count:
             return None
         self._count = 0
-        return self._sums
+        with np.errstate(over="ignore"):
+            return [total.astype(dtype, copy=False) for total, dtype in zip(self._sums, self._dtypes, strict=True)]

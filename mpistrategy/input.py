@@ -49,6 +49,13 @@ class DistributedDataset:
     ) -> None:
         where = "experimental_distribute_dataset"
         check_iterable(dataset, where)
+        if isinstance(dataset, np.ndarray):
+            raise OptionTypeError.at(
+                where,
+                found=f"an array of shape {dataset.shape}: is its first axis batches, or rows?",
+                expected="an iterable of global batches",
+                fix="Dataset.from_arrays(array, global_batch_size) cuts rows into batches; list(array) is of batches.",
+            )
         if drop_remainder and pad:
             raise OptionError.at(where, found="drop_remainder and pad", expected="one of them")
         self._dataset: Iterable[Any] = dataset
@@ -56,7 +63,7 @@ class DistributedDataset:
         self._parts = parts
         self._drop_remainder = drop_remainder
         self._pad = pad
-        if isinstance(dataset, (Sequence, np.ndarray)) and len(dataset):
+        if isinstance(dataset, Sequence) and len(dataset):
             _rows_of(dataset[0])  # whoever passes one batch, or its rows, hears it now
 
     def __iter__(self) -> DistributedIterator:
@@ -87,6 +94,9 @@ class DistributedDataset:
                 return END  # fewer rows than ranks: a step that no rank makes
         rows = part_of_batch(length, self._index, self._parts)
         blocks = [array[rows] for array in arrays]
+        if isinstance(self._dataset, Sequence):
+            # The same arrays come again in the next epoch: what a step writes must not stay in them.
+            blocks = [block.copy() if isinstance(block, np.ndarray) else block for block in blocks]
         if self._pad:
             blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
         return structure.pack(blocks)

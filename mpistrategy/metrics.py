@@ -101,11 +101,21 @@ class Accuracy(Mean):
             ShapeError: when there is not one prediction for each label.
         """
         labels, predictions = np.asarray(labels), np.asarray(predictions)
-        if predictions.ndim == labels.ndim + 1:
-            predictions = predictions.argmax(axis=-1) if predictions.size else predictions[..., 0]
-        if predictions.shape != labels.shape:
+        where = "Accuracy.update_state"
+        if predictions.ndim == labels.ndim + 1 and predictions.shape[-1] > 1:
+            predictions = predictions.argmax(axis=-1)
+        elif predictions.dtype.kind == "f" and not np.array_equal(predictions, np.rint(predictions)):
             raise ShapeError.at(
-                "Accuracy.update_state", found=f"predictions of shape {predictions.shape}", expected=f"{labels.shape}"
+                where,
+                found=f"numbers that are no classes, of shape {predictions.shape}",
+                expected="class numbers, or scores of shape (rows, classes)",
+                fix="Of probabilities of one class, pass p > 0.5.",
+            )
+        if labels.ndim != 1 or predictions.shape != labels.shape:
+            raise ShapeError.at(
+                where,
+                found=f"labels of shape {labels.shape} and predictions of shape {predictions.shape}",
+                expected="labels (rows,), and predictions (rows,) or (rows, classes)",
             )
         super().update_state(predictions == labels, weight)
 

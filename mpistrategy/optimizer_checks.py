@@ -61,7 +61,10 @@ def check_variable(var: Any, strategy: Strategy, where: str) -> None:
         )
     if not strategy.extended.variable_created_in_scope(var):
         raise OptionError.at(
-            where, found=f"{var.name!r} of another strategy", expected="a variable created in this strategy's scope"
+            where,
+            found=f"{var.name!r} of another strategy",
+            expected="a variable created in the scope of the strategy whose step function this is",
+            fix="Create it in `with strategy.scope():`, and call this in a function given to strategy.run.",
         )
 
 

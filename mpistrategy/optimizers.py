@@ -51,7 +51,7 @@ class Optimizer:
         self, learning_rate: float, aggregation: ReduceOp | str = "SUM", global_clipnorm: float | None = None
     ) -> None:
         where = type(self).__name__
-        self.learning_rate = checked_number(where, "learning_rate", learning_rate, "a positive number", positive)
+        self.learning_rate = learning_rate
         self.aggregation = ReduceOp.parse(aggregation, where)
         if self.aggregation not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise OptionError.at(where, found=f"aggregation={aggregation!r}", expected="SUM or MEAN")
@@ -62,6 +62,16 @@ class Optimizer:
         self.global_clipnorm = global_clipnorm
         self.iterations: Variable | None = None
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
+
+    @property
+    def learning_rate(self) -> float:
+        """The step size; may be changed between steps, on all ranks alike."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        where = type(self).__name__
+        self._learning_rate = checked_number(where, "learning_rate", value, "a positive number", positive)
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the step counter and the slots of `variables`, beside them.  Collective; inside scope().
@@ -127,8 +137,15 @@ class Optimizer:
             if self.iterations is not None:
                 check_variable(self.iterations, context.strategy, where)
             # Gradients of one shape for two variables must not meet each other.
-            call.structure = ", ".join(f"{i}: {var.name}" for i, (g, var) in enumerate(listed) if g is not None)
+            variables = ", ".join(f"{i}: {var.key}" for i, (g, var) in enumerate(listed) if g is not None)
+            call.structure = f"{self._settings()} for {variables}"
             context.merge_call(self._merge, args=(pairs,))
+
+    def _settings(self) -> str:
+        """Return all numbers that a step depends on: ranks that differ in one would drift apart."""
+        numbers = {name: value for name, value in sorted(vars(self).items()) if isinstance(value, (int, float))}
+        steps = 0 if self.iterations is None else self.iterations.local_copy().tolist()
+        return f"{numbers}, global_clipnorm={self.global_clipnorm}, {self.aggregation.name}, step {steps}"
 
     def _merge(self, strategy: Strategy, pairs: Sequence[tuple[Any, Variable]]) -> None:
         extended = strategy.extended

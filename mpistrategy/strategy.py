@@ -92,6 +92,11 @@ class Strategy(InputMethods, OldNames):
         return self.extended.communicator.size
 
     @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this rank's replica, in any context; ours, for printing on one rank only and the like."""
+        return self.extended.communicator.rank
+
+    @property
     def devices_by_rank(self) -> tuple[str, ...]:
         """The device of every replica, in rank order."""
         return tuple(str(device) for device in self.extended.communicator.devices)

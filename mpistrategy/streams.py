@@ -20,6 +20,8 @@ _WORD = 2**32
 class Streams:
     """The random generators of one replica; made by `Strategy.rng(seed)`.
 
+    Make it once, outside the step function: each one made starts its streams from the beginning.
+
     Args:
         seed: an int from 0 on, equal on every replica.
         replica_id: this replica's number.

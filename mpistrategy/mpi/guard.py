@@ -26,6 +26,7 @@ _CACHED_DIGESTS = 4096
 
 _SETTLED = "_mpistrategy_settled_with"
 _PATIENCE_SECONDS = 2.0
+_SHOWN = 160
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 
 E = TypeVar("E", bound=BaseException)
@@ -273,12 +274,28 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
 
 
+def _first_difference(texts: list[str]) -> int:
+    """Return where texts begin to differ."""
+    pairs = enumerate(zip(*texts, strict=False))
+    return next((at for at, characters in pairs if len(set(characters)) > 1), min(map(len, texts)))
+
+
+def _cut(text: str, start: int) -> str:
+    """Return a long text from a little before its first difference on."""
+    if len(text) <= _SHOWN:
+        return text
+    begin = max(0, start - _SHOWN // 4)
+    end = begin + _SHOWN
+    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
+
+
 def _table(reports: list[_Report]) -> str:
     fields = list(dict.fromkeys(field for report in reports for field in report.call))
     different = [field for field in fields if len({report.call.get(field, "") for report in reports}) > 1]
     lines = [f"the ranks do not make the same call; they differ in: {', '.join(different) or 'nothing'}"]
+    starts = {field: _first_difference([report.call.get(field, "-") for report in reports]) for field in different}
     for rank, report in enumerate(reports):
-        shown = {field: report.call.get(field, "-") for field in ("call", *different)}
+        shown = {field: _cut(report.call.get(field, "-"), starts.get(field, 0)) for field in ("call", *different)}
         words = "  ".join(f"{field}={value}" for field, value in shown.items())
         lines.append(f"  rank {rank}: {words}  at {report.site}")
     lines.append(
