@@ -75,7 +75,7 @@ def main() -> int:
     after = resident_mib(), open_files()
     grown = strategy.gather(np.array([[after[0] - before[0], after[1] - before[1]]]), axis=0).max(axis=0)
     fine = bool(grown[0] < 8 and grown[1] <= 0)
-    if strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group) == 0:
+    if strategy.replica_id_in_sync_group == 0:
         print(
             f"soak: {arguments.steps} steps ({1e6 * per_step:.0f} us each) and {arguments.strategies} strategies on "
             f"{strategy.num_replicas_in_sync} ranks: memory grew by {grown[0]:.1f} MiB from {before[0]:.0f}, "

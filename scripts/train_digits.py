@@ -58,7 +58,7 @@ def main() -> None:
     """Train, check and report."""
     options = parse_arguments()
     strategy = ms.MirroredStrategy()
-    on_first = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group) == 0
+    on_first = strategy.replica_id_in_sync_group == 0
     show_bar = options.progress == "bar" or (options.progress == "auto" and sys.stderr.isatty())
 
     # Only now that MPI runs: MPICH under srun --mpi=pmi2 may fail to start after such large imports (README).
