@@ -194,6 +194,16 @@ class TestCustomCrossDeviceOps:
         assert log == ["batch_reduce 2", "reduce", "reduce", "reduce"]
         strategy.close()
 
+    def test_a_hook_that_loses_a_result_is_a_typed_error(self) -> None:
+        class Losing(ms.CrossDeviceOps):
+            def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):  # type: ignore[no-untyped-def]
+                return [ms.Mirrored((0.0,))]
+
+        strategy = ms.MirroredStrategy(cross_device_ops=Losing())
+        with pytest.raises(errors.StructureError, match="one result for each value"):
+            strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", [1.0, 2.0]))
+        strategy.close()
+
     def test_a_missing_hook_is_a_typed_error(self) -> None:
         strategy = ms.MirroredStrategy(cross_device_ops=ms.CrossDeviceOps())
         with pytest.raises(NotImplementedError, match="batch_reduce_implementation"):

@@ -15,6 +15,7 @@ from mpistrategy.errors import (
     EmptyBatchError,
     OptionError,
     OptionTypeError,
+    StructureError,
     UnsupportedError,
 )
 from mpistrategy.mpi import ambient
@@ -88,7 +89,14 @@ class CrossDeviceOps:
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
                 placing.resolve(destinations, communicator, call.where)
-            return self.batch_reduce_implementation(op, pairs, _checked(options, call.where))
+            results = self.batch_reduce_implementation(op, pairs, _checked(options, call.where))
+            if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
+                raise StructureError.at(
+                    f"{type(self).__name__}.batch_reduce_implementation",
+                    found=f"{results!r} returned for {len(pairs)} values",
+                    expected="a list with one result for each value",
+                )
+            return list(results)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Send rank 0's value to the destinations.
