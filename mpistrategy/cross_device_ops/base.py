@@ -89,7 +89,7 @@ class CrossDeviceOps:
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
                 placing.resolve(destinations, communicator, call.where)
-            results = self.batch_reduce_implementation(op, pairs, _checked(options, call.where))
+            results: Any = self.batch_reduce_implementation(op, pairs, _checked(options, call.where))
             if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
                 raise StructureError.at(
                     f"{type(self).__name__}.batch_reduce_implementation",
