@@ -30,6 +30,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mpistrategy
+
 # How long a rank waits for the others, in seconds: GRACE when its own test was cut short, so that they may be
 # stuck in a collective that it never entered, else PATIENCE.
 GRACE = float(os.environ.get("MPISTRATEGY_TEST_GRACE", "10"))
@@ -294,6 +296,13 @@ def _agree_on_examples(test: Callable[..., None], name: str, ranks: Ranks) -> Ca
 
 
 # ---------------------------------------------------------------------------------------------- for the tests
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[mpistrategy.MirroredStrategy]:
+    """One replica on every rank; a communicator is a finite resource, so that a module's tests share one."""
+    with mpistrategy.MirroredStrategy() as made:
+        yield made
 
 
 @pytest.fixture

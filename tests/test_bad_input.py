@@ -5,7 +5,7 @@ One row a mistake. ``bad`` is called on all ranks, or on the last rank while its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,6 @@ class Unhelpful:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise ZeroDivisionError("from the user's class")
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,6 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def other() -> Iterator[ms.MirroredStrategy]:
     made = ms.MirroredStrategy()
     yield made

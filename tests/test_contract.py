@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,6 @@ RANK, SIZE = WORLD.rank, WORLD.size
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 def reduced(strategy: ms.Strategy, op: str, value: Any, **options: Any) -> Any:

@@ -24,13 +24,6 @@ counts = st.integers(0, 30)
 sizes = st.integers(1, 12)
 
 
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
-
-
 def parts_of(dataset: Any, ranks: int, **options: bool) -> list[list[Any]]:
     """Return what each of `ranks` ranks gets, step by step."""
     return [list(ms.DistributedDataset(dataset, rank, ranks, **options)) for rank in range(ranks)]

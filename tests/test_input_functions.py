@@ -20,13 +20,6 @@ pytestmark = pytest.mark.mpi
 LAST = SIZE - 1
 
 
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
-
-
 # ------------------------------------------------------------------------------------------- InputContext
 
 

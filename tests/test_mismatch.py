@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,6 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 #: The last rank does something else than the others.
 ODD = RANK == SIZE - 1
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

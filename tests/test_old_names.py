@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,6 @@ import mpistrategy as ms
 from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 MAKERS: list[Callable[[], ms.Strategy]] = [ms.MirroredStrategy, lambda: ms.OneDeviceStrategy("CPU:0"), ms.get_strategy]

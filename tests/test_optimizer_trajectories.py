@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,6 @@ from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
 Json = Any
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.Strategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 # ---------------------------------------------------------------------------------------------- recorded trajectories

@@ -16,13 +16,6 @@ from mpistrategy.arrays import Array
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
-
-
 def apply(strategy: ms.Strategy, optimizer: optimizers.Optimizer, *pairs: tuple[Any, ms.Variable]) -> None:
     strategy.run(optimizer.apply_gradients, args=(list(pairs),))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -65,13 +64,6 @@ class Counting:
             real(*arguments)
 
         monkeypatch.setattr(communicator, verb, counted)
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -14,13 +12,6 @@ from mpistrategy import errors
 pytestmark = pytest.mark.mpi
 
 WORLD = MPI.COMM_WORLD
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 def sum_of_ranks(strategy: ms.Strategy) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,6 @@ from mpistrategy import errors
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.Strategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 def numbers(generator: np.random.Generator) -> list[int]:

@@ -89,13 +89,6 @@ def name_of(row: dict[str, str]) -> str:
     return "-".join((row["synchronization"], row["aggregation"], row["context"]))
 
 
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
-
-
 def inside(strategy: ms.Strategy, context: str, variable: ms.Variable, call: Callable[[], Any]) -> Any:
     if context == "step":
         return strategy.run(call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,6 @@ import mpistrategy as ms
 from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -31,13 +31,6 @@ SCATTERS = ("scatter_add", "scatter_sub", "scatter_update", "scatter_max")
 
 
 @pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.MirroredStrategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def other() -> Iterator[ms.MirroredStrategy]:
     made = ms.MirroredStrategy()
     yield made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,6 @@ from mpistrategy import errors
 from mpistrategy.arrays import mean_dtype
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def strategy() -> Iterator[ms.Strategy]:
-    made = ms.MirroredStrategy()
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=["all_reduce", "reduce"])
