@@ -1,6 +1,6 @@
 """Messages of more than 2^31 elements, for real.
 
-    mpiexec -n 2 python scripts/soak_large_counts.py [--elements N] [broadcast|gather|reduce|one|hierarchical ...]
+    mpiexec -n 2 python scripts/soak_large_counts.py [--elements N] [broadcast|gather|wire|reduce|one|hierarchical ...]
 
 The library cuts its messages into pieces of at most 2^30 elements, since not every MPI counts further than 2^31 - 1.
 The tests set that limit low; this program crosses it, with 2^31 + 16 elements unless told otherwise. `one` is
@@ -73,10 +73,21 @@ def reduce_with(ops: ms.CrossDeviceOps) -> Test:
     return reduce
 
 
+def wire(strategy: ms.Strategy, rank: int, size: int, rows: int) -> None:
+    """Sum all rows in place in their own dtype, as the transport under every algorithm does."""
+    buffer = repeated(pattern(rank), rows).copy()
+    strategy.extended.communicator.allreduce(buffer)
+    right = np.zeros(WIDTH, np.int8)
+    for of_rank in range(size):
+        right += pattern(of_rank)
+    check(buffer, right, "the transport's allreduce")
+
+
 # What it does, and about how many bytes a rank needs for each element; int8 is summed in 32 bits.
 WHAT: dict[str, tuple[Test, float]] = {
     "broadcast": (broadcast, 1.5),
     "gather": (gather, 2.5),
+    "wire": (wire, 3),
     "reduce": (reduce_with(ms.MpiAllReduce()), 9),
     "one": (reduce_with(ms.ReductionToOneDevice()), 9),
     "hierarchical": (reduce_with(ms.HierarchicalCopyAllReduce()), 9),
