@@ -54,11 +54,25 @@ EXACT = Rounding(
 )
 ANY_ORDER = Rounding("floating-point sums of more than two values: the order is MPI's", 1)
 HALF = Rounding("float16 and bfloat16: summed in float32 and rounded once, where TensorFlow rounds every step", 1)
+SHARES = Rounding(
+    "copies that share a floating-point total: TensorFlow divides it, ours leaves the residue to rank 0, within one unit"
+    " in the last place of the variable's dtype"
+)
 STEPS = Rounding(
     "training loops in float64: a product of matrices adds up in another order.  That compat.v1 and Keras optimizers"
     " keep hyper-parameters in float32 (1e-8, Adam 1e-6) is no rounding: ours are given the rounded ones",
     relative=1e-13,
 )
+
+
+def shares_of(case: Json) -> Rounding:
+    """Return the row for the bare copies of a variable: the parts of an ON_READ total are exact to one unit only."""
+    inputs = case.get("inputs") or {}
+    shared = tuple(inputs.get(key) for key in ("synchronization", "aggregation", "op")) == ("ON_READ", "SUM", "assign")
+    initial = inputs.get("initial")
+    if not shared or not is_array(initial) or not initial["dtype"].startswith("float"):
+        return EXACT
+    return dataclasses.replace(SHARES, relative=float(np.finfo(initial["dtype"]).eps))
 
 
 def rounding_for(dtype: str, num_values: int) -> Rounding:
@@ -91,7 +105,8 @@ class Tolerance:
         inputs = case.get("inputs") or {}
         arrays = [array_of(leaf) for leaf in leaves(inputs) if is_array(leaf) and leaf["dtype"] != "string"]
         along_axis = max((a.size for a in arrays), default=1) if inputs.get("axis") is not None else 1
-        return cls(case["num_replicas"] * along_axis, max((_magnitude(a) for a in arrays), default=0.0))
+        magnitude = max((_magnitude(a) for a in arrays), default=0.0)
+        return cls(case["num_replicas"] * along_axis, magnitude, shares_of(case))
 
     @classmethod
     def of_training(cls, case: Json, numbers: Rounding) -> Tolerance:
