@@ -55,8 +55,8 @@ EXACT = Rounding(
 ANY_ORDER = Rounding("floating-point sums of more than two values: the order is MPI's", 1)
 HALF = Rounding("float16 and bfloat16: summed in float32 and rounded once, where TensorFlow rounds every step", 1)
 SHARES = Rounding(
-    "copies that share a floating-point total: TensorFlow divides it, ours leaves the residue to rank 0, within one unit"
-    " in the last place of the variable's dtype"
+    "copies that share a floating-point total: TensorFlow divides it, ours leaves the residue to rank 0, within one"
+    " unit in the last place of the variable's dtype"
 )
 STEPS = Rounding(
     "training loops in float64: a product of matrices adds up in another order.  That compat.v1 and Keras optimizers"
@@ -68,7 +68,8 @@ STEPS = Rounding(
 def shares_of(case: Json) -> Rounding:
     """Return the row for the bare copies of a variable: the parts of an ON_READ total are exact to one unit only."""
     inputs = case.get("inputs") or {}
-    shared = tuple(inputs.get(key) for key in ("synchronization", "aggregation", "op")) == ("ON_READ", "SUM", "assign")
+    policy = [inputs.get(key) for key in ("synchronization", "aggregation", "op")]
+    shared = policy == ["ON_READ", "SUM", "assign"]
     initial = inputs.get("initial")
     if not shared or not is_array(initial) or not initial["dtype"].startswith("float"):
         return EXACT
