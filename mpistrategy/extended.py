@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ from mpistrategy.cross_device_ops.mean import WeightedMean
 from mpistrategy.errors import (
     DeviceError,
     EmptyBatchError,
+    MpiStrategyError,
     OptionTypeError,
     PlacementError,
     ShapeError,
@@ -130,13 +131,16 @@ class StrategyExtended(Placement):
         where: str,
         op: ReduceOp,
         leaves: list[Any],
-        paths: Iterable[str],
+        paths: Callable[[], list[str]],
         *,
         options: CommunicationOptions | None = None,
         weight: Any = None,
         targets: list[Array] | None = None,
     ) -> list[Any]:
-        """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call."""
+        """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call.
+
+        `paths` says how each leaf is reached; it is called for errors only.
+        """
         if not leaves and self.is_local:
             return []  # alone, a structure without leaves is its own reduction
         if not leaves:
@@ -144,11 +148,11 @@ class StrategyExtended(Placement):
         chosen = self.options.merge(options)
         values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
         dense = weight is not None or targets is not None
-        arrays = [_checked(value, path, dense, where) for value, path in zip(values, paths, strict=True)]
+        arrays = _checked_leaves(values, paths, dense, where)
         if targets is not None:
             if len({id(target) for target in targets}) < len(targets):
                 raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
-            for target, array, path in zip(targets, arrays, paths, strict=True):
+            for target, array, path in zip(targets, arrays, paths(), strict=True):
                 _check_target(target, array, op, f"{where}: out{path}")
         if weight is None:
             reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], chosen)
@@ -272,6 +276,16 @@ class StrategyExtended(Placement):
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
+
+
+def _checked_leaves(
+    values: Sequence[DistributedValues], paths: Callable[[], list[str]], dense: bool, where: str
+) -> list[Any]:
+    try:
+        return [_checked(value, "", dense, where) for value in values]
+    except MpiStrategyError:
+        pass  # once more, to say which leaf it is
+    return [_checked(value, path, dense, where) for value, path in zip(values, paths(), strict=True)]
 
 
 def _checked(value: DistributedValues, path: str, dense: bool, where: str) -> Any:

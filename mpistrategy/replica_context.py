@@ -139,9 +139,8 @@ class ReplicaContext:
             call.structure = structure.text
             targets = None if out is None else _checked_targets(out, structure, call.where)
             op = ReduceOp.parse(reduce_op, call.where)
-            paths = nest.leaf_paths(value)
             results = extended.all_reduce_leaves(
-                call.where, op, leaves, paths, options=options, weight=weight, targets=targets
+                call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
             )
         return structure.pack(results)
 

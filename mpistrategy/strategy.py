@@ -159,8 +159,10 @@ class Strategy(InputMethods, OldNames):
                     raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
                 return self._reduce_along(op, value, axis, call)
             if weight is not None:
-                paths = nest.leaf_paths(value)
-                return structure.pack(self.extended.all_reduce_leaves(call.where, op, leaves, paths, weight=weight))
+                reduced = self.extended.all_reduce_leaves(
+                    call.where, op, leaves, lambda: nest.leaf_paths(value), weight=weight
+                )
+                return structure.pack(reduced)
             if not leaves:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
             pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
@@ -251,7 +253,12 @@ class Strategy(InputMethods, OldNames):
 
         Done at the end of the program, too, and by ``with MirroredStrategy() as strategy:``.
         """
-        self.extended.communicator.close()
+        communicator = self.extended.communicator
+        if communicator.guard.closed:
+            return
+        with communicator.guard.call("Strategy.close") as call:
+            call.agree("close")
+        communicator.free()
 
     def __enter__(self) -> Self:
         return self

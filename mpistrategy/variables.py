@@ -13,7 +13,6 @@ from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeErr
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.values import ArrayLike
 from mpistrategy.variable_policies import CREATION, NEEDS_FLOATING, Policy, policies_of
-from mpistrategy.variable_policies import share_of as share_of
 from mpistrategy.variable_writes import Write, converted, plain
 
 if TYPE_CHECKING:

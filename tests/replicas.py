@@ -27,6 +27,13 @@ DTYPES = [np.dtype(dtype) for dtype in [*INTEGERS, *INEXACT]]
 SIXTEEN_BITS = [np.dtype(np.float16), BFLOAT16]
 
 
+def context() -> ms.ReplicaContext:
+    """Return the context of the step function that this is called in."""
+    found = ms.get_replica_context()
+    assert found is not None
+    return found
+
+
 # ------------------------------------------------------------------------------------- values that all ranks know
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, outcomes, still_works
+from replicas import RANK, SIZE, context, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import CommunicationOptions, errors
@@ -32,12 +32,6 @@ class Unhelpful:
 def variable(strategy: ms.Strategy) -> ms.Variable:
     with strategy.scope():
         return ms.Variable(np.zeros(2), aggregation="SUM", name="weights")
-
-
-def context() -> ms.ReplicaContext:
-    found = ms.get_replica_context()
-    assert found is not None
-    return found
 
 
 Call = Callable[[ms.Strategy, ms.Variable], Any]

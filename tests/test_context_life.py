@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from replicas import RANK, SIZE
+from replicas import RANK, SIZE, context
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -28,12 +28,6 @@ def nothing_is_left_entered() -> Iterator[None]:
     assert not ms.has_strategy()
     assert not ms.in_cross_replica_context()
     assert ms.get_replica_context() is not None
-
-
-def context() -> ms.ReplicaContext:
-    found = ms.get_replica_context()
-    assert found is not None
-    return found
 
 
 # ------------------------------------------------------------------------------------------------- nesting

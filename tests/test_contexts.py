@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, still_works
+from replicas import RANK, SIZE, context, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -36,12 +36,6 @@ def nothing_is_left_entered() -> Iterator[None]:
     assert not ms.has_strategy()
     assert not ms.in_cross_replica_context()
     assert ms.get_replica_context() is not None
-
-
-def context() -> ms.ReplicaContext:
-    found = ms.get_replica_context()
-    assert found is not None
-    return found
 
 
 # ------------------------------------------------------------------------------------------------- the table

@@ -8,19 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import DTYPES, RANK, RANKS, SIZE, bits, expected, laid_out, pieces_of, same_everywhere, value_of
+from replicas import DTYPES, RANK, RANKS, SIZE, bits, context, expected, laid_out, pieces_of, same_everywhere, value_of
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays import Array
 
 pytestmark = pytest.mark.mpi
-
-
-def context() -> ms.ReplicaContext:
-    found = ms.get_replica_context()
-    assert found is not None
-    return found
 
 
 def all_gather(strategy: ms.Strategy, value: Any, axis: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, RANKS, SIZE, outcomes, still_works
+from replicas import RANK, RANKS, SIZE, context, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import CommunicationOptions, errors
@@ -26,12 +26,6 @@ def variables(strategy: ms.Strategy) -> tuple[ms.Variable, ms.Variable]:
             ms.Variable(np.zeros(2), aggregation="SUM", name="weights"),
             ms.Variable(np.zeros(2), aggregation="SUM", name="bias"),
         )
-
-
-def context() -> ms.ReplicaContext:
-    found = ms.get_replica_context()
-    assert found is not None
-    return found
 
 
 def all_reduce(value: Any, odd_value: Any, op: str = "SUM", odd_op: str = "SUM", **named: Any) -> Any:

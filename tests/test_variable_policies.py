@@ -16,7 +16,7 @@ from replicas import BFLOAT16, INTEGERS, RANK, RANKS, SIZE, outcomes, same_every
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.variables import share_of
+from mpistrategy.variable_policies import share_of
 
 pytestmark = pytest.mark.mpi
 

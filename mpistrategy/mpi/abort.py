@@ -20,14 +20,11 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.guard import PATIENCE_SECONDS, Guard, growing_pauses
 
-#: How long a rank that ends with a non-zero status waits for its peers to end as well, before it aborts them.
-PATIENCE_SECONDS = 2.0
 _INTERRUPTED = 130
 _PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FORWARDING_SECONDS = 0.2
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 
 
 class _Watch:
@@ -180,7 +177,7 @@ def _say_goodbye(state: _Watch) -> None:
     waiting = list(state.open)
     for guard in waiting:
         guard.start_leaving()
-    pause = _SHORTEST_PAUSE
+    pauses = growing_pauses()
     while waiting:
         for guard in list(waiting):
             left = guard.peers_have_left()
@@ -190,8 +187,7 @@ def _say_goodbye(state: _Watch) -> None:
                 guard.tell_peers()
             elif status and (left is False or time.monotonic() > end):
                 state.end_with(status)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        time.sleep(next(pauses))
     if status and not any(guard.size == state.size for guard in state.open):
         # No strategy of ours reaches every rank of the job, and MPI_Finalize would wait for the others.
         time.sleep(PATIENCE_SECONDS)

@@ -137,14 +137,6 @@ class MpiCommunicator:
             )
         return self._node
 
-    def close(self) -> None:
-        """Free the duplicates, once all ranks have come to do so.  Collective."""
-        if self.guard.closed:
-            return
-        with self.guard.call("Strategy.close") as call:
-            call.agree("close")
-        self.free()
-
     def free(self) -> None:
         """Free the duplicates, where all ranks are known to do so."""
         if self.guard.closed:
@@ -154,9 +146,9 @@ class MpiCommunicator:
         if self._control is not None:
             self._control.close()
         if self._node is not None:
-            self._node.node.close()
+            self._node.node.free()
             if self._node.leaders is not None:
-                self._node.leaders.close()
+                self._node.leaders.free()
         self._comm.Free()
 
 
@@ -201,11 +193,11 @@ class MpiControlChannel:
         self._mine = np.zeros(2, np.int64)
         self._greatest = np.zeros(2, np.int64)
         self._request: Any = None
+        self._persistent = True
         try:
             self._request = self._comm.Allreduce_init(self._mine, self._greatest, MPI.MAX)
         except NotImplementedError:  # an MPI before 4.0
-            self._request = None
-        self._persistent = self._request is not None
+            self._persistent = False
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting."""

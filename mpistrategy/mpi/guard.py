@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import NamedTuple, Protocol, TypeVar
@@ -25,7 +26,8 @@ _PACKAGE = __name__.partition(".")[0]
 _CACHED_DIGESTS = 4096
 
 _SETTLED = "_mpistrategy_settled_with"
-_PATIENCE_SECONDS = 2.0
+#: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
+PATIENCE_SECONDS = 2.0
 _SHOWN = 160
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 
@@ -127,16 +129,15 @@ class Guard:
             return
         # No signature has a negative digest, so this never looks like agreement, unless all ranks fail alike.
         self._channel.start(-1 - self._rank)
-        patience_ends = time.monotonic() + _PATIENCE_SECONDS
-        pause, told = _SHORTEST_PAUSE, False
+        patience_ends = time.monotonic() + PATIENCE_SECONDS
+        told, pauses = False, growing_pauses()
         while (answer := self._channel.finished()) is None:
             if not told and time.monotonic() > patience_ends:
                 told = True
                 sys.stderr.write(
                     f"[rank {self._rank}] waits to tell the other ranks: {type(error).__name__}: {error}\n"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(next(pauses))
         if not answer:
             self._exchange(_Report({"call": where}, call_site(), type(error).__name__, str(error)))
 
@@ -209,18 +210,18 @@ class Call:
         self._outer = outer = guard.current
         if outer is None:
             guard.thread = me
-        elif guard.thread != me:
-            raise errors.ContextError.at(
-                self.where,
-                found=f"a collective while another thread is in {outer.where} of the same strategy",
-                expected="one thread at a time",
-                fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
-            )
-        if outer is not None:
+        else:
+            if guard.thread != me:
+                raise errors.ContextError.at(
+                    self.where,
+                    found=f"a collective while another thread is in {outer.where} of the same strategy",
+                    expected="one thread at a time",
+                    fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
+                )
             self.where = outer.where
             self.structure = outer.structure or self.structure
             self.name = outer.name or self.name
-        self._guard.current = self
+        guard.current = self
         return self
 
     def agree(
@@ -264,6 +265,14 @@ class Call:
         guard.settled(error)
         if self._outer is None:
             error.__dict__[_SETTLED].discard(id(guard))  # the same object may be raised again, in another call
+
+
+def growing_pauses() -> Iterator[float]:
+    """Yield the seconds to sleep between two looks at something: short at first, never long."""
+    pause = _SHORTEST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def call_site() -> str:

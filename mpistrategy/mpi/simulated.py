@@ -198,14 +198,6 @@ class SimulatedCommunicator:
             self._node = NodeGroups(inside, outside)
         return self._node
 
-    def close(self) -> None:
-        """Refuse further calls, once all ranks have come to do so.  Collective."""
-        if self.guard.closed:
-            return
-        with self.guard.call("Strategy.close") as call:
-            call.agree("close")
-        self.free()
-
     def free(self) -> None:
         """Refuse further calls."""
         self.guard.closed = True

@@ -50,8 +50,8 @@ class Communicator(Protocol):
     def node(self) -> NodeGroups:
         """Return the transports within this node and between the nodes' leaders."""
 
-    def close(self) -> None:
-        """Give the communicator's resources back; using it afterwards is an error."""
+    def free(self) -> None:
+        """Give the communicator's resources back, where all ranks are known to do so; it cannot be used afterwards."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,6 @@ class SingleCommunicator:
         """Return this rank as its own node."""
         return NodeGroups(self, self)
 
-    def close(self) -> None:
+    def free(self) -> None:
         """Refuse further calls."""
         self.guard.closed = True
