@@ -148,6 +148,19 @@ def require_cross_replica(strategy: Strategy, where: str) -> None:
         )
 
 
+def require_update(strategy: Strategy, where: str) -> None:
+    """Raise ContextError unless this thread is in an update of `strategy`."""
+    frame = current_frame()
+    if frame is None or frame.mode is not Mode.UPDATE:
+        raise ContextError.at(
+            where,
+            found=f"a call in {in_words(frame)}",
+            expected="a call in update context",
+            fix="Call it in a function given to strategy.extended.update.",
+        )
+    require_same_strategy(frame, strategy, where)
+
+
 def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:
     """Raise ContextError when `frame` belongs to another strategy."""
     if frame.strategy is not strategy:

@@ -183,6 +183,11 @@ class Variable(ArrayLike):
         """What this replica stores, to look at: it follows every write.  Never communicates."""
         return self._view
 
+    def updatable_storage(self) -> Array:
+        """Return what this replica stores, to be changed in place; ContextError outside an update of its strategy."""
+        context.require_update(self._strategy, "Variable.updatable_storage")
+        return self._storage
+
     def _read(self) -> Array:
         return self._policy("reading a variable").read(self)
 
