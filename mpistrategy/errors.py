@@ -103,6 +103,10 @@ class LaunchError(MpiStrategyError, RuntimeError):
     """MPI is missing or cannot be started."""
 
 
+class FallbackWarning(UserWarning):
+    """Something faster cannot be had here, and the library goes another way with the same results."""
+
+
 class CollectiveMismatchError(MpiStrategyError, RuntimeError):
     """The ranks called different collectives, or the same one with values that do not match.
 

@@ -5,6 +5,8 @@ Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,8 +17,14 @@ from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
 from mpistrategy.mpi import abort, buffers
+from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
+from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.mpi.shared_memory import Fence, SharedMemory, private_memory, share
 from mpistrategy.mpi.transport import NodeGroups
+from mpistrategy.mpi.waiting import Waiting
+from mpistrategy.mpi.window import NodeWindow
 
 
 class MpiCommunicator:
@@ -52,9 +60,20 @@ class MpiCommunicator:
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         self._control = MpiControlChannel(comm) if self.size > 1 else None
-        self.guard = Guard(self._control, self.rank, self.size)
+        if node_key is None:
+            self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        else:
+            self._inside = self._comm.Split(node_key, self.rank)
+        self.local_rank: int = self._inside.rank
+        self.local_size: int = self._inside.size
+        leaders = [int(text) for text in self.allgather_text(self.text_of_leader(str(self.rank)))]
+        self.node_of = tuple(sorted(set(leaders)).index(leader) for leader in leaders)
+        self.paths: Paths = DEFAULT
+        self.cells: Cells | None = None
+        self.window: NodeWindow | None = None
+        channel = self._share_node_memory() if self.size > 1 else None
+        self.guard = Guard(channel, self.rank, self.size)
         self.devices: tuple[Device, ...] = ()
-        self._node_key = node_key
         self._node: NodeGroups | None = None
         self.max_count = buffers.MAX_COUNT
         if MPI.COMM_WORLD.size > 1:
@@ -62,22 +81,86 @@ class MpiCommunicator:
                 self.guard, self.free, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, MPI.COMM_WORLD.Abort, MPI.Is_finalized
             )
 
+    def _share_node_memory(self) -> MpiControlChannel | CellChannel:
+        """Make the cells and the window of this node; return the channel on which the ranks compare their calls."""
+        assert self._control is not None
+        nbytes = NodeMemory.bytes_for(self.local_size, self.paths)
+        shared = share(nbytes, self, _memory_fence()) if max(map(self.node_of.count, self.node_of)) > 1 else ""
+        if isinstance(shared, str):
+            warn_without_memory(shared, self.rank)
+            return self._control
+        if self.local_size > 1:
+            control = self._control
+            node = NodeMemory(shared, self.paths, Waiting(self.local_size, control.progress))
+            self.window = node.window
+            if self.local_size == self.size:
+                self.cells = node.cells
+                return CellChannel(node.cells, control.allgather_text)
+        return self._control
+
+    def text_of_leader(self, text: str) -> str:
+        """Return the text of the first rank of this node."""
+        length = np.array([len(text.encode())])
+        self._inside.Bcast(length, 0)
+        letters = np.frombuffer(text.encode(), np.uint8) if self.local_rank == 0 else np.empty(length[0], np.uint8)
+        letters = letters.copy()
+        self._inside.Bcast(letters, 0)
+        return bytes(letters).decode()
+
+    def any_reason(self, reason: str) -> str:
+        """Return the first text that is not empty, of all ranks; "" when all are."""
+        return next(filter(None, self.allgather_text(reason)), "")
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see.  Collective.
+
+        Where one node has no room for them, all ranks get private memory, and rank 0 warns.
+        """
+        if max(map(self.node_of.count, self.node_of)) == 1 or self.window is None and self.local_size > 1:
+            return private_memory(nbytes)
+        memory = share(nbytes, self, _memory_fence())
+        if isinstance(memory, str):
+            warn_without_memory(memory, self.rank)
+            return private_memory(nbytes)
+        return memory
+
+    def node_barrier(self) -> None:
+        """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
+        if self.window is not None:
+            self.window.barrier()
+        elif self.local_size > 1:
+            self._inside.Barrier()
+
     def local_rank_and_size(self) -> tuple[int, int]:
         """Return this rank's index among the ranks of its node, and how many they are."""
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
-        try:
-            return node.rank, node.size
-        finally:
-            node.Free()
+        return self.local_rank, self.local_size
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
 
-    def allreduce(self, buffer: Array, op: str = "SUM") -> None:
-        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins."""
-        for piece in buffers.pieces(buffer, self.max_count):
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
+
+        What this rank brings is in `source`, which stays as it is; None means in `buffer`.
+        """
+        if self.window is not None and self.local_size == self.size and buffer.nbytes >= self.paths.window_bytes:
+            flat = buffer.reshape(-1)
+            self.window.allreduce(flat if source is None else source.reshape(-1), flat, op)
+            return
+        if source is not None:
+            np.copyto(buffer, source)
+        count = min(self.max_count, max(1, self.paths.piece_bytes // buffer.itemsize))
+        for piece in buffers.pieces(buffer, count):
             self._comm.Allreduce(MPI.IN_PLACE, piece, _mpi_op(op, buffer.dtype))
+
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM") -> None:
+        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype."""
+        if self.window is not None and self.local_size == self.size:
+            self.window.allreduce_many(pairs, op)
+            return
+        for source, target in pairs:
+            self.allreduce(target, op, source)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
@@ -126,14 +209,10 @@ class MpiCommunicator:
     def node(self) -> NodeGroups:
         """Return the transports within this node and between the nodes' leaders; the first call is collective."""
         if self._node is None:
-            comm = self._comm
-            if self._node_key is None:
-                inside = comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
-            else:
-                inside = comm.Split(self._node_key, self.rank)
-            across = comm.Split(0 if inside.rank == 0 else MPI.UNDEFINED, self.rank)
+            across = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
             self._node = NodeGroups(
-                _Group(inside, self.max_count), _Group(across, self.max_count) if across != MPI.COMM_NULL else None
+                _Group(self._inside.Dup(), self.max_count, self.window),
+                _Group(across, self.max_count) if across != MPI.COMM_NULL else None,
             )
         return self._node
 
@@ -149,7 +228,19 @@ class MpiCommunicator:
             self._node.node.free()
             if self._node.leaders is not None:
                 self._node.leaders.free()
+        if self._inside != MPI.COMM_NULL:
+            self._inside.Free()
         self._comm.Free()
+
+
+@cache
+def _memory_fence() -> Fence | None:
+    """Return what orders this process's writes for its peers; None where the processor keeps them in order."""
+    if platform.machine().lower() in ("x86_64", "amd64", "i686"):
+        return None
+    window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
+    window.Lock_all(MPI.MODE_NOCHECK)
+    return window.Sync
 
 
 @cache
@@ -170,14 +261,18 @@ def _mpi_op(op: str, dtype: np.dtype[Any]) -> MPI.Op:
 class _Group(MpiCommunicator):
     """A part of a communicator whose ranks have already agreed: the same verbs without a guard of its own."""
 
-    def __init__(self, comm: Any, max_count: int) -> None:
+    def __init__(self, comm: Any, max_count: int, window: NodeWindow | None = None) -> None:
         self._comm = comm
+        self._inside = MPI.COMM_NULL
         self.rank = comm.rank
         self.size = comm.size
+        self.local_rank, self.local_size = (self.rank, self.size) if window is not None else (0, 1)
+        self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
+        self.paths = DEFAULT
+        self.cells, self.window = None, window
         self._control = None
         self.guard = Guard()
         self.devices = ()
-        self._node_key = None
         self._node = None
         self.max_count = max_count
 
@@ -220,6 +315,10 @@ class MpiControlChannel:
     def _equal(self) -> bool:
         # The greatest of d and the greatest of -d are opposite only when all d are the same.
         return bool(self._greatest[0] == -self._greatest[1])
+
+    def progress(self) -> None:
+        """Let MPI move messages that wait for this rank."""
+        self._comm.Iprobe()
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""

@@ -14,7 +14,10 @@ from typing import Any
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
+from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard, call_site
+from mpistrategy.mpi.paths import DEFAULT
+from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 from mpistrategy.mpi.transport import NodeGroups
 
 _LEFT = "has come to its end"
@@ -129,11 +132,15 @@ class SimulatedCommunicator:
         self.size = len(meeting.members)
         self.guard = Guard(self if self.size > 1 else None, rank, self.size)
         self.devices: tuple[Device, ...] = ()
+        numbers = list(dict.fromkeys(self._nodes))
+        self.node_of = tuple(numbers.index(node) for node in self._nodes)
+        self.local_rank = self.node_of[:rank].count(self.node_of[rank])
+        self.paths = DEFAULT
+        self.cells: Cells | None = None
 
     def local_rank_and_size(self) -> tuple[int, int]:
         """Return this rank's index among the ranks of its node, and how many they are."""
-        here = [rank for rank in range(self.size) if self._nodes[rank] == self._nodes[self.rank]]
-        return here.index(self.rank), len(here)
+        return self.local_rank, self.node_of.count(self.node_of[self.rank])
 
     def duplicate(self) -> SimulatedCommunicator:
         """Return a communicator of the same ranks that never meets this one's calls.  Collective."""
@@ -144,9 +151,16 @@ class SimulatedCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(self._meeting.exchange(self.rank, "share_device", device))
 
-    def allreduce(self, buffer: Array, op: str = "SUM") -> None:
-        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
-        buffer[...] = _combined(self._meeting.exchange(self.rank, f"allreduce {op}", buffer.copy()), op)
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""
+        brought = (buffer if source is None else source).copy()
+        total = _combined(self._meeting.exchange(self.rank, f"allreduce {op}", brought), op)
+        buffer[...] = total.reshape(buffer.shape)
+
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM") -> None:
+        """Do ``allreduce(target, op, source)`` for pairs of (source, target)."""
+        for source, target in pairs:
+            self.allreduce(target, op, source)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
@@ -197,6 +211,14 @@ class SimulatedCommunicator:
             outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
             self._node = NodeGroups(inside, outside)
         return self._node
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return memory of this thread's own: the turns that threads take leave nobody to wait for a number."""
+        return private_memory(nbytes)
+
+    def node_barrier(self) -> None:
+        """Wait for the members on this node."""
+        self.node().node.allgather_text("")
 
     def free(self) -> None:
         """Refuse further calls."""

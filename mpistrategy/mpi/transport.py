@@ -6,12 +6,16 @@ over the transport's ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mpistrategy.arrays import Array
 from mpistrategy.devices import Device
+from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 
 
 class Communicator(Protocol):
@@ -22,15 +26,29 @@ class Communicator(Protocol):
         size: how many ranks there are.
         guard: compares what the ranks are about to do before any of these verbs runs.
         devices: the device that each rank drives, in rank order.
+        node_of: the number of the node of each rank, from 0 on.
+        local_rank: this rank's index among the ranks of its node.
+        paths: which way a buffer takes, by its size.
+        cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
     """
 
     rank: int
     size: int
     guard: Guard
     devices: tuple[Device, ...]
+    node_of: tuple[int, ...]
+    local_rank: int
+    paths: Paths
+    cells: Cells | None
 
-    def allreduce(self, buffer: Array, op: str = "SUM") -> None:
-        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins."""
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
+
+        What this rank brings is in `source`, which stays as it is; None means in `buffer`.
+        """
+
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM") -> None:
+        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype."""
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
@@ -49,6 +67,12 @@ class Communicator(Protocol):
 
     def node(self) -> NodeGroups:
         """Return the transports within this node and between the nodes' leaders."""
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see where they can."""
+
+    def node_barrier(self) -> None:
+        """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
 
     def free(self) -> None:
         """Give the communicator's resources back, where all ranks are known to do so; it cannot be used afterwards."""
@@ -75,9 +99,20 @@ class SingleCommunicator:
     rank: int = 0
     size: int = 1
     guard: Guard = field(default_factory=Guard)
+    node_of: tuple[int, ...] = (0,)
+    local_rank: int = 0
+    paths: Paths = DEFAULT
+    cells: Cells | None = None
 
-    def allreduce(self, buffer: Array, op: str = "SUM") -> None:
-        """Leave `buffer`: its sum over one rank is itself."""
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+        """Leave `buffer`, or copy `source` to it: its sum over one rank is itself."""
+        if source is not None:
+            buffer[...] = source.reshape(buffer.shape)
+
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM") -> None:
+        """Copy every source to its target."""
+        for source, target in pairs:
+            self.allreduce(target, op, source)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Leave `buffer`."""
@@ -101,6 +136,13 @@ class SingleCommunicator:
     def node(self) -> NodeGroups:
         """Return this rank as its own node."""
         return NodeGroups(self, self)
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return memory of this rank's own."""
+        return private_memory(nbytes)
+
+    def node_barrier(self) -> None:
+        """Go on: nobody else is here."""
 
     def free(self) -> None:
         """Refuse further calls."""

@@ -1,0 +1,71 @@
+"""What the ranks of one node share: cells to compare calls in, and a window to reduce through."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi import cells, window
+from mpistrategy.mpi.cells import Cells
+from mpistrategy.mpi.paths import Paths
+from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.waiting import Waiting
+from mpistrategy.mpi.window import NodeWindow
+
+
+class NodeMemory:
+    """The cells and the window of one node, in one piece of shared memory.
+
+    Args:
+        memory: `bytes_for` the same ranks and paths.
+        paths: how large the parts are.
+        waiting: how to wait for a peer.
+    """
+
+    def __init__(self, memory: SharedMemory, paths: Paths, waiting: Waiting) -> None:
+        cell_bytes = _cell_bytes(paths)
+        chunk_bytes = window.chunk_bytes_for(len(memory.segments), paths.chunk_bytes)
+        self.cells = Cells(_part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
+        self.window = NodeWindow(_part(memory, cell_bytes), chunk_bytes, waiting)
+
+    @staticmethod
+    def bytes_for(ranks: int, paths: Paths) -> int:
+        """Return how much memory each of so many ranks of a node needs."""
+        return _cell_bytes(paths) + window.segment_bytes(window.chunk_bytes_for(ranks, paths.chunk_bytes))
+
+
+class CellChannel:
+    """The guard's channel among the ranks of one node.
+
+    Args:
+        cells: where the digests are compared.
+        allgather_text: returns every rank's text; for the reports.
+    """
+
+    def __init__(self, cells: Cells, allgather_text: Callable[[str], list[str]]) -> None:
+        self._cells = cells
+        self.start, self.finished, self.all_equal = cells.start, cells.finished, cells.all_equal
+        self.allgather_text = allgather_text
+
+
+def warn_without_memory(reason: str, rank: int) -> None:
+    """Say on rank 0 why the ranks of a node share no memory; an empty reason needs no words."""
+    if reason and rank == 0:
+        warnings.warn(
+            f"the ranks of a node share no memory, and everything goes through MPI: {reason}. Results are the same, "
+            "slower. Give the node (or the container: --shm-size, --ipc=host) more room there.",
+            FallbackWarning,
+            stacklevel=2,
+        )
+
+
+def _cell_bytes(paths: Paths) -> int:
+    return -(-cells.segment_bytes(paths.cell_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def _part(memory: SharedMemory, start: int, length: int | None = None) -> SharedMemory:
+    stop = None if length is None else start + length
+    return SharedMemory(
+        tuple(segment[start:stop] for segment in memory.segments), memory.local_rank, memory.is_shared, memory.fence
+    )

@@ -1,0 +1,47 @@
+"""How a rank waits for a number that a peer of its node will write: fast at first, politely later."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+_SPINS = 4000
+_POLITE_AFTER_SECONDS = 3e-3
+_NAP_SECONDS = 2e-5
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Waiting:
+    """Waits until ``numbers[0]`` has reached a value.
+
+    It looks some thousand times at once (a peer that is on its way comes within microseconds), then gives its core
+    away between two looks, and after some milliseconds naps.  Where ranks outnumber cores the peer may need this very
+    core, so that it is given away from the first look on.
+
+    Args:
+        ranks: how many ranks share the cores of this node.
+        progress: called now and then: lets MPI move other messages that need this rank.
+    """
+
+    def __init__(self, ranks: int, progress: Callable[[], Any]) -> None:
+        self._spins = _SPINS if ranks <= cores() else 1
+        self._progress = progress
+
+    def until(self, numbers: memoryview, value: int) -> None:
+        """Return when ``numbers[0] >= value``; the writer only ever raises it."""
+        for _ in range(self._spins):
+            if numbers[0] >= value:
+                return
+        polite_from = time.monotonic() + _POLITE_AFTER_SECONDS
+        while numbers[0] < value:
+            self._progress()
+            if time.monotonic() < polite_from:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_SECONDS)
