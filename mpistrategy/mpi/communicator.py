@@ -75,6 +75,9 @@ class MpiCommunicator:
         self.guard = Guard(channel, self.rank, self.size)
         self.devices: tuple[Device, ...] = ()
         self._node: NodeGroups | None = None
+        #: The state of the two-level exchange, once `mpistrategy.mpi.across_nodes` has made it.
+        self.across: Any = None
+        self._links: list[_Group] = []
         self.max_count = buffers.MAX_COUNT
         if MPI.COMM_WORLD.size > 1:
             abort.watch(
@@ -216,12 +219,41 @@ class MpiCommunicator:
             )
         return self._node
 
+    def links(self, most: int) -> tuple[int, _Group | None]:
+        """Return how many ranks of each node, up to `most`, have a counterpart on every node, and this rank's.
+
+        Collective.  The counterparts are ordered by node.
+        """
+        count = min(most, *map(self.node_of.count, self.node_of))
+        lane = self.local_rank if self.local_rank < count else MPI.UNDEFINED
+        comm = self._comm.Split(lane, self.node_of[self.rank])
+        if comm == MPI.COMM_NULL:
+            return count, None
+        link = _Group(comm, self.max_count)
+        self._links.append(link)
+        return count, link
+
+    def isend(self, block: Array, rank: int, tag: int) -> MPI.Request:
+        """Begin to send `block`, of any dtype; it must stay as it is until the request is done."""
+        return self._comm.Isend(buffers.as_bytes(block), rank, tag)
+
+    def irecv(self, block: Array, rank: int, tag: int) -> MPI.Request:
+        """Begin to receive into `block`, of any dtype."""
+        return self._comm.Irecv(buffers.as_bytes(block), rank, tag)
+
+    def duplicate(self) -> MpiCommunicator:
+        """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
+        return MpiCommunicator(self._comm, self.node_of[self.rank])
+
     def free(self) -> None:
         """Free the duplicates, where all ranks are known to do so."""
         if self.guard.closed:
             return
         self.guard.closed = True
         abort.forget(self.guard)
+        self.across = None
+        for link in self._links:
+            link.free()
         if self._control is not None:
             self._control.close()
         if self._node is not None:
@@ -274,6 +306,7 @@ class _Group(MpiCommunicator):
         self.guard = Guard()
         self.devices = ()
         self._node = None
+        self.across, self._links = None, []
         self.max_count = max_count
 
 

@@ -84,7 +84,8 @@ def combined(parts: list[Array], op: str, out: Array) -> None:
     if not out.size:
         return
     total = parts[0]
-    spare = next((part for part in parts if part is not out), out)
+    overlaps = any(part is out for part in parts)
+    spare = next(part for part in parts if part is not out) if overlaps else out
     for part in parts[1:-1]:
         combine(total, part, out=spare)
         total = spare

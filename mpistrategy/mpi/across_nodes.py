@@ -1,0 +1,296 @@
+"""The all-reduce over ranks on several nodes: within each node, between the nodes, and back, in pieces.
+
+Of every piece the first ranks of each node (as many as the smallest node has, up to `MOST_LANES`) own a slice each: a
+lane.  A rank adds up its slice over its node, exchanges it with its counterparts on the other nodes, and shows its node
+the result.  So each byte crosses the network as often as it must and no more, whoever sits on a node.
+
+Several pieces are under way at a time: while one is on the network, the node adds up those that follow.  Who adds what
+depends on the placement of the ranks and on nothing else: equal runs give equal bits, and all ranks get the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpistrategy.arrays import Array
+from mpistrategy.mpi import wire
+from mpistrategy.mpi.exchange import Flight, Link, borders_of, combined, exact
+from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.mpi.waiting import cores
+
+#: More lanes than this do not fill a network better, and make short messages.
+MOST_LANES = 4
+#: How much of the buffer is one piece; more where blocks of it would become short messages.
+PIECE_BYTES = 2**20
+_LEAST_BLOCK_BYTES = 32 * 2**10
+_LARGEST_PIECE_BYTES = 2**22
+#: How many pieces may be on the network at a time.
+FLIGHTS = 4
+_SLOTS = FLIGHTS + 2
+_TAGS = 2**12
+
+#: Called between two looks that found nothing new, with how many there have been.
+Pause = Callable[[int], None]
+
+
+class Ranks(Communicator, Protocol):
+    """What the two-level exchange needs of a communicator besides the verbs."""
+
+    across: Any
+
+    def links(self, most: int) -> tuple[int, Link | None]:
+        """Return how many ranks of each node have counterparts on all nodes, and this rank's counterparts."""
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return memory that the node's ranks see."""
+
+
+def eagerly(looks: int) -> None:
+    """Look again at once; give the core away after some looks, and nap after many."""
+    if looks > 20_000:
+        time.sleep(2e-5)
+    elif looks > 200 or cores() < 2:
+        os.sched_yield()
+
+
+def allreduce_across(
+    communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, rounds: bool = False
+) -> None:
+    """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.  Collective.
+
+    Args:
+        communicator: the ranks, on several nodes (right, too, on one).
+        buffer: contiguous; equal size and dtype on all ranks.
+        op: "SUM", "MIN", "MAX" or "PROD".
+        source: this rank's contribution, where it is not `buffer`; stays as it is.
+        rounds: bfloat16 between the nodes, for sums of float32; see `mpistrategy.mpi.wire`.
+    """
+    flat = buffer.reshape(-1)
+    brought = flat if source is None else source.reshape(-1)
+    rounds = rounds and wire.travels(buffer.dtype, op)
+    with np.errstate(all="ignore"):
+        if hasattr(communicator, "links"):
+            across_nodes(communicator).allreduce(brought, flat, op, rounds)
+        else:
+            _in_turn(communicator, brought, flat, op, rounds)
+
+
+def across_nodes(communicator: Any, pause: Pause = eagerly) -> AcrossNodes:
+    """Return the two-level exchange of a communicator; the first call is collective."""
+    if communicator.across is None:
+        communicator.across = AcrossNodes(communicator, pause)
+    found: AcrossNodes = communicator.across
+    return found
+
+
+def _in_turn(communicator: Communicator, source: Array, target: Array, op: str, rounds: bool) -> None:
+    """One step after another, for a transport that has no messages between two ranks."""
+    if target is not source:
+        target[...] = source
+    groups = communicator.node()
+    groups.node.reduce(target, 0, op)
+    if groups.leaders is not None and groups.leaders.size > 1:
+        if rounds:
+            wire.rounded(target)
+        groups.leaders.allreduce(target, op)
+        if rounds:
+            wire.rounded(target)
+    groups.node.bcast(target, 0)
+
+
+@dataclass
+class _Piece:
+    number: int
+    target: Array
+    flight: Flight
+
+
+class AcrossNodes:
+    """The state of the two-level exchange; made once for a communicator.  Collective.
+
+    Args:
+        communicator: the ranks.
+        pause: how to wait.
+    """
+
+    def __init__(self, communicator: Ranks, pause: Pause) -> None:
+        node = communicator.node().node
+        self.lanes, link = communicator.links(MOST_LANES)
+        self._link = link if link is not None and link.size > 1 else None
+        self._pause = pause
+        nodes = max(1, communicator.size // max(1, node.size)) if link is None else link.size
+        shortest = self.lanes * nodes * _LEAST_BLOCK_BYTES
+        self.piece_bytes = max(PIECE_BYTES, min(shortest, _LARGEST_PIECE_BYTES))
+        self._flights: deque[_Piece] = deque()
+        self._number = 0
+        self._lane = node.rank if node.rank < self.lanes else None
+        self._node: _Alone | _Window | _Messages = _Alone()
+        memory = communicator.shared(_Window.bytes_of(self.piece_bytes))
+        if node.size > 1:
+            self._node = (
+                _Window(memory, self.piece_bytes, self.lanes, self._until)
+                if memory.is_shared
+                else _Messages(node, self.lanes)
+            )
+
+    def allreduce(self, source: Array, target: Array, op: str, rounds: bool) -> None:
+        """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same."""
+        elements = self.piece_bytes // target.itemsize
+        for start in range(0, target.size, elements):
+            piece = target[start : start + elements]
+            self._number += 1
+            self._node.bring(self._number, source[start : start + elements], piece)
+            if len(self._flights) == FLIGHTS:
+                self._land()
+            mine = self._node.add_up(self._number, piece, op)
+            self._flights.append(_Piece(self._number, piece, self._take_off(mine, op, rounds)))
+            self._advance()
+        while self._flights:
+            self._land()
+
+    def _take_off(self, mine: Array, op: str, rounds: bool) -> Flight:
+        if self._link is None or self._lane is None:
+            return Flight(None)
+        tag = 2 * (self._number % _TAGS)
+        return Flight(wire.halved(self._link, mine, tag) if rounds else exact(self._link, mine, op, tag))
+
+    def _land(self) -> None:
+        piece = self._flights[0]
+        self._until(lambda: piece.flight.is_over)
+        self._flights.popleft()
+        self._node.hand_out(piece.number, piece.target)
+
+    def _advance(self) -> bool:
+        moved = False
+        for piece in self._flights:
+            moved = piece.flight.advance() or moved
+        return moved
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        looks = 0
+        while not ready():
+            if self._advance():
+                looks = 0
+                continue
+            looks += 1
+            self._pause(looks)
+
+
+class _Alone:
+    """The only rank of its node."""
+
+    def bring(self, number: int, source: Array, target: Array) -> None:
+        if source is not target:
+            target[...] = source
+
+    def add_up(self, number: int, target: Array, op: str) -> Array:
+        return target
+
+    def hand_out(self, number: int, target: Array) -> None:
+        pass
+
+
+class _Messages:
+    """The node's ranks by MPI's Reduce and Bcast, where they share no memory."""
+
+    def __init__(self, node: Communicator, lanes: int) -> None:
+        self._node = node
+        self._lanes = lanes
+
+    def bring(self, number: int, source: Array, target: Array) -> None:
+        if source is not target:
+            target[...] = source
+
+    def add_up(self, number: int, target: Array, op: str) -> Array:
+        slices = self._slices(target)
+        for lane, part in enumerate(slices):
+            if part.size:
+                self._node.reduce(part, lane, op)
+        return slices[self._node.rank] if self._node.rank < self._lanes else target[:0]
+
+    def hand_out(self, number: int, target: Array) -> None:
+        for lane, part in enumerate(self._slices(target)):
+            if part.size:
+                self._node.bcast(part, lane)
+
+    def _slices(self, target: Array) -> list[Array]:
+        return [target[begin:end] for begin, end in borders_of(target.size, self._lanes, target.itemsize)]
+
+
+class _Window:
+    """The node's ranks through memory that all of them see.
+
+    A slot holds what each rank has brought of one piece, and afterwards, in the owner's segment, each lane's result.
+    Each rank counts the pieces that it has brought, those whose result it has shown, and those it is done with.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, piece_bytes: int, lanes: int, until: Callable[[Callable[[], bool]], None]
+    ) -> None:
+        self._me = memory.local_rank
+        self._lanes = lanes
+        self._fence = memory.fence
+        self._until = until
+        self._counters = [
+            [memoryview(segment[line * ALIGNMENT :][:8]).cast("B").cast("q") for segment in memory.segments]
+            for line in range(3)
+        ]
+        self._brought, self._shown, self._done = self._counters
+        start = 3 * ALIGNMENT
+        self._slots = [
+            [segment[start + slot * piece_bytes :][:piece_bytes] for segment in memory.segments]
+            for slot in range(_SLOTS)
+        ]
+
+    @staticmethod
+    def bytes_of(piece_bytes: int) -> int:
+        return 3 * ALIGNMENT + _SLOTS * piece_bytes
+
+    def bring(self, number: int, source: Array, target: Array) -> None:
+        self._wait_for(self._done, number - _SLOTS)
+        self._slot(number, source)[self._me][...] = source
+        self._tell(self._brought, number)
+
+    def add_up(self, number: int, target: Array, op: str) -> Array:
+        begin, end = self._borders(target)[self._me] if self._me < self._lanes else (0, 0)
+        mine = target[begin:end]
+        if mine.size:
+            self._wait_for(self._brought, number)
+            combined([brought[begin:end] for brought in self._slot(number, target)], op, out=mine)
+        return mine
+
+    def hand_out(self, number: int, target: Array) -> None:
+        slot, borders = self._slot(number, target), self._borders(target)
+        if self._me < self._lanes:
+            begin, end = borders[self._me]
+            slot[self._me][begin:end] = target[begin:end]
+            self._tell(self._shown, number)
+        self._wait_for(self._shown[: self._lanes], number)
+        for lane, (begin, end) in enumerate(borders):
+            if lane != self._me:
+                target[begin:end] = slot[lane][begin:end]
+        self._tell(self._done, number)
+
+    def _borders(self, target: Array) -> list[tuple[int, int]]:
+        return borders_of(target.size, self._lanes, target.itemsize)
+
+    def _slot(self, number: int, like: Array) -> list[Array]:
+        return [part[: like.nbytes].view(like.dtype) for part in self._slots[number % _SLOTS]]
+
+    def _tell(self, counter: list[memoryview], number: int) -> None:
+        if self._fence is not None:
+            self._fence()
+        counter[self._me][0] = number
+
+    def _wait_for(self, counter: list[memoryview], number: int) -> None:
+        self._until(lambda: all(theirs[0] >= number for theirs in counter))
+        if self._fence is not None:
+            self._fence()
