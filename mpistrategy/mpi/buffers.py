@@ -1,8 +1,14 @@
-"""Pieces that MPI can count: at most 2^30 elements a call, as bytes where MPI has no datatype."""
+"""Buffers: in pieces that MPI can count, and memory for results that is used again.
+
+MPI is given at most 2^30 elements a call, and bytes where it has no datatype.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +23,67 @@ def pieces(buffer: Array, max_count: int = MAX_COUNT) -> Iterator[Array]:
     flat = buffer.reshape(-1)
     for start in range(0, flat.size, max_count):
         yield flat[start : start + max_count]
+
+
+class Pool:
+    """Memory for results, used again once nobody holds it: the first touch of new pages costs more than a reduction.
+
+    A result is a view of a block.  NumPy makes every view of a view refer to the block itself, so that a block to
+    which nobody but the pool refers is free.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[list[Any]]] = {}
+        self._taken = 0
+        self._tidy_at = _KEPT_FOR
+
+    def take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Return an array whose values are undefined."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < _LEAST_POOLED:
+            return np.empty(shape, dtype)
+        self._taken += 1
+        entries = self._blocks.setdefault(nbytes, [])
+        for entry in entries:
+            if sys.getrefcount(entry[0]) == _FREE:
+                entry[1] = self._taken
+                return np.ndarray(shape, dtype, entry[0])
+        if self._taken > self._tidy_at:
+            self._tidy()
+        block = np.empty(nbytes, np.uint8)
+        self._blocks.setdefault(nbytes, []).append([block, self._taken])
+        return np.ndarray(shape, dtype, block)
+
+    def clear(self) -> None:
+        """Forget all blocks; those in use live on with their views."""
+        self._blocks.clear()
+
+    def _tidy(self) -> None:
+        """Forget the blocks that have not been asked for in a long time."""
+        long_ago, self._tidy_at = self._taken - _KEPT_FOR, self._taken + _KEPT_FOR
+        for nbytes, entries in list(self._blocks.items()):
+            entries[:] = [entry for entry in entries if entry[1] > long_ago]
+            if not entries:
+                del self._blocks[nbytes]
+
+
+_LEAST_POOLED = 64 * 2**10
+_KEPT_FOR = 4096  # results asked for since a block was last used
+
+
+def _count_of_free_block() -> int:
+    entry = [np.empty(0, np.uint8), 0]
+    return sys.getrefcount(entry[0])
+
+
+_FREE = _count_of_free_block()
+
+
+def divide_by(divisor: int, buffer: Array) -> None:
+    """Divide a floating buffer in place; by 1 costs nothing."""
+    if divisor != 1:
+        with np.errstate(all="ignore"):
+            np.true_divide(buffer, buffer.dtype.type(divisor), out=buffer)
 
 
 def as_bytes(buffer: Array) -> Array:

@@ -17,6 +17,7 @@ from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
 from mpistrategy.mpi import abort, buffers
+from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
@@ -71,6 +72,7 @@ class MpiCommunicator:
         self.paths: Paths = DEFAULT
         self.cells: Cells | None = None
         self.window: NodeWindow | None = None
+        self.pool = Pool()
         channel = self._share_node_memory() if self.size > 1 else None
         self.guard = Guard(channel, self.rank, self.size)
         self.devices: tuple[Device, ...] = ()
@@ -142,28 +144,30 @@ class MpiCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
-        What this rank brings is in `source`, which stays as it is; None means in `buffer`.
+        What this rank brings is in `source`, which stays as it is; None means in `buffer`.  The result is divided by
+        `divisor`, which must be 1 unless the dtype is a floating one.
         """
         if self.window is not None and self.local_size == self.size and buffer.nbytes >= self.paths.window_bytes:
             flat = buffer.reshape(-1)
-            self.window.allreduce(flat if source is None else source.reshape(-1), flat, op)
+            self.window.allreduce(flat if source is None else source.reshape(-1), flat, op, divisor)
             return
         if source is not None:
             np.copyto(buffer, source)
         count = min(self.max_count, max(1, self.paths.piece_bytes // buffer.itemsize))
         for piece in buffers.pieces(buffer, count):
             self._comm.Allreduce(MPI.IN_PLACE, piece, _mpi_op(op, buffer.dtype))
+        divide_by(divisor, buffer)
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM") -> None:
-        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype."""
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype."""
         if self.window is not None and self.local_size == self.size:
-            self.window.allreduce_many(pairs, op)
+            self.window.allreduce_many(pairs, op, divisor)
             return
         for source, target in pairs:
-            self.allreduce(target, op, source)
+            self.allreduce(target, op, source, divisor)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
@@ -302,6 +306,7 @@ class _Group(MpiCommunicator):
         self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
         self.paths = DEFAULT
         self.cells, self.window = None, window
+        self.pool = Pool()
         self._control = None
         self.guard = Guard()
         self.devices = ()

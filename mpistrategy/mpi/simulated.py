@@ -14,6 +14,7 @@ from typing import Any
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
+from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard, call_site
 from mpistrategy.mpi.paths import DEFAULT
@@ -137,6 +138,7 @@ class SimulatedCommunicator:
         self.local_rank = self.node_of[:rank].count(self.node_of[rank])
         self.paths = DEFAULT
         self.cells: Cells | None = None
+        self.pool = Pool()
 
     def local_rank_and_size(self) -> tuple[int, int]:
         """Return this rank's index among the ranks of its node, and how many they are."""
@@ -151,16 +153,17 @@ class SimulatedCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(self._meeting.exchange(self.rank, "share_device", device))
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""
         brought = (buffer if source is None else source).copy()
         total = _combined(self._meeting.exchange(self.rank, f"allreduce {op}", brought), op)
         buffer[...] = total.reshape(buffer.shape)
+        divide_by(divisor, buffer)
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM") -> None:
-        """Do ``allreduce(target, op, source)`` for pairs of (source, target)."""
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target)."""
         for source, target in pairs:
-            self.allreduce(target, op, source)
+            self.allreduce(target, op, source, divisor)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mpistrategy.arrays import Array
 from mpistrategy.devices import Device
+from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.paths import DEFAULT, Paths
@@ -30,6 +31,7 @@ class Communicator(Protocol):
         local_rank: this rank's index among the ranks of its node.
         paths: which way a buffer takes, by its size.
         cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
+        pool: memory for results.
     """
 
     rank: int
@@ -40,15 +42,17 @@ class Communicator(Protocol):
     local_rank: int
     paths: Paths
     cells: Cells | None
+    pool: Pool
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
-        What this rank brings is in `source`, which stays as it is; None means in `buffer`.
+        What this rank brings is in `source`, which stays as it is; None means in `buffer`.  The result is divided by
+        `divisor`, which must be 1 unless the dtype is a floating one.
         """
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM") -> None:
-        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype."""
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype."""
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
@@ -103,16 +107,18 @@ class SingleCommunicator:
     local_rank: int = 0
     paths: Paths = DEFAULT
     cells: Cells | None = None
+    pool: Pool = field(default_factory=Pool)
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Leave `buffer`, or copy `source` to it: its sum over one rank is itself."""
         if source is not None:
             buffer[...] = source.reshape(buffer.shape)
+        divide_by(divisor, buffer)
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM") -> None:
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
         """Copy every source to its target."""
         for source, target in pairs:
-            self.allreduce(target, op, source)
+            self.allreduce(target, op, source, divisor)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Leave `buffer`."""
