@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import dtype_name
-from mpistrategy.errors import DTypeError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.errors import DTypeError, EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
+
+_PAIRS = "an iterable of (gradient, variable) pairs"
 
 
 def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
@@ -34,23 +37,78 @@ def not_negative(number: float) -> bool:
     return number >= 0
 
 
-def checked_pairs(grads_and_vars: Any, strategy: Strategy, where: str) -> list[tuple[Any, Variable]]:
-    """Return the pairs as a list; raise a typed error unless every gradient fits its variable."""
-    expected = "an iterable of (gradient, variable) pairs"
+@dataclass
+class Target:
+    """The variables of one call that have gradients: found fit once, and known from then on.
+
+    Attributes:
+        variables: them, in the order of the pairs.
+        layouts: their shapes and dtypes.
+        strategy: the strategy that keeps them.
+        text: what stands for them when ranks compare their calls.
+    """
+
+    variables: tuple[Variable, ...]
+    strategy: Strategy
+    text: str
+    layouts: list[tuple[tuple[int, ...], np.dtype[Any]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layouts = [(var.shape, var.dtype) for var in self.variables]
+
+
+class Targets:
+    """The targets of the latest calls, so that a step with the same variables checks the gradients only."""
+
+    _MOST = 32
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], Target] = {}
+
+    def checked(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[list[Any], Target]:
+        """Return the gradients that are not None, and their variables; a typed error unless they fit each other."""
+        pairs = _listed(grads_and_vars, where)
+        try:
+            # A Target keeps its variables alive, so that their ids are nobody else's.
+            key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
+        except (TypeError, ValueError):
+            key = ()
+        target = self._known.get(key)
+        if target is None or target.strategy is not strategy:
+            target = _new_target(pairs, strategy, where)
+            while len(self._known) >= self._MOST:
+                del self._known[next(iter(self._known))]
+            self._known[key] = target
+        gradients = [gradient for gradient, _ in pairs if gradient is not None]
+        for gradient, (shape, dtype), var in zip(gradients, target.layouts, target.variables, strict=True):
+            if not (type(gradient) is np.ndarray and gradient.dtype is dtype and gradient.shape == shape):
+                _check_gradient(local_component(gradient), var, where)
+        return gradients, target
+
+
+def _listed(grads_and_vars: Any, where: str) -> list[Any]:
     try:
-        pairs = list(grads_and_vars)
+        return list(grads_and_vars)
     except TypeError as error:
-        raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=expected) from error
+        raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS) from error
+
+
+def _new_target(pairs: list[Any], strategy: Strategy, where: str) -> Target:
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise OptionTypeError.at(where, found=f"the element {pair!r}", expected=expected)
+            raise OptionTypeError.at(where, found=f"the element {pair!r}", expected=_PAIRS)
         gradient, var = pair
         check_variable(var, strategy, where)
         if var.dtype.kind in "biu":
             raise OptionError.at(where, found=repr(var), expected="a Variable of a floating or complex dtype")
         if gradient is not None:
             _check_gradient(local_component(gradient), var, where)
-    return [(gradient, var) for gradient, var in pairs]
+    # Gradients of one shape for two variables must not meet each other.
+    numbered = [(number, var) for number, (gradient, var) in enumerate(pairs) if gradient is not None]
+    if not numbered:
+        raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
+    text = ", ".join(f"{number}: {var.key}" for number, var in numbered)
+    return Target(tuple(var for _, var in numbered), strategy, text)
 
 
 def check_variable(var: Any, strategy: Strategy, where: str) -> None:

@@ -1,0 +1,269 @@
+"""What all optimizers share: slots beside each variable, gradients combined over the replicas, updates in place.
+
+A step takes one of two paths, with the same results.  *Plain*: the gradients are reduced to every rank, and each rank
+updates all of its copies.  *Sliced*: where variables, slots and gradients live in memory that the ranks of the node
+share, each rank reduces and updates its share, in every copy (`mpistrategy.sliced_update`).  In both, the optimizers
+of this package update in place, piece by piece (`mpistrategy.optimizer_kernels`); a subclass that overrides `change`
+or `update` has these called for whole variables, on the plain path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpistrategy.arrays import Array
+from mpistrategy.context import get_replica_context, get_strategy
+from mpistrategy.errors import ContextError, OptionError, UnsupportedError
+from mpistrategy.gradients import clip_by_global_norm
+from mpistrategy.optimizer_checks import Target, Targets, check_variable, checked_number, positive
+from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, has_kernel
+from mpistrategy.options import ReduceOp, VariableAggregation
+from mpistrategy.strategy import Strategy
+from mpistrategy.values import IndexedSlices, local_component
+from mpistrategy.variables import Variable
+
+
+class Optimizer:
+    """Base: keeps slot variables beside each variable, and applies reduced gradients.
+
+    A subclass says in `slot_values` which slots it keeps for each variable, and in `change` what a step subtracts.
+
+    Args:
+        learning_rate: the step size; a positive number.
+        aggregation: "SUM" or "MEAN": how the replicas' gradients are combined.
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
+
+    Attributes:
+        iterations: the number of steps made, a variable; None before the first.  May be set before that, to count
+            in a variable of one's own.
+
+    Raises:
+        OptionError: for a learning rate or a limit that is not positive, and for another aggregation.
+        OptionTypeError: for what is no number.
+    """
+
+    #: The slots of each variable, and the number that each is filled with at first.
+    slot_values: Mapping[str, float] = {}
+    #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
+    only_named_rows: ClassVar[bool] = False
+
+    def __init__(
+        self, learning_rate: float, aggregation: ReduceOp | str = "SUM", global_clipnorm: float | None = None
+    ) -> None:
+        where = type(self).__name__
+        self.learning_rate = learning_rate
+        self.aggregation = ReduceOp.parse(aggregation, where)
+        if self.aggregation not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise OptionError.at(where, found=f"aggregation={aggregation!r}", expected="SUM or MEAN")
+        if global_clipnorm is not None:
+            global_clipnorm = checked_number(
+                where, "global_clipnorm", global_clipnorm, "a positive number or None", positive
+            )
+        self.global_clipnorm = global_clipnorm
+        self.iterations: Variable | None = None
+        self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
+        self._targets = Targets()
+        self._flat: dict[int, FlatUpdate] = {}
+        self._scratch = Scratch()
+
+    @property
+    def learning_rate(self) -> float:
+        """The step size; may be changed between steps, on all ranks alike."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        where = type(self).__name__
+        self._learning_rate = checked_number(where, "learning_rate", value, "a positive number", positive)
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Create the step counter and the slots of `variables`, beside them.  Collective; inside scope().
+
+        Raises:
+            ContextError: outside the scope of the variables' strategy.
+            OptionError: for what is no variable.
+        """
+        where, strategy, listed = f"{type(self).__name__}.build", get_strategy(), list(variables)
+        for var in listed:
+            if getattr(var, "strategy", strategy) is not strategy:
+                raise ContextError.at(
+                    where,
+                    found=f"a call outside the scope of the strategy of {var.name!r}",
+                    expected="a call inside `with strategy.scope():`",
+                )
+            check_variable(var, strategy, where)
+        self._step_counter()
+        self._make_slots(listed)
+
+    def slots_of(self, var: Variable) -> dict[str, Variable]:
+        """Return the slot variables of `var` by name; empty before its first step, or `build`."""
+        known = self._slots.get(id(var))
+        return dict(known[1]) if known is not None else {}
+
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        """Override: update the slots and return what to subtract from the variable; in update context.
+
+        Args:
+            gradient: the reduced gradient, of the variable's shape and dtype.
+            slots: the variable's slots by name.
+        """
+        raise UnsupportedError.at(type(self).__name__, found="no change()", expected="one in your subclass")
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
+        """Combine the replicas' gradients and update the variables.  Collective; called in a step function.
+
+        Args:
+            grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
+                None for a variable that this step leaves alone) and the variable.
+
+        Raises:
+            ContextError: in cross-replica context.
+            EmptyBatchError: when there are no gradients.
+            OptionError, OptionTypeError, ShapeError, DTypeError: for gradients and variables that do not fit.
+            CollectiveMismatchError: when the ranks' gradients differ in number, dtype or shape.
+            All on every rank, and before anything has changed.
+        """
+        where = f"{type(self).__name__}.apply_gradients"
+        context = get_replica_context()
+        if context is None:
+            raise ContextError.at(
+                where,
+                found="a call in cross-replica context",
+                expected="a call in a step function",
+                fix="Use strategy.run.",
+            )
+        with context.strategy.extended.communicator.guard.call(where) as call:
+            gradients, target = self._targets.checked(grads_and_vars, context.strategy, where)
+            if self.iterations is not None:
+                check_variable(self.iterations, context.strategy, where)
+            call.structure = f"{self._settings()} for {target.text}"
+            context.merge_call(self._merge, args=(gradients, target))
+
+    def _settings(self) -> str:
+        """Return all numbers that a step depends on: ranks that differ in one would drift apart."""
+        numbers = {name: value for name, value in sorted(vars(self).items()) if isinstance(value, (int, float))}
+        steps = 0 if self.iterations is None else self.iterations.local_copy().tolist()
+        return f"{numbers}, global_clipnorm={self.global_clipnorm}, {self.aggregation.name}, step {steps}"
+
+    def _merge(self, strategy: Strategy, gradients: Sequence[Any], target: Target) -> None:
+        extended, variables = strategy.extended, target.variables
+        counter = self._step_counter()
+        self._make_slots(variables)
+        pairs = list(zip(gradients, variables, strict=True))
+        totals = [local_component(total) for total in extended.batch_reduce_to(self.aggregation, pairs)]
+        reduced = [_dense(total, var) for total, var in zip(totals, variables, strict=True)]
+        if self.global_clipnorm is not None:
+            reduced, _ = clip_by_global_norm(reduced, self.global_clipnorm)
+        rows = [total.indices if self._names_rows(total) else None for total in totals]
+        if self._has_kernel():
+            # One update context for all: entering one takes longer than the update of a small variable.
+            extended.update(counter, lambda _: self._update_in_place(reduced, variables, rows))
+        else:
+            for gradient, var, named in zip(reduced, variables, rows, strict=True):
+                extended.update(var, self.update, args=(gradient, self.slots_of(var), named))
+        extended.update(counter, lambda steps: steps.assign_add(1))
+
+    def _names_rows(self, total: Any) -> bool:
+        return self.only_named_rows and isinstance(total, IndexedSlices)
+
+    def _update_in_place(
+        self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None]
+    ) -> None:
+        kernel = self.kernel()
+        assert kernel is not None
+        for gradient, var, named in zip(gradients, variables, rows, strict=True):
+            if named is None and has_kernel(var.dtype):
+                self._flat_update(var).run(kernel, gradient)
+            else:
+                self.update(var, gradient, self.slots_of(var), named)
+
+    def _flat_update(self, var: Variable) -> FlatUpdate:
+        known = self._flat.get(id(var))
+        if known is None:
+            slots = {name: slot.updatable_storage() for name, slot in self.slots_of(var).items()}
+            known = self._flat[id(var)] = FlatUpdate(var.updatable_storage(), slots, self._scratch)
+        return known
+
+    def kernel(self) -> Kernel | None:
+        """Return the next step as a kernel, which does what `change` and `update` do; None for an optimizer without.
+
+        A class that overrides `change` or `update` but not this is taken at their word.
+        """
+        return None
+
+    def _has_kernel(self) -> bool:
+        classes = type(self).__mro__
+        at = {
+            name: next(number for number, one in enumerate(classes) if name in vars(one))
+            for name in ("kernel", "change", "update")
+        }
+        overridden = min(at["change"], at["update"]) < at["kernel"] or not vars(self).keys().isdisjoint(at)
+        return not overridden and classes[at["kernel"]] is not Optimizer
+
+    def next_step(self) -> int:
+        """Return the number of the step that is being made, from 1 on; in update context."""
+        return int(self._step_counter()) + 1
+
+    def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
+        """Change one variable; in update context.  Override `change` instead, unless that is not enough.
+
+        Args:
+            var: the variable.
+            gradient: its reduced gradient, dense, of its shape and dtype.
+            slots: its slots by name.
+            rows: the only rows to change; None for all.
+        """
+        before = {name: slot.local_copy() for name, slot in slots.items()} if rows is not None else {}
+        change = np.asarray(self.change(gradient, slots)).astype(var.dtype, copy=False)
+        if rows is not None:
+            others = np.ones(len(change), bool)
+            others[rows] = False
+            change = np.where(others.reshape(-1, *[1] * (change.ndim - 1)), change.dtype.type(0), change)
+            for name, slot in slots.items():
+                kept = slot.local_copy()
+                kept[others] = before[name][others]
+                slot.assign(kept)
+        var.assign_sub(change)
+
+    def _step_counter(self) -> Variable:
+        if self.iterations is None:
+            self.iterations = Variable(
+                np.int64(0),
+                trainable=False,
+                name=f"{type(self).__name__}/iterations",
+                aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+            )
+        return self.iterations
+
+    def _make_slots(self, variables: Sequence[Variable]) -> None:
+        missing = {id(var): var for var in variables if id(var) not in self._slots}
+        if not missing:
+            return
+        made: dict[int, dict[str, Variable]] = {number: {} for number in missing}
+        # Slot by slot, so that the slots of one name lie one after another, as their variables do.
+        for name in self.slot_values:
+            for number, var in missing.items():
+                made[number][name] = self._new_slot(name, var)
+        self._slots.update({number: (var, made[number]) for number, var in missing.items()})
+
+    def _new_slot(self, name: str, var: Variable) -> Variable:
+        def create() -> Variable:
+            value = np.broadcast_to(np.asarray(self.slot_values[name], var.dtype), var.shape)
+            return Variable(value, trainable=False, name=f"{var.name}/{type(self).__name__}/{name}")
+
+        strategy = get_strategy()
+        if strategy.is_default:
+            return create()
+        with strategy.extended.colocate_vars_with(var):
+            return create()
+
+
+def _dense(gradient: Any, var: Variable) -> Array:
+    if isinstance(gradient, IndexedSlices):
+        dense = np.zeros(var.shape, var.dtype)
+        np.add.at(dense, np.asarray(gradient.indices), np.asarray(gradient.values).astype(var.dtype, copy=False))
+        return dense
+    return np.asarray(gradient).astype(var.dtype, copy=False)

@@ -1,0 +1,162 @@
+"""One step of an optimizer, in place, on flat pieces that fit the cache: no temporary of the variable's size.
+
+A kernel does to every element what the optimizer's formula says, operation by operation and in its order, so that
+the bits are those of the formula applied to whole arrays, however they are cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpistrategy.arrays import Array
+
+#: The most bytes of one array that a kernel is given at once: parameter, gradient, slots and scratch of this size lie
+#: in the second-level cache together.
+CHUNK_BYTES = 2**18
+#: How many scratch arrays a kernel may use.
+SCRATCH_ARRAYS = 2
+
+
+class Kernel(Protocol):
+    """One step on flat contiguous arrays of one dtype and length.
+
+    Args:
+        parameter: changed in place.
+        gradient: read only; not overwritten, for it may be the caller's.
+        slots: changed in place, by name.
+        scratch: `SCRATCH_ARRAYS` arrays to write anything into.
+    """
+
+    def __call__(
+        self, parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]
+    ) -> None: ...
+
+
+def sgd(rate: float) -> Kernel:
+    """Return the kernel of ``p -= rate * g``."""
+
+    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+        change = scratch[0]
+        np.multiply(rate, gradient, out=change)
+        np.subtract(parameter, change, out=parameter)
+
+    return step
+
+
+def momentum(rate: float, decay: float, nesterov: bool) -> Kernel:
+    """Return the kernel of ``v = decay * v + g``, then ``p -= rate * v``, or ``rate * (g + decay * v)``."""
+
+    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+        velocity, change = slots["momentum"], scratch[0]
+        np.multiply(decay, velocity, out=velocity)
+        np.add(velocity, gradient, out=velocity)
+        if nesterov:
+            np.multiply(decay, velocity, out=change)
+            np.add(gradient, change, out=change)
+            np.multiply(rate, change, out=change)
+        else:
+            np.multiply(rate, velocity, out=change)
+        np.subtract(parameter, change, out=parameter)
+
+    return step
+
+
+def adam(size: float, beta_1: float, beta_2: float, epsilon: float) -> Kernel:
+    """Return the kernel of Adam's step, whose `size` has the correction of the bias in it."""
+
+    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+        m, v, (change, root) = slots["m"], slots["v"], scratch
+        np.multiply(1 - beta_1, gradient, out=change)
+        np.multiply(beta_1, m, out=m)
+        np.add(m, change, out=m)
+        np.multiply(1 - beta_2, gradient, out=change)
+        np.multiply(change, gradient, out=change)
+        np.multiply(beta_2, v, out=v)
+        np.add(v, change, out=v)
+        np.multiply(size, m, out=change)
+        np.sqrt(v, out=root)
+        np.add(root, epsilon, out=root)
+        np.divide(change, root, out=change)
+        np.subtract(parameter, change, out=parameter)
+
+    return step
+
+
+def after_decay(decay: float, kernel: Kernel) -> Kernel:
+    """Return a kernel that does ``p -= decay * p`` before another's step."""
+
+    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+        change = scratch[0]
+        np.multiply(decay, parameter, out=change)
+        np.subtract(parameter, change, out=parameter)
+        kernel(parameter, gradient, slots, scratch)
+
+    return step
+
+
+def has_kernel(dtype: np.dtype[Any]) -> bool:
+    """Return whether kernels take `dtype`: NumPy's own floats.
+
+    bfloat16 is none of them.  Complex products are left out since their last bits depend on where the arrays lie:
+    NumPy multiplies with fused instructions in some places only.
+    """
+    return dtype.kind == "f"
+
+
+class Scratch:
+    """Arrays to write anything into, made once for each dtype."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[np.dtype[Any], tuple[Array, ...]] = {}
+
+    def of(self, dtype: np.dtype[Any], size: int) -> tuple[Array, ...]:
+        """Return `SCRATCH_ARRAYS` and one more of `size` elements, at most a chunk's; the same memory at every call."""
+        known = self._arrays.get(dtype)
+        if known is None:
+            known = self._arrays[dtype] = tuple(np.empty((SCRATCH_ARRAYS + 1, chunk_size(dtype)), dtype))
+        return tuple(array[:size] for array in known)
+
+
+def chunk_size(dtype: np.dtype[Any]) -> int:
+    """Return how many elements of `dtype` a kernel is given at once, at most."""
+    return CHUNK_BYTES // dtype.itemsize
+
+
+def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Yield the pieces of at most `size` elements from `start` to `stop`."""
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
+
+
+class FlatUpdate:
+    """One variable and its slots, cut into chunks once; `run` makes a step.
+
+    Args:
+        parameter: the variable's memory, C-contiguous.
+        slots: its slots' memory by name, of the same shape and dtype.
+        scratch: where the kernel keeps what it computes.
+    """
+
+    def __init__(self, parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> None:
+        self._memory = [parameter, *slots.values()]
+        flat, beside = parameter.reshape(-1), {name: slot.reshape(-1) for name, slot in slots.items()}
+        self._chunks = [
+            (
+                piece,
+                flat[piece],
+                {name: slot[piece] for name, slot in beside.items()},
+                scratch.of(flat.dtype, piece.stop - piece.start)[:SCRATCH_ARRAYS],
+            )
+            for piece in chunks(0, flat.size, chunk_size(flat.dtype))
+        ]
+
+    def run(self, kernel: Kernel, gradient: Array) -> None:
+        """Make one step with `gradient`, which has the variable's shape and dtype."""
+        if any(np.may_share_memory(gradient, array) for array in self._memory):
+            gradient = gradient.copy()  # the variable itself as its gradient, say: the step would change it halfway
+        flat = gradient.reshape(-1)
+        for piece, parameter, slots, scratch in self._chunks:
+            kernel(parameter, flat[piece], slots, scratch)
