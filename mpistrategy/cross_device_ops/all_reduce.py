@@ -14,6 +14,8 @@ class MpiAllReduce(PackedCrossDeviceOps):
     Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
     """
 
+    reduces_lists = True
+
     def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
         """Replace `buffer` by its combination over the ranks."""
         if destination.only_rank is None:

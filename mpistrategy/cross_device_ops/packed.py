@@ -14,7 +14,8 @@ from mpistrategy.arrays import Array, dtype_name, to_reducible
 from mpistrategy.cross_device_ops import destinations as placing
 from mpistrategy.cross_device_ops import packing, sparse
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
-from mpistrategy.cross_device_ops.destinations import Destination
+from mpistrategy.cross_device_ops.dense_reduction import dense_reduction
+from mpistrategy.cross_device_ops.destinations import EVERY_RANK, Destination
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi.guard import Call
@@ -27,11 +28,17 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that sum one buffer at a time."""
 
     num_packs: float = 0
+    #: Whether a list of arrays for every rank goes to `Communicator.allreduce_many` instead of `reduce_buffer`.
+    reduces_lists = False
 
     @property
     def configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
         return f"{type(self).__name__}, num_packs={self.num_packs}"
+
+    def settings(self, options: CommunicationOptions) -> str:
+        """Return the configuration and the options of one call, as far as they shape the messages."""
+        return f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}"
 
     def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
         """Replace `buffer` by its combination over the ranks, at least on the destination's ranks.
@@ -79,13 +86,21 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         with communicator.guard.call(f"{type(self).__name__}.batch_reduce") as call:
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             values = [_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            reduction = None
+            if self.reduces_lists and all(target is EVERY_RANK for target in targets):
+                if all(isinstance(value, np.ndarray) for value in values):
+                    layouts = tuple((value.dtype, value.shape) for value in values)
+                    reduction = dense_reduction(communicator, layouts, reduce_op, options.bytes_per_pack)
+                    reduction.prepare(values)
             call.agree(
                 "reduce",
                 op=reduce_op.value,
                 values=tuple(_layout(value) for value in values),
                 destination=_in_words(targets),
-                options=f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}",
+                options=self.settings(options),
             )
+            if reduction is not None:
+                return [mirrored(total, EVERY_RANK, communicator) for total in reduction.run(values)]
             results: list[Any] = [None] * len(values)
             wire = reduce_op.on_the_wire
             for target in dict.fromkeys(targets):

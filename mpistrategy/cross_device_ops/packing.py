@@ -61,6 +61,15 @@ def plan(arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 
     return _plan(tuple((array.dtype, array.shape) for array in arrays), int(bytes_per_pack), int(num_packs))
 
 
+def plan_layouts(layouts: Sequence[Layout], indices: Sequence[int], bytes_per_pack: float) -> tuple[Pack, ...]:
+    """Return the packs for some of the arrays with these layouts, which are named by their index."""
+    by_dtype: dict[np.dtype[Any], list[tuple[int, tuple[int, ...]]]] = {}
+    for index in indices:
+        dtype, shape = layouts[index]
+        by_dtype.setdefault(wire_dtype(dtype), []).append((index, shape))
+    return tuple(pack for dtype, entries in by_dtype.items() for pack in _split(dtype, entries, int(bytes_per_pack)))
+
+
 @lru_cache(maxsize=256)
 def _plan(layouts: tuple[Layout, ...], bytes_per_pack: int, num_packs: int) -> tuple[Pack, ...]:
     by_dtype: dict[np.dtype[Any], list[tuple[int, tuple[int, ...]]]] = {}

@@ -73,6 +73,7 @@ class MpiCommunicator:
         self.cells: Cells | None = None
         self.window: NodeWindow | None = None
         self.pool = Pool()
+        self.compiled: dict[Any, Any] = {}
         channel = self._share_node_memory() if self.size > 1 else None
         self.guard = Guard(channel, self.rank, self.size)
         self.devices: tuple[Device, ...] = ()
@@ -307,6 +308,7 @@ class _Group(MpiCommunicator):
         self.paths = DEFAULT
         self.cells, self.window = None, window
         self.pool = Pool()
+        self.compiled: dict[Any, Any] = {}
         self._control = None
         self.guard = Guard()
         self.devices = ()

@@ -139,6 +139,7 @@ class SimulatedCommunicator:
         self.paths = DEFAULT
         self.cells: Cells | None = None
         self.pool = Pool()
+        self.compiled: dict[Any, Any] = {}
 
     def local_rank_and_size(self) -> tuple[int, int]:
         """Return this rank's index among the ranks of its node, and how many they are."""

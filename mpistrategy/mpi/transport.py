@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpistrategy.arrays import Array
 from mpistrategy.devices import Device
@@ -32,6 +32,7 @@ class Communicator(Protocol):
         paths: which way a buffer takes, by its size.
         cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
         pool: memory for results.
+        compiled: what was worked out once for values of certain layouts; a cache of the algorithms.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Communicator(Protocol):
     paths: Paths
     cells: Cells | None
     pool: Pool
+    compiled: dict[Any, Any]
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
@@ -108,6 +110,7 @@ class SingleCommunicator:
     paths: Paths = DEFAULT
     cells: Cells | None = None
     pool: Pool = field(default_factory=Pool)
+    compiled: dict[Any, Any] = field(default_factory=dict)
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Leave `buffer`, or copy `source` to it: its sum over one rank is itself."""

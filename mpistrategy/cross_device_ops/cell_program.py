@@ -1,0 +1,104 @@
+"""A small reduction in the ranks' cells: the data travel with the check of the call, in one exchange.
+
+Each rank writes its arrays into its cell, next to the digest of its call.  When all digests are seen to be equal, all
+data are there as well, and every rank adds them up in rank order: the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import COMBINE, Array
+from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
+from mpistrategy.mpi.cells import Cells
+
+_ALIGNMENT = 16  # enough for every dtype of NumPy
+
+
+def fits(cells: Cells, layouts: Sequence[Layout]) -> bool:
+    """Return whether arrays of these layouts fit into a cell together."""
+    return sum(_room(pack) for pack in _packs(layouts)) <= cells.payload_bytes
+
+
+class CellProgram:
+    """The reduction of arrays of certain layouts.
+
+    Args:
+        cells: the cells of all ranks.
+        layouts: dtype and shape of each array.
+        op: "SUM", "MIN", "MAX" or "PROD".
+    """
+
+    def __init__(self, cells: Cells, layouts: Sequence[Layout], op: str) -> None:
+        self.cells = cells
+        self.combine = COMBINE[op]
+        self.quiet = quiet_runner()
+        self.packs = _packs(layouts)
+        self.count = len(layouts)
+        #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
+        self.parts = [[self._views(slot, pack) for pack in range(len(self.packs))] for slot in (0, 1)]
+        self._targets = [
+            [(index, view) for pack, parts in zip(self.packs, two, strict=True) for index, view in pack.views(parts[me])]
+            for two, me in zip(self.parts, [cells.local_rank] * 2, strict=True)
+        ]
+
+    def _views(self, slot: int, number: int) -> list[Array]:
+        start = sum(_room(pack) for pack in self.packs[:number])
+        pack = self.packs[number]
+        stop = start + pack.size * pack.dtype.itemsize
+        return [payload[start:stop].view(pack.dtype) for payload in self.cells.slots[slot].payloads]
+
+    def write(self, arrays: Sequence[Any]) -> None:
+        """Put this rank's arrays into its cell, before the call is agreed on."""
+        for index, view in self._targets[(self.cells.sequence + 1) & 1]:
+            view[...] = arrays[index]
+
+    def read(self) -> list[Array]:
+        """Return the combination of all ranks' arrays, in new memory and in the dtype of the wire, after the agreement."""
+        results: list[Any] = [None] * self.count
+        parts = self.parts[self.cells.sequence & 1]
+        for pack, theirs in zip(self.packs, parts, strict=True):
+            total = self.total(theirs)
+            for index, view in pack.views(total):
+                results[index] = view.copy() if view.size == 1 else view  # a lone number must not keep a pack alive
+        return results
+
+    def total(self, parts: Sequence[Array]) -> Array:
+        """Return the combination of the ranks' parts, in rank order."""
+        combine, quiet = self.combine, self.quiet
+        total: Array = quiet(combine, parts[0], parts[1])
+        for part in parts[2:]:
+            quiet(combine, total, part, total)
+        return total
+
+
+def quiet_runner() -> Callable[..., Any]:
+    """Return a function that calls ``function(*args)`` without NumPy's warnings of overflow; for one thread at a time.
+
+    MPI does not warn either.  `np.errstate` does the same, but costs more than a small sum.
+    """
+    context = contextvars.copy_context()
+    before = np.geterr()
+    context.run(partial(np.seterr, all="ignore"))
+    if np.geterr() == before:
+        return context.run
+    np.seterr(**before)  # NumPy 1 keeps this state elsewhere
+    return _with_errstate
+
+
+def _with_errstate(function: Callable[..., Any], *args: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return function(*args)
+
+
+def _packs(layouts: Sequence[Layout]) -> tuple[Pack, ...]:
+    return plan_layouts(layouts, range(len(layouts)), DEFAULT_BYTES_PER_PACK)
+
+
+def _room(pack: Pack) -> int:
+    return -(-pack.size * pack.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,122 @@
+"""The all-reduce of a list of arrays to every rank, laid out once for their dtypes and shapes and run many times.
+
+Small lists travel in the ranks' cells together with the check of the call.  Of other lists, small arrays are packed by
+dtype, and large ones go as they are: no array is copied that need not be, and results are in memory that is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.cross_device_ops.cell_program import CellProgram, fits
+from mpistrategy.cross_device_ops.mean import finish, rounded
+from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import ReduceOp
+
+_REMEMBERED = 512
+
+
+def dense_reduction(
+    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float = 0
+) -> DenseReduction:
+    """Return the reduction of arrays of these layouts; the same object the next time."""
+    key = (layouts, op, bytes_per_pack)
+    known: DenseReduction | None = communicator.compiled.get(key)
+    if known is None:
+        if len(communicator.compiled) >= _REMEMBERED:
+            communicator.compiled.clear()
+        known = communicator.compiled[key] = DenseReduction(communicator, layouts, op, bytes_per_pack)
+    return known
+
+
+class DenseReduction:
+    """See `dense_reduction`.
+
+    Attributes:
+        program: how a small list travels in the cells; None for others.
+        packs: the buffers of the others: several small arrays, or one large one.
+    """
+
+    def __init__(
+        self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float = 0
+    ) -> None:
+        self._communicator = communicator
+        self._op = op
+        self._dtypes = [dtype for dtype, _ in layouts]
+        self.program: CellProgram | None = None
+        self.packs: tuple[Pack, ...] = ()
+        cells = communicator.cells
+        if cells is not None and fits(cells, layouts):
+            self.program = CellProgram(cells, layouts, op.on_the_wire)
+        else:
+            self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
+
+    def prepare(self, arrays: Sequence[Any]) -> None:
+        """Do what must be done before the ranks agree on the call."""
+        if self.program is not None:
+            self.program.write(arrays)
+
+    def run(self, arrays: Sequence[Array], targets: Sequence[Array | None] | None = None) -> list[Array]:
+        """Return the results, after the agreement.
+
+        Args:
+            arrays: this rank's, of the layouts; the same that `prepare` was given.
+            targets: for each array memory that a result in its own dtype may be written to, contiguous and sharing
+                none with another array; or None.
+        """
+        if self.program is not None:
+            results = self.program.read()
+            size = self._communicator.size
+            return [finish(r, dtype, self._op, size) for r, dtype in zip(results, self._dtypes, strict=True)]
+        results = [np.empty(0)] * len(arrays)
+        pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
+        for pack in self.packs:
+            source, target = self._one(pack, arrays, targets) if len(pack.members) == 1 else self._many(pack, arrays)
+            for index, view in pack.views(target):
+                results[index] = view
+            if pack.size:
+                pairs.setdefault(pack.dtype, []).append((source, target))
+        for dtype, those in pairs.items():
+            divisor = self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
+            self._communicator.allreduce_many(those, self._op.on_the_wire, divisor)
+        return [self._finished(r, dtype) for r, dtype in zip(results, self._dtypes, strict=True)]
+
+    def _one(
+        self, pack: Pack, arrays: Sequence[Array], targets: Sequence[Array | None] | None
+    ) -> tuple[Array, Array]:
+        index = pack.members[0].index
+        array = arrays[index]
+        given = targets[index] if targets is not None else None
+        if given is not None and given.dtype == pack.dtype:
+            target = given.reshape(-1)
+        else:
+            target = self._communicator.pool.take(pack.dtype, (pack.size,))
+        if array.dtype == pack.dtype and array.flags.c_contiguous:
+            return array.reshape(-1), target
+        np.copyto(target.reshape(array.shape), array, casting="unsafe")
+        return target, target
+
+    def _many(self, pack: Pack, arrays: Sequence[Array]) -> tuple[Array, Array]:
+        buffer = self._communicator.pool.take(pack.dtype, (pack.size,))
+        np.concatenate([arrays[m.index] for m in pack.members], axis=None, out=buffer, casting="unsafe")
+        return buffer, buffer
+
+    def _finished(self, result: Array, dtype: np.dtype[Any]) -> Array:
+        if dtype.kind in "iu":
+            return finish(result, dtype, self._op, self._communicator.size)
+        return rounded(result, dtype)  # divided already
+
+
+def _hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
+    """Return packs of the small arrays, and one pack for each large one."""
+    small, large = [], []
+    for index, (dtype, shape) in enumerate(layouts):
+        (small if prod(shape) * wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
+    packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)
+    return packs + tuple(pack for index in large for pack in plan_layouts(layouts, [index], 1))
