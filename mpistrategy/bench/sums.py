@@ -1,0 +1,136 @@
+"""The cases: one array of every size, small values, and lists of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import Array
+from mpistrategy.bench.raw import PIECE, RawRanks
+from mpistrategy.bench.shapes import LISTS, elements
+from mpistrategy.bench.timing import Case, Variant
+from mpistrategy.replica_context import ReplicaContext
+from mpistrategy.strategy import Strategy
+
+SIZES = tuple(4**power for power in range(1, 15))  # 4 B ... 256 MiB
+QUICK_SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+
+
+@dataclass
+class Bench:
+    """What the cases are made with.
+
+    Attributes:
+        ranks: the reference's ranks.
+        strategy: the library's.
+        context: its replica context, entered while calls are timed.
+        peers: other libraries that run here.
+        missing: those that do not, and why.
+        sizes: of one array, in bytes; multiples of 4.
+        lists: names of `mpistrategy.bench.shapes.LISTS`.
+    """
+
+    ranks: RawRanks
+    strategy: Strategy
+    context: ReplicaContext
+    peers: Sequence[Any] = ()
+    missing: dict[str, str] = field(default_factory=dict)
+    sizes: Sequence[int] = SIZES
+    lists: Sequence[str] = tuple(LISTS)
+
+
+def size_in_words(nbytes: int) -> str:
+    """Return a size as tables show it."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def one_array(bench: Bench) -> Iterator[Case]:
+    """Yield a case for every size: one float32 array, summed."""
+    ranks, ctx = bench.ranks, bench.context
+    for nbytes in bench.sizes:
+        mine = np.zeros(max(nbytes // 4, 1), np.float32)
+        total = np.zeros_like(mine)
+
+        variants = [
+            Variant("mpi4py", partial(ranks.allreduce, mine, total), [mine], [total]),
+            Variant("mpi4py in place", partial(ranks.allreduce, ranks.in_place, mine), [mine]),
+        ]
+        if nbytes > PIECE:
+            variants.append(Variant("mpi4py in place, 1 MiB pieces", partial(ranks.sum_in_pieces, mine), [mine]))
+        variants += [
+            Variant("mpistrategy", partial(ctx.all_reduce, "SUM", mine), [mine]),
+            Variant("mpistrategy out=", partial(ctx.all_reduce, "SUM", mine, out=mine), [mine]),
+            *_in_arenas(bench, mine),
+            *(Variant(peer.name, peer.all_reduce(mine), [mine]) for peer in bench.peers),
+        ]
+        yield Case("all_reduce", size_in_words(mine.nbytes), mine.nbytes, variants, bench.missing)
+
+
+def small_values(bench: Bench) -> Iterator[Case]:
+    """Yield one float, and a dictionary of ten: the calls that are made for the sake of a few numbers."""
+    ranks, ctx = bench.ranks, bench.context
+    one, ten = np.zeros(1, np.float64), np.zeros(10, np.float64)
+    total = np.zeros_like(one)
+    totals = np.zeros_like(ten)
+    losses: dict[str, float] = {f"loss_{index}": 0.0 for index in range(ten.size)}
+    yield Case(
+        "small",
+        "one float",
+        one.nbytes,
+        [
+            Variant("mpi4py", partial(ranks.allreduce, one, total), [one], [total]),
+            Variant("mpistrategy", lambda: ctx.all_reduce("SUM", one.item()), [one]),
+        ],
+    )
+    yield Case(
+        "small",
+        "dict of 10 floats",
+        ten.nbytes,
+        [
+            Variant("mpi4py, 10 elements", partial(ranks.allreduce, ten, totals), [ten], [totals]),
+            Variant(
+                "mpistrategy",
+                lambda: ctx.all_reduce("SUM", losses),
+                [ten],
+                load=lambda: losses.update(zip(losses, ten.tolist(), strict=True)),
+            ),
+        ],
+    )
+
+
+def gradient_lists(bench: Bench) -> Iterator[Case]:
+    """Yield the gradients of real models, and a thousand tiny arrays, as lists."""
+    ranks, ctx = bench.ranks, bench.context
+    for name in bench.lists:
+        shapes = LISTS[name]()
+        mine = [np.zeros(shape, np.float32) for shape in shapes]
+        totals = [np.zeros_like(array) for array in mine]
+
+        variants = [
+            Variant("mpi4py loop", partial(ranks.sum_each_into, mine, totals), mine, totals),
+            Variant("mpi4py loop in place", partial(ranks.sum_each_in_place, mine), mine),
+            Variant("mpistrategy", partial(ctx.all_reduce, "SUM", mine), mine),
+            Variant("mpistrategy out=", partial(ctx.all_reduce, "SUM", mine, out=mine), mine),
+            *_in_arenas(bench, mine),
+            *(Variant(f"{peer.name}, buckets", peer.all_reduce_each(mine), mine) for peer in bench.peers),
+        ]
+        yield Case("lists", name, 4 * elements(shapes), variants, bench.missing)
+
+
+def _in_arenas(bench: Bench, like: Array | list[Array]) -> Iterator[Variant]:
+    """Yield the variants whose operands live in an arena from the start."""
+    arena_of = getattr(bench.strategy, "arena", None)
+    if arena_of is None:
+        bench.missing["arena"] = "this version has none"
+        return
+    for name, shared_result in (("mpistrategy arena", False), ("mpistrategy arena, shared result", True)):
+        arena = arena_of(like, shared_result=shared_result)
+        operands = arena.values if isinstance(arena.values, list) else [arena.values]
+        yield Variant(name, partial(bench.context.all_reduce, "SUM", arena), operands, close=arena.close)

@@ -1,0 +1,46 @@
+"""The command `mpistrategy`: one line of `COMMANDS` for each subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mpistrategy
+from mpistrategy.bench import command as bench
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    Attributes:
+        summary: one line for the list of subcommands.
+        add_options: declares its options.
+        run: does it and returns the exit status: 0 done, 1 found something wrong, 2 could not be done as asked.
+    """
+
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS = {
+    "bench": Command("measure collectives and steps beside what one would use instead", bench.add_options, bench.run),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="mpistrategy", description=mpistrategy.__doc__)
+    parser.add_argument("--version", action="version", version=f"mpistrategy {mpistrategy.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.add_options(subparsers.add_parser(name, help=command.summary, description=command.summary))
+    options = parser.parse_args(arguments)
+    return COMMANDS[options.command].run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
