@@ -1,0 +1,150 @@
+"""Files of measured thresholds: one for each MPI, number of ranks on a node and number of nodes.
+
+`mpistrategy bench --save` writes them to ``$XDG_CACHE_HOME/mpistrategy`` (``~/.cache/mpistrategy``), where every new
+strategy looks for its own.  MPISTRATEGY_PATHS=FILE names another file; MPISTRATEGY_PATHS= (empty) means the defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.paths import DEFAULT, Paths
+
+VARIABLE = "MPISTRATEGY_PATHS"
+_FORMAT = 1
+_NAMES = tuple(field.name for field in fields(Paths) if field.name != "source")
+_LARGEST = 2**40
+#: Parts of buffers: too small ones would be nothing but overhead, and they are cut at cache lines.
+_LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "cell_bytes": 64}
+#: These are memory that every rank sets aside.
+_MOST = {"chunk_bytes": 2**28, "cell_bytes": 2**20}
+
+
+class Ranks(Protocol):
+    """What is asked of a communicator."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def node_of(self) -> tuple[int, ...]: ...
+
+    def allgather_text(self, text: str) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What thresholds depend on.
+
+    Attributes:
+        library: the MPI library and its version; `library_name`.
+        ranks_on_node: how many ranks the fullest node has.
+        nodes: how many nodes there are.
+    """
+
+    library: str
+    ranks_on_node: int
+    nodes: int
+
+    @classmethod
+    def of(cls, version: str, node_of: tuple[int, ...]) -> Machine:
+        """Return the machine of ranks on these nodes, with what MPI says about its version."""
+        return cls(library_name(version), max(map(node_of.count, node_of)), max(node_of) + 1)
+
+    @property
+    def file(self) -> Path:
+        """Where its thresholds are kept."""
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        name = re.sub(r"[^a-z0-9.]+", "-", self.library.lower()).strip("-.")
+        return Path(cache).expanduser() / "mpistrategy" / f"{name}-{self.ranks_on_node}x{self.nodes}.json"
+
+
+def library_name(version: str) -> str:
+    """Return the library and its version of what MPI says about itself: ``"Open MPI v5.0.11"``."""
+    first = (version.strip("\0 \n").splitlines() or ["unknown"])[0]
+    return " ".join(re.split(r",| for ", first)[0].replace("Version:", "").replace("(R)", "").split())
+
+
+def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
+    """Write thresholds for `machine`; return the file, its own by default.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    file = file or machine.file
+    known = {name: value for name, value in asdict(paths).items() if name in _NAMES}
+    content = {"format": _FORMAT, "machine": asdict(machine), "source": paths.source, "paths": known}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f"{file.name}.{os.getpid()}")  # a strategy that starts meanwhile reads the old or the new
+    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    draft.replace(file)
+    return file
+
+
+def load(file: Path) -> Paths:
+    """Return the thresholds of a file.
+
+    Raises:
+        OSError: when it cannot be read.
+        ValueError: when it is none of these files; the text says what is wrong.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # also for what is no UTF-8
+        raise ValueError(f"it is not JSON ({error})") from error
+    values = content.get("paths") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+    if not isinstance(values, dict) or set(values) != set(_NAMES):
+        raise ValueError(f"it does not have the thresholds {', '.join(_NAMES)} in format {_FORMAT}")
+    for name, value in values.items():
+        least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
+        if type(value) is not int or not least <= value <= most or value % 64:
+            raise ValueError(f"{name} is {value!r}, expected a multiple of 64 from {least} to {most}")
+    return Paths(**values, source=str(file))
+
+
+def agreed(version: str, ranks: Ranks) -> Paths:
+    """Return the thresholds for these ranks, the same on all of them.  Collective.
+
+    A file that cannot be used, and files that are not the same on all ranks, mean the defaults on every rank, and one
+    warning on rank 0.
+
+    Args:
+        version: what MPI says about its version.
+        ranks: who has to agree.
+    """
+    machine = Machine.of(version, ranks.node_of)
+    named = os.environ.get(VARIABLE)
+    file = machine.file if named is None else Path(named).expanduser()
+    paths, trouble = DEFAULT, ""
+    if named is not None or file.is_file():
+        try:
+            paths = load(file) if named != "" else DEFAULT
+        except (OSError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            trouble = f"the thresholds in {file} cannot be used: {reason}"
+    told = [json.loads(text) for text in ranks.allgather_text(json.dumps([trouble, _values(paths)]))]
+    trouble = next((each for each, _ in told if each), "")
+    if not trouble and any(values != told[0][1] for _, values in told):
+        other = next(rank for rank, (_, values) in enumerate(told) if values != told[0][1])
+        trouble = f"ranks 0 and {other} have different thresholds (here: {paths.source})"
+    if not trouble:
+        return paths
+    if ranks.rank == 0:
+        warnings.warn(
+            f"{trouble}; all ranks use the defaults. Measure anew with `mpistrategy bench --save`, remove the file, or "
+            f"give all ranks the same one: {VARIABLE}=FILE.",
+            FallbackWarning,
+            stacklevel=2,
+        )
+    return DEFAULT
+
+
+def _values(paths: Paths) -> list[int]:
+    return [getattr(paths, name) for name in _NAMES]
