@@ -47,6 +47,7 @@ FLOORS = [
         "optimizer_checks",
         "optimizer_kernels",
         "sliced_update",
+        "sliced_variables",
         "gradient_buckets",
         "gradients",
         "metrics",
