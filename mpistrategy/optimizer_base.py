@@ -10,7 +10,7 @@ or `update` has these called for whole variables, on the plain path.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -18,12 +18,17 @@ from mpistrategy.arrays import Array
 from mpistrategy.context import get_replica_context, get_strategy
 from mpistrategy.errors import ContextError, OptionError, UnsupportedError
 from mpistrategy.gradients import clip_by_global_norm
+from mpistrategy.mpi.guard import Call
 from mpistrategy.optimizer_checks import Target, Targets, check_variable, checked_number, positive
 from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, has_kernel
 from mpistrategy.options import ReduceOp, VariableAggregation
+from mpistrategy.sliced_variables import SlicedSteps, dense_gradients
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.arena import Arena
 
 
 class Optimizer:
@@ -68,6 +73,7 @@ class Optimizer:
         self._targets = Targets()
         self._flat: dict[int, FlatUpdate] = {}
         self._scratch = Scratch()
+        self._sliced = SlicedSteps(self._scratch)
 
     @property
     def learning_rate(self) -> float:
@@ -102,6 +108,28 @@ class Optimizer:
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
         known = self._slots.get(id(var))
         return dict(known[1]) if known is not None else {}
+
+    def gradient_arena(self, variables: Iterable[Variable]) -> Arena:
+        """Return an arena for the gradients of `variables`: gradients written there need no copy.  Collective.
+
+        Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
+        ``arena.values[i]`` and the i-th variable.  They stay as they are: the reduction goes elsewhere.
+
+        Args:
+            variables: variables of one strategy.  For the same ones in the same order it is always the same arena.
+
+        Returns:
+            An Arena whose `values` are a list like the variables.
+
+        Raises:
+            EmptyBatchError: without variables.
+            OptionError: for what is no variable, and for variables of several strategies.
+        """
+        where, listed = f"{type(self).__name__}.gradient_arena", tuple(variables)
+        strategy = getattr(listed[0], "strategy", None) if listed else get_strategy()
+        for var in listed:
+            check_variable(var, strategy or get_strategy(), where)
+        return self._sliced.arena(strategy or get_strategy(), listed).arena
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Override: update the slots and return what to subtract from the variable; in update context.
@@ -140,7 +168,7 @@ class Optimizer:
             if self.iterations is not None:
                 check_variable(self.iterations, context.strategy, where)
             call.structure = f"{self._settings()} for {target.text}"
-            context.merge_call(self._merge, args=(gradients, target))
+            context.merge_call(self._merge, args=(gradients, target, call))
 
     def _settings(self) -> str:
         """Return all numbers that a step depends on: ranks that differ in one would drift apart."""
@@ -148,10 +176,34 @@ class Optimizer:
         steps = 0 if self.iterations is None else self.iterations.local_copy().tolist()
         return f"{numbers}, global_clipnorm={self.global_clipnorm}, {self.aggregation.name}, step {steps}"
 
-    def _merge(self, strategy: Strategy, gradients: Sequence[Any], target: Target) -> None:
-        extended, variables = strategy.extended, target.variables
+    def _merge(self, strategy: Strategy, gradients: Sequence[Any], target: Target, call: Call) -> None:
         counter = self._step_counter()
-        self._make_slots(variables)
+        self._make_slots(target.variables)
+        call.expect_more()
+        if not self._update_shares(strategy, gradients, target, call):
+            self._update_all(strategy, gradients, target)
+        strategy.extended.update(counter, lambda steps: steps.assign_add(1))
+
+    def _update_shares(self, strategy: Strategy, gradients: Sequence[Any], target: Target, call: Call) -> bool:
+        """Take the sliced path; return False where there is none, which all ranks find alike."""
+        if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None or not self._has_kernel():
+            return False
+        arrays = dense_gradients(gradients, target, call.where)
+        kernel = self.kernel()
+        if arrays is None or kernel is None:
+            return False
+        step = self._sliced.step(strategy, target, [self.slots_of(var) for var in target.variables], kernel)
+        call.expect_more()
+        if step is None:
+            return False
+        step.gradients.collect(target.variables, arrays)
+        call.agree("update", op=self.aggregation.value, values=target.values, options="each rank its share")
+        strategy.extended.update(target.variables[0], lambda _: step.update.run(kernel, self.aggregation))
+        return True
+
+    def _update_all(self, strategy: Strategy, gradients: Sequence[Any], target: Target) -> None:
+        """Take the plain path."""
+        extended, variables = strategy.extended, target.variables
         pairs = list(zip(gradients, variables, strict=True))
         totals = [local_component(total) for total in extended.batch_reduce_to(self.aggregation, pairs)]
         reduced = [_dense(total, var) for total, var in zip(totals, variables, strict=True)]
@@ -160,11 +212,10 @@ class Optimizer:
         rows = [total.indices if self._names_rows(total) else None for total in totals]
         if self._has_kernel():
             # One update context for all: entering one takes longer than the update of a small variable.
-            extended.update(counter, lambda _: self._update_in_place(reduced, variables, rows))
+            extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows))
         else:
             for gradient, var, named in zip(reduced, variables, rows, strict=True):
                 extended.update(var, self.update, args=(gradient, self.slots_of(var), named))
-        extended.update(counter, lambda steps: steps.assign_add(1))
 
     def _names_rows(self, total: Any) -> bool:
         return self.only_named_rows and isinstance(total, IndexedSlices)
@@ -204,8 +255,8 @@ class Optimizer:
         return not overridden and classes[at["kernel"]] is not Optimizer
 
     def next_step(self) -> int:
-        """Return the number of the step that is being made, from 1 on; in update context."""
-        return int(self._step_counter()) + 1
+        """Return the number of the step that is being made, from 1 on."""
+        return int(self._step_counter().local_view) + 1
 
     def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
         """Change one variable; in update context.  Override `change` instead, unless that is not enough.

@@ -37,24 +37,27 @@ def not_negative(number: float) -> bool:
     return number >= 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Target:
     """The variables of one call that have gradients: found fit once, and known from then on.
 
     Attributes:
         variables: them, in the order of the pairs.
-        layouts: their shapes and dtypes.
         strategy: the strategy that keeps them.
         text: what stands for them when ranks compare their calls.
+        layouts: their shapes and dtypes.
+        values: the same in words.
     """
 
     variables: tuple[Variable, ...]
     strategy: Strategy
     text: str
     layouts: list[tuple[tuple[int, ...], np.dtype[Any]]] = field(init=False)
+    values: tuple[tuple[str, tuple[int, ...]], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.layouts = [(var.shape, var.dtype) for var in self.variables]
+        self.values = tuple((dtype_name(dtype), shape) for shape, dtype in self.layouts)
 
 
 class Targets:

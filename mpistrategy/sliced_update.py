@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.errors import RemoteError
-from mpistrategy.mpi.shared_memory import ALIGNMENT
+from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.optimizer_kernels import SCRATCH_ARRAYS, Kernel, Scratch, chunk_size, chunks
 from mpistrategy.options import ReduceOp
@@ -87,21 +87,27 @@ class _Chunk:
 
 
 class SlicedUpdate:
-    """The shares of the ranks of one node, cut once; `run` makes a step.  Making it is collective.
+    """The shares of the ranks of one node, cut once; `run` makes a step.
 
     Args:
         variables: one run for each variable, in the same order on all ranks.
         communicator: the ranks, all of one node.
+        failures: at least one byte of memory that they share, where each says that it has failed.
         scratch: where sums and kernels keep what they compute.
         merged: whether neighbours become one run, with the padding between them; it is filled with zeros, of which
             the kernel must make zeros.
     """
 
     def __init__(
-        self, variables: Sequence[Run], communicator: Communicator, scratch: Scratch, merged: bool = True
+        self,
+        variables: Sequence[Run],
+        communicator: Communicator,
+        failures: SharedMemory,
+        scratch: Scratch,
+        merged: bool = True,
     ) -> None:
         self._communicator = communicator
-        self._failures = communicator.shared(ALIGNMENT)
+        self._failures = failures
         runs = list(_merged(variables, communicator.local_rank)) if merged else list(variables)
         #: How many pieces of memory without gaps the variables make.
         self.runs = len(runs)

@@ -39,6 +39,7 @@ class Memory:
 
     def __init__(self, strategy: ms.Strategy) -> None:
         self.shared = strategy.extended.communicator.shared(8 * MOST * 8)
+        self.failures = strategy.extended.communicator.shared(1)
         self.used = 0
 
     def clear(self) -> None:
@@ -114,7 +115,7 @@ def test_shares_make_the_plain_step(
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_kernels, "CHUNK_BYTES", chunk)
-        update = SlicedUpdate(runs, strategy.extended.communicator, Scratch(), merged)
+        update = SlicedUpdate(runs, strategy.extended.communicator, memory.failures, Scratch(), merged)
     strategy.extended.communicator.node_barrier()
     update.run(kernel, op)
     for i, start in enumerate(starts):
@@ -138,10 +139,10 @@ def test_neighbours_are_one_run(strategy: ms.Strategy, memory: Memory) -> None:
     gradients = [memory.place(value)[0] for value in values]
     runs = [Run(v.dtype, v.nbytes, p, g, {}) for v, p, g in zip(values, parameters, gradients, strict=True)]
     ranks = strategy.extended.communicator
-    assert SlicedUpdate(runs, ranks, Scratch()).runs == 1
-    assert SlicedUpdate(runs, ranks, Scratch(), merged=False).runs == 3
-    assert SlicedUpdate([runs[0], runs[2]], ranks, Scratch()).runs == 2
-    assert SlicedUpdate([runs[1], runs[0], runs[2]], ranks, Scratch()).runs == 3
+    assert SlicedUpdate(runs, ranks, memory.failures, Scratch()).runs == 1
+    assert SlicedUpdate(runs, ranks, memory.failures, Scratch(), merged=False).runs == 3
+    assert SlicedUpdate([runs[0], runs[2]], ranks, memory.failures, Scratch()).runs == 2
+    assert SlicedUpdate([runs[1], runs[0], runs[2]], ranks, memory.failures, Scratch()).runs == 3
 
 
 @several
@@ -149,7 +150,7 @@ def test_a_share_that_fails_raises_on_every_rank(strategy: ms.Strategy, memory: 
     memory.clear()
     values = np.ones(1000)
     run = Run(values.dtype, values.nbytes, memory.place(values)[0], memory.place(values)[0], {})
-    update = SlicedUpdate([run], strategy.extended.communicator, Scratch())
+    update = SlicedUpdate([run], strategy.extended.communicator, memory.failures, Scratch())
 
     def fails_on_the_last(parameter: Array, *rest: Any) -> None:
         if RANK == SIZE - 1:

@@ -1,0 +1,194 @@
+"""Which variables can take the sliced update, where their memory is, and how gradients come to lie beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from mpistrategy.arrays import Array, to_reducible
+from mpistrategy.cross_device_ops import MpiAllReduce
+from mpistrategy.extended import StrategyExtended
+from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
+from mpistrategy.optimizer_checks import Target
+from mpistrategy.optimizer_kernels import Kernel, Scratch
+from mpistrategy.options import VariableSynchronization
+from mpistrategy.sliced_update import Place, Run, SlicedUpdate
+from mpistrategy.strategy import Strategy
+from mpistrategy.values import IndexedSlices, Mirrored, contribution
+from mpistrategy.variables import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.arena import Arena
+
+Slots = Mapping[str, Variable]
+
+#: Dtypes that are added in themselves, and whose sums do not depend on where the arrays lie.
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+#: How many arenas an optimizer makes by itself: the second serves variables that had no gradients at first.
+_MOST_ARENAS = 2
+
+
+class GradientArena:
+    """The gradients of some variables, in memory that the ranks of the node share where they can.
+
+    Attributes:
+        arena: the memory; its values are like the variables, in their order.
+        variables: them.
+    """
+
+    def __init__(self, arena: Arena, variables: tuple[Variable, ...]) -> None:
+        self.arena = arena
+        self.variables = variables
+        self._number = {id(var): number for number, var in enumerate(variables)}
+        self._memory = [tuple(array.view(np.uint8) for array in bucket.arrays) for bucket in arena.buckets]
+
+    def covers(self, variables: Sequence[Variable]) -> bool:
+        """Return whether all of `variables` have their places here."""
+        return all(id(var) in self._number for var in variables)
+
+    def place_of(self, var: Variable) -> Place:
+        """Return where the gradient of `var` is."""
+        place = self.arena.places[self._number[id(var)]]
+        return Place(self._memory[place.bucket], place.start * var.dtype.itemsize)
+
+    def collect(self, variables: Sequence[Variable], gradients: Sequence[Array]) -> None:
+        """Copy the gradients of `variables` to their places; those that are there already stay."""
+        moved: list[tuple[Array, Array]] = []
+        for var, gradient in zip(variables, gradients, strict=True):
+            number = self._number[id(var)]
+            value = self.arena.leaves[number]
+            if gradient is value:
+                continue
+            if np.may_share_memory(gradient, self.arena.buckets[self.arena.places[number].bucket].mine):
+                if _address(gradient) == _address(value) and gradient.flags.c_contiguous:
+                    continue
+                gradient = gradient.copy()  # it lies in another's place, which may be overwritten first
+            moved.append((value, gradient))
+        for value, gradient in moved:
+            np.copyto(value, gradient)
+
+
+@dataclass
+class SlicedStep:
+    """What the variables of one target need to be updated in slices.
+
+    Attributes:
+        gradients: where their gradients are brought to.
+        update: the shares.
+    """
+
+    gradients: GradientArena
+    update: SlicedUpdate
+
+
+class SlicedSteps:
+    """The arenas and the shares of one optimizer."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._arenas: list[GradientArena] = []
+        self._made = 0
+        self._failures: SharedMemory | None = None
+        self._steps: WeakKeyDictionary[Target, SlicedStep | None] = WeakKeyDictionary()
+
+    def arena(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
+        """Return the arena of exactly these variables.  Collective when there is none yet."""
+        for known in self._arenas:
+            if [*map(id, known.variables)] == [*map(id, variables)]:
+                return known
+        made = GradientArena(strategy.arena(list(variables)), variables)
+        self._arenas.append(made)
+        self._steps.clear()
+        return made
+
+    def step(self, strategy: Strategy, target: Target, slots: Sequence[Slots], kernel: Kernel) -> SlicedStep | None:
+        """Return what a sliced step needs, or None where one cannot be made: the same on all ranks.
+
+        Collective for a target that is new, or when an arena has been made since.
+        """
+        if target not in self._steps:
+            made = self._new_step(strategy, target.variables, slots, kernel)
+            self._steps[target] = made
+        return self._steps[target]
+
+    def _new_step(
+        self, strategy: Strategy, variables: tuple[Variable, ...], slots: Sequence[Slots], kernel: Kernel
+    ) -> SlicedStep | None:
+        communicator = strategy.extended.communicator
+        if not reduces_in_shares(strategy.extended) or len({*map(id, variables)}) < len(variables):
+            return None
+        if not all(map(_lives_in_shared_memory, [*variables, *(slot for beside in slots for slot in beside.values())])):
+            return None
+        gradients = next((known for known in reversed(self._arenas) if known.covers(variables)), None)
+        if gradients is None and self._made < _MOST_ARENAS:
+            self._made += 1
+            gradients = self.arena(strategy, variables)
+        if self._failures is None:
+            self._failures = communicator.shared(ALIGNMENT)
+        if gradients is None or not (gradients.arena.is_shared and self._failures.is_shared):
+            return None
+        runs = [
+            Run(
+                var.dtype,
+                var.local_view.nbytes,
+                _place_of(var),
+                gradients.place_of(var),
+                {name: _place_of(slot) for name, slot in beside.items()},
+            )
+            for var, beside in zip(variables, slots, strict=True)
+        ]
+        one_of_each_dtype = {run.dtype: run for run in runs}.values()
+        merged = all(_leaves_zeros_alone(kernel, run, self._scratch) for run in one_of_each_dtype)
+        return SlicedStep(gradients, SlicedUpdate(runs, communicator, self._failures, self._scratch, merged))
+
+
+def reduces_in_shares(extended: StrategyExtended) -> bool:
+    """Return whether a reduction by this strategy is the sum in rank order that the ranks of one node can share."""
+    kind = type(extended)
+    own = kind.batch_reduce_to is StrategyExtended.batch_reduce_to and kind.update is StrategyExtended.update
+    one_node = extended.communicator.size > 1 and max(extended.communicator.node_of) == 0
+    return own and one_node and type(extended.cross_device_ops) is MpiAllReduce
+
+
+def _lives_in_shared_memory(var: Variable) -> bool:
+    kept_equal = var.synchronization is VariableSynchronization.ON_WRITE
+    return kept_equal and var.dtype in _DTYPES and getattr(var, "block", None) is not None
+
+
+def _place_of(var: Variable) -> Place:
+    slab, offset = getattr(var, "block")  # noqa: B009
+    return Place(slab.segments, offset)
+
+
+def _leaves_zeros_alone(kernel: Kernel, run: Run, scratch: Scratch) -> bool:
+    """Return whether a step makes zeros of zeros: then padding between variables may be part of it."""
+    zeros = {name: np.zeros(1, run.dtype) for name in ("parameter", *run.slots)}
+    parameter = zeros.pop("parameter")
+    with np.errstate(all="ignore"):
+        kernel(parameter, np.zeros(1, run.dtype), zeros, scratch.of(run.dtype, 1)[:-1])
+    return not parameter.any() and not any(slot.any() for slot in zeros.values())
+
+
+def dense_gradients(gradients: Sequence[Any], target: Target, where: str) -> list[Array] | None:
+    """Return what this rank brings for each variable of `target`; None unless all are arrays of its dtype."""
+    arrays = []
+    for gradient, (_, dtype) in zip(gradients, target.layouts, strict=True):
+        array = gradient
+        if type(gradient) is not np.ndarray or gradient.dtype is not dtype:
+            component = contribution(gradient)
+            if isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices):
+                return None
+            array = to_reducible(component, where)
+            if array.dtype != dtype:
+                return None
+        arrays.append(array)
+    return arrays
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
