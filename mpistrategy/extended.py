@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mpistrategy import context, nest
+from mpistrategy.arena import Arena, has_arenas
 from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, to_reducible
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
@@ -86,7 +87,8 @@ class StrategyExtended(Placement):
 
         Args:
             reduce_op: a ReduceOp, or "SUM" / "MEAN".
-            value: this rank's value; containers in a nest are reduced leaf by leaf.
+            value: this rank's value; containers in a nest are reduced leaf by leaf.  Of an `Arena` the result is in
+                place, on every rank, and its `values` are returned.
             destinations: a value or a variable (result on every rank; a variable is not changed), a device string
                 such as ``"task:0"`` (result on that rank), or a list of device strings.
             options: hints.
@@ -100,6 +102,8 @@ class StrategyExtended(Placement):
         """
         self._require_cross_replica("reduce_to")
         with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to") as call:
+            if isinstance(value, Arena):
+                return value.reduce_to(self, reduce_op, destinations, call, options)
             chosen = self.options.merge(options)
             leaves, structure = nest.flatten(value)
             if structure is nest.LEAF or not any(isinstance(leaf, DistributedValues) for leaf in leaves):
@@ -114,7 +118,10 @@ class StrategyExtended(Placement):
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         self._require_cross_replica("batch_reduce_to")
         with self._entered(), self.communicator.guard.call("StrategyExtended.batch_reduce_to"):
-            return self.cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, self.options.merge(options))
+            pairs = value_destination_pairs
+            if has_arenas(pairs):
+                return [self.reduce_to(reduce_op, value, where, options) for value, where in pairs]
+            return self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
@@ -123,7 +130,9 @@ class StrategyExtended(Placement):
             A Mirrored, as in `reduce_to`.
         """
         self._require_cross_replica("broadcast_to")
-        with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to"):
+        with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to") as call:
+            if isinstance(tensor, Arena):
+                return tensor.broadcast(self, destinations, call)
             return self.cross_device_ops.broadcast(tensor, destinations)
 
     def all_reduce_leaves(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ class Placement:
         self._unnamed_variables = 0
         #: How many variables have been created; the same on every rank.
         self.variables_made = 0
+        # One count for all copies of a strategy: they have the same ranks.
+        self._arena_numbers = itertools.count(1)
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
@@ -66,6 +69,10 @@ class Placement:
     def next_variable_name(self) -> str:
         """Return the name of a variable that is given none; the same on every rank, since creation is collective."""
         return f"Variable_{self._unnamed_variables}"
+
+    def next_arena_number(self) -> int:
+        """Return the number of an arena; the same on every rank, since creation is collective."""
+        return next(self._arena_numbers)
 
     def register_variable(self, variable: Variable) -> None:
         """Note a variable that was created for this strategy, and its place."""

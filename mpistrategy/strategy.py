@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpistrategy import context, nest
+from mpistrategy.arena import Arena
 from mpistrategy.arrays import COMBINE, Array, dtype_name, to_reducible, wire_dtype
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.gathering import checked_axis
@@ -133,7 +134,8 @@ class Strategy(InputMethods, OldNames):
 
         Args:
             reduce_op: a ReduceOp, or its name: "SUM", "MEAN", "MIN", "MAX", "PROD".
-            value: this rank's value, e.g. what `run` returned; without axis also a nest of values.
+            value: this rank's value, e.g. what `run` returned; without axis also a nest of values, or an `Arena`,
+                which is reduced in place.
             axis: None reduces over the replicas only, and shapes must be equal.  An int (or a tuple of ints) also
                 reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
                 number of elements along it over all ranks.
@@ -151,6 +153,10 @@ class Strategy(InputMethods, OldNames):
         communicator, algorithm = self.extended.communicator, self.extended.cross_device_ops
         options = self.extended.options
         with context.cross_replica(self), communicator.guard.call("Strategy.reduce") as call:
+            if isinstance(value, Arena):
+                if axis is not None:
+                    raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
+                return value.all_reduce(self.extended, reduce_op, call, weight=weight)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
             op = ReduceOp.parse(reduce_op, call.where)
@@ -239,6 +245,28 @@ class Strategy(InputMethods, OldNames):
     def rng(self, seed: int) -> Streams:
         """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""
         return Streams(seed, self.extended.communicator.rank)
+
+    def arena(self, like: Any, shared_result: bool = False) -> Arena:
+        """Lay out a nest of arrays so that reducing it copies nothing.  Collective.
+
+        Args:
+            like: arrays, numbers or variables in any nest; only structure, shapes and dtypes count.
+            shared_result: give all ranks of a node one result, read-only, and leave what they bring as it is.
+
+        Returns:
+            An `Arena`: fill its `values` in place, then ``context.all_reduce(op, arena)``.
+
+        Raises:
+            EmptyBatchError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> arena = strategy.arena({"w": np.ones((2, 2)), "b": np.ones(2)})
+        >>> arena.values["b"][...] = 1
+        >>> strategy.reduce("SUM", arena)["b"]
+        array([1., 1.])
+        """
+        return Arena(self, like, shared_result)
 
     def barrier(self, name: str = "") -> None:
         """Wait until every rank has come here with the same `name`.  Collective.

@@ -1,0 +1,360 @@
+"""Arenas: nests of arrays that live in memory which the ranks of a node share, so that reducing them copies nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from mpistrategy import nest
+from mpistrategy.arena_layout import buckets_for, laid_out, layouts_of
+from mpistrategy.arrays import Array, dtype_name
+from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce
+from mpistrategy.cross_device_ops.destinations import EVERY_RANK, resolve
+from mpistrategy.errors import (
+    ContextError,
+    CopyError,
+    DTypeError,
+    EmptyBatchError,
+    OptionError,
+    OptionTypeError,
+    StructureError,
+)
+from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.replicas import Replicas, broadcast_replicas, reduce_replicas
+from mpistrategy.options import CommunicationOptions, ReduceOp
+
+if TYPE_CHECKING:
+    from mpistrategy.extended import StrategyExtended
+    from mpistrategy.strategy import Strategy
+
+#: Algorithms whose result is that of a sum in rank order; what others do is their own business.
+_OWN_ALGORITHMS = (MpiAllReduce, HierarchicalCopyAllReduce)
+
+
+class Arena:
+    """A nest of arrays that the strategy lays out, and reduces where they are.  Creation is collective.
+
+    `Strategy.arena` makes one.  Fill `values` in place (``np.multiply(a, b, out=arena.values["w"])``,
+    ``arena.values["b"][...] = x``), then pass the arena itself: ``context.all_reduce("SUM", arena)``.  On a node no
+    array is copied: each rank combines its share of all ranks' arrays.
+
+    Args:
+        strategy: the strategy whose ranks take part.
+        like: a nest of arrays, numbers and variables: their structure, shapes and dtypes count.
+        shared_result: all ranks of a node get the same memory as result, read-only, and `values` stay as they are;
+            it holds until the next reduction of this arena.  Else the result is written over `values`.
+
+    Attributes:
+        strategy: the strategy.
+        buckets: for each dtype, one flat array of every rank of the node; in the order of the first array of each.
+        places: where each array lies, in the order of the leaves.
+        leaves: the arrays, in order.
+
+    Raises:
+        EmptyBatchError: for a structure without arrays.
+        DTypeError, LeafError: for what cannot be reduced.
+        CollectiveMismatchError: when the ranks' structures, shapes or dtypes differ.
+    """
+
+    def __init__(self, strategy: Strategy, like: Any, shared_result: bool = False) -> None:
+        self.strategy = strategy
+        extended = strategy.extended
+        self._communicator = communicator = extended.communicator
+        with communicator.guard.call("Strategy.arena") as call:
+            if not isinstance(shared_result, bool):
+                raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
+            given, self._structure = nest.flatten(like)
+            call.structure = self._structure.text
+            if not given:
+                raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
+            layouts = layouts_of(given, like, call.where)
+            call.agree(
+                "make an arena",
+                values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
+                options=f"shared_result={shared_result}",
+            )
+            call.expect_more()
+            self.places, dtypes, sizes = laid_out(layouts)
+            self.buckets = buckets_for(communicator, dtypes, sizes, shared_result)
+            call.agree("use an arena")  # no rank has run out of memory
+        self._number = extended.next_arena_number()
+        self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
+        self.leaves = self._views([bucket.mine for bucket in self.buckets])
+        self._values = self._structure.pack(self.leaves)
+        # Equal to the nest for as long as nobody puts other arrays into it; found out without a step of Python.
+        self._untouched = self._structure.pack(self.leaves)
+        self._in_place = not shared_result
+        self._results = None if self._in_place else self._structure.pack(self._result_views())
+        self._closed = False
+        _by_values[id(self._values)] = self
+        _by_first_leaf[id(self.leaves[0])] = self
+
+    # ------------------------------------------------------------------------------------------- what it holds
+
+    @property
+    def values(self) -> Any:
+        """The nest of this rank's arrays, to be written in place; zeros at first.
+
+        Raises:
+            ContextError: after `close`.
+        """
+        self._require_open("Arena.values")
+        return self._values
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of the node see each other's arrays; else everything works as for other arrays."""
+        return all(bucket.is_shared for bucket in self.buckets)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays, and of the gaps that align them."""
+        return sum(bucket.mine.nbytes for bucket in self.buckets)
+
+    def __contains__(self, array: object) -> bool:
+        """Return whether `array` is one of the arena's, where the arena put it: by itself, or another view of it."""
+        if not isinstance(array, np.ndarray):
+            return False
+        if any(array is leaf for leaf in self.leaves):
+            return True
+        layout = array.__array_interface__
+        return any(
+            array.shape == leaf.shape
+            and array.dtype == leaf.dtype
+            and layout["data"][0] == leaf.__array_interface__["data"][0]
+            and layout["strides"] is None
+            for leaf in self.leaves
+        )
+
+    def holds(self, arrays: Sequence[Any]) -> bool:
+        """Return whether `arrays` are all of the arena's arrays, in order."""
+        mine = self.leaves
+        return len(arrays) == len(mine) and all(map(_is, arrays, mine))
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<Arena {self._number}, closed>"
+        size, count = f"{self.nbytes / 2**20:.1f} MiB", len(self.leaves)
+        memory = f"shared by {len(self.buckets[0].arrays)} ranks" if self.is_shared else "of this rank alone"
+        return f"<Arena {self._number}: {count} arrays in {len(self.buckets)} buckets, {size} {memory}>"
+
+    def __copy__(self) -> NoReturn:
+        raise self._no_copy()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise self._no_copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise self._no_copy()
+
+    def _no_copy(self) -> CopyError:
+        return CopyError.at(
+            "copying an Arena",
+            found="a copy of memory that all ranks share",
+            expected="a new arena, which all ranks make together",
+            fix="Copy the arrays in arena.values, or call strategy.arena(arena.values).",
+        )
+
+    # -------------------------------------------------------------------------------------------- collectives
+
+    def all_reduce(
+        self,
+        extended: StrategyExtended,
+        reduce_op: Any,
+        call: Call,
+        *,
+        options: CommunicationOptions | None = None,
+        weight: Any = None,
+        out: Any = None,
+        destination: str = "",
+    ) -> Any:
+        """Reduce over all replicas, to all of them; the caller has entered the guard's call.
+
+        Args:
+            extended: that of the strategy in use.
+            reduce_op: a ReduceOp, or its name.
+            call: the guard's call.
+            options: hints.
+            weight: for MEAN, the weight of this rank's values.
+            out: None, the arena or its `values`, which asks for the result in place.
+            destination: what the ranks must agree on besides; in words.
+
+        Returns:
+            `values`, which hold the result, or with shared_result read-only views of the node's one result.
+
+        Raises:
+            ContextError, OptionTypeError, StructureError: for an arena that is closed, of other ranks, or whose nest
+                has been given other arrays.
+            DTypeError: for a MEAN of integers, which has another dtype than they, and MIN and MAX of complex numbers.
+        """
+        op = ReduceOp.parse(reduce_op, call.where)
+        self._check(extended, call.where)
+        in_place = self._in_place or out is not None
+        if out is not None and out is not self and not self._is_mine(out):
+            raise OptionError.at(
+                call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
+            )
+        call.structure = self._structure.text
+        algorithm = extended.cross_device_ops
+        if weight is not None or type(algorithm) not in _OWN_ALGORITHMS:
+            results = extended.all_reduce_leaves(
+                call.where,
+                op,
+                self.leaves,
+                lambda: nest.leaf_paths(self._values),
+                options=options,
+                weight=weight,
+                targets=self.leaves if in_place else None,
+            )
+            return self._values if in_place else self._structure.pack(results)
+        _check_dtypes(self.buckets, op, call.where)
+        if options is not None:
+            extended.options.merge(options)
+        call.agree(
+            "reduce an arena",
+            op=op.value,
+            values=self._summary,
+            destination=destination,
+            options=f"arena {self._number}, {in_place=}",
+        )
+        communicator = self._communicator
+        divisor = communicator.size if op is ReduceOp.MEAN else 1
+        for bucket in self.buckets:
+            reduce_replicas(communicator, bucket, op.on_the_wire, divisor, into_result=not in_place)
+        communicator.node_barrier()
+        return self._values if in_place else self._results
+
+    def reduce_to(
+        self,
+        extended: StrategyExtended,
+        reduce_op: Any,
+        destinations: Any,
+        call: Call,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Do `all_reduce`, wherever the result is wanted: what is on every rank is there, too."""
+        destination = self._destination(destinations, call.where)
+        return self.all_reduce(extended, reduce_op, call, options=options, destination=destination)
+
+    def broadcast(self, extended: StrategyExtended, destinations: Any, call: Call) -> Any:
+        """Write replica 0's arrays into everybody's, and return `values`; the caller has entered the guard's call."""
+        destination = self._destination(destinations, call.where)
+        self._check(extended, call.where)
+        call.structure = self._structure.text
+        call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
+        for bucket in self.buckets:
+            broadcast_replicas(self._communicator, bucket)
+        self._communicator.node_barrier()
+        return self._values
+
+    def close(self) -> None:
+        """Give the memory back, as soon as no array in it is in use.  Collective; the arena cannot be used afterwards.
+
+        Arrays that are held elsewhere stay as they are.
+        """
+        if self._closed:
+            return
+        guard = self._communicator.guard
+        if not guard.closed:
+            with guard.call("Arena.close") as call:
+                call.agree("close an arena", options=f"arena {self._number}")
+        self._closed = True
+        self.buckets, self.leaves, self._values, self._untouched, self._results = (), [], None, None, None
+
+    # -------------------------------------------------------------------------------------------------- checks
+
+    def _check(self, extended: StrategyExtended, where: str) -> None:
+        self._require_open(where)
+        if extended.communicator is not self._communicator:
+            raise OptionTypeError.at(
+                where, found="an arena of another strategy", expected="one that this strategy's arena() made"
+            )
+        if not self._is_mine(self._values):
+            raise StructureError.at(
+                where,
+                found="other arrays in arena.values than the arena's own",
+                expected="values that were written in place",
+                fix="Write arena.values[key][...] = x, or pass out=arena.values[key] to NumPy's functions.",
+            )
+
+    def _destination(self, destinations: Any, where: str) -> str:
+        if destinations is self or destinations is self._values:
+            return EVERY_RANK.text
+        return resolve(destinations, self._communicator, where).text
+
+    def _is_mine(self, values: Any) -> bool:
+        """Return whether a nest has the arena's structure and holds its very arrays."""
+        if self._structure is nest.LEAF:
+            return values is self.leaves[0]
+        try:
+            if values == self._untouched:
+                return True
+        except ValueError:
+            pass  # an array was compared by value: it is another one
+        leaves, structure = nest.flatten(values)
+        return structure.text == self._structure.text and self.holds(leaves)
+
+    def _require_open(self, where: str) -> None:
+        if self._closed:
+            raise ContextError.at(where, found="an arena after its close()", expected="an open arena")
+
+    def _views(self, flat: Sequence[Array]) -> list[Array]:
+        return [place.view(flat[place.bucket]) for place in self.places]
+
+    def _result_views(self) -> list[Array]:
+        views = self._views([bucket.result for bucket in self.buckets if bucket.result is not None])
+        for view in views:
+            view.flags.writeable = False
+        return views
+
+
+_by_values: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
+_by_first_leaf: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
+
+
+def resident(value: Any, out: Any) -> Arena | None:
+    """Return the arena in which ``all_reduce(op, value, out=out)`` can be done where the arrays are; else None.
+
+    It is `value` itself, or the one whose `values` both `value` and `out` are.
+    """
+    if type(value) is Arena:
+        return value
+    if out is None or value is not out:
+        return None
+    arena = _by_values.get(id(value))
+    return arena if arena is not None and arena._values is value else None
+
+
+def resident_leaves(leaves: Sequence[Any], targets: Sequence[Any]) -> Arena | None:
+    """Return the arena whose arrays, in order, both `leaves` and `targets` are; else None."""
+    arena = _by_first_leaf.get(id(leaves[0])) if leaves else None
+    return arena if arena is not None and arena.holds(leaves) and arena.holds(targets) else None
+
+
+def has_arenas(pairs: Any) -> bool:
+    """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
+    if not isinstance(pairs, (list, tuple)):
+        return False
+    sound = [pair[0] for pair in pairs if type(pair) is tuple and len(pair) == 2]
+    return len(sound) == len(pairs) and any(type(value) is Arena for value in sound)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
+    for bucket in buckets:
+        dtype = bucket.mine.dtype
+        if op is ReduceOp.MEAN and dtype.kind in "iu":
+            raise DTypeError.at(
+                where,
+                found=f"MEAN of {dtype_name(dtype)} in an arena",
+                expected="a floating dtype: a mean of integers is none, and does not fit where they are",
+                fix="Reduce with SUM, or pass arena.values without out=.",
+            )
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
+            raise DTypeError.at(where, found=f"{op.name} of {dtype_name(dtype)}", expected="numbers that have an order")

@@ -1,0 +1,102 @@
+"""Where the arrays of an arena lie: one bucket for each dtype, in order, each array on a cache line of its own."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpistrategy import nest
+from mpistrategy.arrays import Array, to_reducible
+from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.replicas import Replicas, joined, typed
+from mpistrategy.mpi.shared_memory import ALIGNMENT, private_memory
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.values import contribution
+
+Layout: TypeAlias = "tuple[np.dtype[Any], tuple[int, ...]]"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one array of an arena lies.
+
+    Attributes:
+        bucket: the number of its bucket.
+        start: its first element there; on a cache line.
+        stop: one past its last element.
+        shape: its shape.
+    """
+
+    bucket: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    def view(self, flat: Array) -> Array:
+        """Return the array's view of a flat array of its bucket."""
+        return flat[self.start : self.stop].reshape(self.shape)
+
+
+def layouts_of(leaves: Sequence[Any], like: Any, where: str) -> list[Layout]:
+    """Return the dtype and the shape of every leaf.
+
+    Raises:
+        DTypeError, LeafError: for a leaf that cannot be reduced.
+    """
+    try:
+        arrays = [to_reducible(contribution(leaf), where) for leaf in leaves]
+    except MpiStrategyError:  # once more, to say which leaf it is
+        paths = nest.leaf_paths(like)
+        arrays = [to_reducible(contribution(leaf), where, path) for leaf, path in zip(leaves, paths, strict=True)]
+    return [(array.dtype, array.shape) for array in arrays]
+
+
+def laid_out(layouts: Sequence[Layout]) -> tuple[tuple[Place, ...], list[np.dtype[Any]], list[int]]:
+    """Return each array's place, and each bucket's dtype and number of elements."""
+    numbers: dict[np.dtype[Any], int] = {}
+    sizes: list[int] = []
+    places = []
+    for dtype, shape in layouts:
+        number = numbers.setdefault(dtype, len(numbers))
+        if number == len(sizes):
+            sizes.append(0)
+        line = max(1, ALIGNMENT // dtype.itemsize)
+        start = -(-sizes[number] // line) * line
+        sizes[number] = start + int(np.prod(shape, dtype=np.int64))
+        places.append(Place(number, start, sizes[number], shape))
+    return tuple(places), list(numbers), sizes
+
+
+def buckets_for(
+    communicator: Communicator, dtypes: Sequence[np.dtype[Any]], sizes: Sequence[int], shared_result: bool
+) -> tuple[Replicas, ...]:
+    """Return zeroed arrays of these dtypes and sizes for every rank, and one result for the node where it is asked for.
+
+    Collective.
+    """
+    starts, total = [], 0
+    for dtype, size in zip(dtypes, sizes, strict=True):
+        starts.append(total)
+        total += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    memory = communicator.shared(total)
+    is_shared, result = memory.is_shared, None
+    if shared_result:
+        # Each rank brings its part of the one result: the parts lie side by side.
+        if is_shared:
+            pages = -(-total // (len(memory.segments) * mmap.PAGESIZE))
+            parts = communicator.shared(max(1, pages) * mmap.PAGESIZE)
+            is_shared, result = parts.is_shared, joined(parts)
+        if not is_shared:
+            result = private_memory(total).mine
+    buckets = []
+    for dtype, size, start in zip(dtypes, sizes, starts, strict=True):
+        arrays = typed(memory, start, size, dtype)
+        one = None if result is None else result[start : start + size * dtype.itemsize].view(dtype)
+        if not is_shared:
+            arrays = (arrays[memory.local_rank],)
+        buckets.append(Replicas(arrays, memory.local_rank if is_shared else 0, is_shared, one))
+    return tuple(buckets)
