@@ -1,4 +1,4 @@
-"""HierarchicalCopyAllReduce: first within each node, then between the nodes' leaders, then back."""
+"""HierarchicalCopyAllReduce: first within each node, then between the nodes, then back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from mpistrategy.arrays import Array
 from mpistrategy.cross_device_ops.destinations import Destination
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
 from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.mpi.across_nodes import allreduce_across
 from mpistrategy.mpi.transport import Communicator
-
-_LEADER = 0
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
-    """Sums within each node to its leader, between the leaders, and sends the result back within each node.
+    """Sums within each node, then between the nodes, and brings the result back within each node.
 
-    Only one rank of a node sends over the network.  Right for any number of ranks on any node.
+    Each rank of a node (as many of them as the smallest node has, up to 4) exchanges one slice with its counterparts on
+    the other nodes, in pieces of about 1 MiB, several of them at a time: over the network goes no more than must.
+    `MpiAllReduce` does the same with large values; this one does it with all.  Right for any number of ranks on any
+    node.
 
     Args:
         num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
@@ -39,8 +41,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        groups = communicator.node()
-        groups.node.reduce(buffer, _LEADER, op)
-        if groups.leaders is not None:
-            groups.leaders.allreduce(buffer, op)
-        groups.node.bcast(buffer, _LEADER)
+        if max(communicator.node_of) > 0:
+            allreduce_across(communicator, buffer, op)
+        else:
+            communicator.allreduce(buffer, op)

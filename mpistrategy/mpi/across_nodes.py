@@ -20,11 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.mpi import wire
-from mpistrategy.mpi.exchange import Flight, Link, borders_of, combined, exact
+from mpistrategy.mpi import bfloat16
+from mpistrategy.mpi.exchange import Flight, Link, blocks_of, combined, exact
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.waiting import cores
+from mpistrategy.mpi.window import share
 
 #: More lanes than this do not fill a network better, and make short messages.
 MOST_LANES = 4
@@ -61,21 +62,19 @@ def eagerly(looks: int) -> None:
         os.sched_yield()
 
 
-def allreduce_across(
-    communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, rounds: bool = False
-) -> None:
+def allreduce_across(communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None) -> None:
     """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.  Collective.
 
     Args:
-        communicator: the ranks, on several nodes (right, too, on one).
+        communicator: the ranks, on several nodes (right, too, on one).  A view of them that `mpistrategy.mpi.wire.on`
+            returned has sums of float32 rounded between the nodes.
         buffer: contiguous; equal size and dtype on all ranks.
         op: "SUM", "MIN", "MAX" or "PROD".
         source: this rank's contribution, where it is not `buffer`; stays as it is.
-        rounds: bfloat16 between the nodes, for sums of float32; see `mpistrategy.mpi.wire`.
     """
     flat = buffer.reshape(-1)
     brought = flat if source is None else source.reshape(-1)
-    rounds = rounds and wire.travels(buffer.dtype, op)
+    rounds = getattr(communicator, "rounds", False) and bfloat16.travels(buffer.dtype, op)
     with np.errstate(all="ignore"):
         if hasattr(communicator, "links"):
             across_nodes(communicator).allreduce(brought, flat, op, rounds)
@@ -99,10 +98,10 @@ def _in_turn(communicator: Communicator, source: Array, target: Array, op: str, 
     groups.node.reduce(target, 0, op)
     if groups.leaders is not None and groups.leaders.size > 1:
         if rounds:
-            wire.rounded(target)
+            bfloat16.rounded(target)
         groups.leaders.allreduce(target, op)
         if rounds:
-            wire.rounded(target)
+            bfloat16.rounded(target)
     groups.node.bcast(target, 0)
 
 
@@ -160,7 +159,7 @@ class AcrossNodes:
         if self._link is None or self._lane is None:
             return Flight(None)
         tag = 2 * (self._number % _TAGS)
-        return Flight(wire.halved(self._link, mine, tag) if rounds else exact(self._link, mine, op, tag))
+        return Flight(bfloat16.halved(self._link, mine, tag) if rounds else exact(self._link, mine, op, tag))
 
     def _land(self) -> None:
         piece = self._flights[0]
@@ -222,7 +221,7 @@ class _Messages:
                 self._node.bcast(part, lane)
 
     def _slices(self, target: Array) -> list[Array]:
-        return [target[begin:end] for begin, end in borders_of(target.size, self._lanes, target.itemsize)]
+        return blocks_of(target, self._lanes)
 
 
 class _Window:
@@ -280,7 +279,7 @@ class _Window:
         self._tell(self._done, number)
 
     def _borders(self, target: Array) -> list[tuple[int, int]]:
-        return borders_of(target.size, self._lanes, target.itemsize)
+        return [share(target.size, lane, self._lanes, target.itemsize) for lane in range(self._lanes)]
 
     def _slot(self, number: int, like: Array) -> list[Array]:
         return [part[: like.nbytes].view(like.dtype) for part in self._slots[number % _SLOTS]]

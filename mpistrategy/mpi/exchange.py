@@ -7,7 +7,7 @@ element, so that the bits are equal everywhere, and NumPy does the arithmetic, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from mpistrategy.mpi.window import share
 class Request(Protocol):
     """A message under way."""
 
-    def Test(self) -> bool:  # noqa: N802: MPI's name
+    def Test(self) -> bool:  # noqa: N802
         """Return whether it has arrived, and move all messages on."""
 
 
@@ -32,57 +32,55 @@ class Link(Protocol):
     rank: int
     size: int
 
-    def isend(self, block: Array, rank: int, tag: int) -> Request:
-        """Begin to send `block`, which must stay as it is until the request has been tested."""
+    def isend(self, block: Array, rank: int, tag: int) -> list[Request]:
+        """Begin to send `block`, which must stay as it is until the requests are done."""
 
-    def irecv(self, block: Array, rank: int, tag: int) -> Request:
+    def irecv(self, block: Array, rank: int, tag: int) -> list[Request]:
         """Begin to receive into `block`."""
 
 
-def borders_of(count: int, parts: int, itemsize: int) -> list[tuple[int, int]]:
-    """Return where each part's block of `count` elements begins and ends."""
-    return [share(count, part, parts, itemsize) for part in range(parts)]
-
-
-def everyone_else(link: Link) -> list[int]:
-    """Return the other counterparts, each rank beginning with its successor: not all write to the same one at once."""
-    return [(link.rank + step) % link.size for step in range(1, link.size)]
-
-
 def exact(link: Link, piece: Array, op: str, tag: int) -> Steps:
-    """Replace `piece` by its combination over the counterparts; yields the messages to wait for before going on.
+    """Replace `piece` by its combination over the counterparts: sum, MIN, MAX or PROD; see `exchange`."""
+    blocks = blocks_of(piece, link.size)
+    return exchange(link, blocks, lambda parts: combined(parts, op, out=blocks[link.rank]), tag)
+
+
+def exchange(link: Link, blocks: list[Array], add_up: Callable[[list[Array]], object], tag: int) -> Steps:
+    """Replace each of `blocks` by its combination; yields the messages that must be done before it goes on.
 
     Args:
-        link: the counterparts; all call this with pieces of equal size and dtype.
-        piece: flat and contiguous.
-        op: "SUM", "MIN", "MAX" or "PROD".
+        link: the counterparts; all bring blocks of equal sizes and dtype.
+        blocks: one for each counterpart, in rank order; flat and contiguous.
+        add_up: writes the combination of a list of blocks, in rank order, into this rank's own.
         tag: this number and the next are not in use between these ranks.
     """
-    me = link.rank
-    borders = borders_of(piece.size, link.size, piece.itemsize)
-    blocks = [piece[begin:end] for begin, end in borders]
-    others = [rank for rank in everyone_else(link) if blocks[rank].size]
-    own = blocks[me]
-    parts: list[Array] = [own] * link.size
-    messages: list[Request] = []
+    own = blocks[link.rank]
+    # Each rank begins with its successor: not all send to the same one at once.
+    others = [(link.rank + step) % link.size for step in range(1, link.size)]
+    parts = [own if rank == link.rank else np.empty_like(own) for rank in range(link.size)]
+    yield [
+        message
+        for rank in others
+        for message in link.irecv(parts[rank], rank, tag) + link.isend(blocks[rank], rank, tag)
+    ]
     if own.size:
-        for rank in everyone_else(link):
-            parts[rank] = np.empty_like(own)
-            messages.append(link.irecv(parts[rank], rank, tag))
-    messages += [link.isend(blocks[rank], rank, tag) for rank in others]
-    yield messages
-    combined(parts, op, out=own)
-    messages = [link.irecv(blocks[rank], rank, tag + 1) for rank in others]
-    if own.size:
-        messages += [link.isend(own, rank, tag + 1) for rank in everyone_else(link)]
-    yield messages
+        add_up(parts)
+    yield [
+        message
+        for rank in others
+        for message in link.irecv(blocks[rank], rank, tag + 1) + link.isend(own, rank, tag + 1)
+    ]
+
+
+def blocks_of(piece: Array, parts: int) -> list[Array]:
+    """Return `piece` in so many blocks; their borders are on cache lines."""
+    borders = [share(piece.size, part, parts, piece.itemsize) for part in range(parts)]
+    return [piece[begin:end] for begin, end in borders]
 
 
 def combined(parts: list[Array], op: str, out: Array) -> None:
     """Write the combination of `parts`, in their order, into `out`, which may be one of them."""
     combine: Any = COMBINE[op]
-    if not out.size:
-        return
     total = parts[0]
     overlaps = any(part is out for part in parts)
     spare = next(part for part in parts if part is not out) if overlaps else out

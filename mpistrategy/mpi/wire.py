@@ -1,71 +1,70 @@
-"""bfloat16 between nodes: half the bytes on the link, sums in float32.
-
-Each node's contribution is rounded to bfloat16 once, the contributions are added up in float32, and the result is
-rounded once; what comes out is the same on every rank.  With u = 2^-8, s_n the sum over the ranks of node n and S the
-sum of the s_n, the result differs from S by no more than
-
-    (2 u + u^2) (|s_1| + |s_2| + ...)
-
-and float32's own rounding of the additions; for values below 2^-126 by 2^-133 for each node on top.  A magnitude of
-3.4e38 or more, of a node's contribution or of the sum, becomes infinite.
-"""
+"""What travels between the nodes when a call asks for less than all digits: `CommunicationOptions.wire`."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mpistrategy.arrays import Array
-from mpistrategy.mpi.exchange import Link, Request, Steps, borders_of, everyone_else
+from mpistrategy.mpi.across_nodes import allreduce_across
+from mpistrategy.mpi.bfloat16 import bfloat16, travels
+from mpistrategy.mpi.buffers import divide_by
 
 
-@cache
-def bfloat16() -> np.dtype[Any]:
-    """Return the dtype; imports ml_dtypes."""
-    import ml_dtypes  # an optional extra
-
-    return np.dtype(ml_dtypes.bfloat16)
+def check(wire: str | None) -> None:
+    """Raise OptionError when this rank cannot send `wire`; to be called before the ranks agree on a call."""
+    if wire is not None:
+        bfloat16()
 
 
-def travels(dtype: np.dtype[Any], op: str) -> bool:
-    """Return whether a buffer of this dtype is rounded under this operation: float32 sums only."""
-    return dtype == np.float32 and op == "SUM"
+def on(communicator: Any, wire: str | None) -> Any:
+    """Return `communicator`, or a view of it whose all-reduces send `wire` between the nodes.
+
+    Args:
+        communicator: the ranks; equal results with and without `wire` when all of them are on one node.
+        wire: None, or "bfloat16".
+    """
+    if wire is None or max(communicator.node_of) == 0:
+        return communicator
+    key = ("wire", wire)
+    view = communicator.compiled.get(key)
+    if view is None:
+        view = communicator.compiled[key] = _Rounding(communicator)
+    return view
 
 
-def rounded(values: Array) -> Array:
-    """Round float32 `values` to what bfloat16 can say, in place, and return them."""
-    values[...] = values.astype(bfloat16())
-    return values
+class _Rounding:
+    """A communicator whose sums of float32 are rounded between the nodes; everything else is as it was."""
 
+    #: What `allreduce_across` asks for.
+    rounds = True
 
-def halved(link: Link, piece: Array, tag: int) -> Steps:
-    """Do what `exchange.exact` does for a float32 sum, with bfloat16 on the wire."""
-    me = link.rank
-    borders = borders_of(piece.size, link.size, piece.itemsize)
-    sent = piece.astype(bfloat16())
-    blocks = [sent[begin:end] for begin, end in borders]
-    begin, end = borders[me]
-    own, total = blocks[me], piece[begin:end]
-    others = [rank for rank in everyone_else(link) if blocks[rank].size]
-    parts: list[Array] = [own] * link.size
-    messages: list[Request] = []
-    if own.size:
-        for rank in everyone_else(link):
-            parts[rank] = np.empty_like(own)
-            messages.append(link.irecv(parts[rank], rank, tag))
-    messages += [link.isend(blocks[rank], rank, tag) for rank in others]
-    yield messages
-    if own.size:
-        total[...] = parts[0]
-        for part in parts[1:]:
-            np.add(total, part.astype(np.float32), out=total)
-        own[...] = total
-        total[...] = own
-    messages = [link.irecv(blocks[rank], rank, tag + 1) for rank in others]
-    if own.size:
-        messages += [link.isend(own, rank, tag + 1) for rank in everyone_else(link)]
-    yield messages
-    for rank in others:
-        piece[slice(*borders[rank])] = blocks[rank]
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        #: What has been laid out for this view; that of the communicator itself would send all digits.
+        self.compiled: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    @property
+    def across(self) -> Any:
+        """The state of the two-level exchange: the communicator's own."""
+        return self._communicator.across
+
+    @across.setter
+    def across(self, state: Any) -> None:
+        self._communicator.across = state
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+        """Replace `buffer` on every rank by the combination over the ranks."""
+        if not travels(buffer.dtype, op):
+            self._communicator.allreduce(buffer, op, source, divisor)
+            return
+        allreduce_across(self, buffer, op, source=source)
+        divide_by(divisor, buffer)
+
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target)."""
+        for source, target in pairs:
+            self.allreduce(target, op, source, divisor)

@@ -1,0 +1,153 @@
+"""The two-level all-reduce: right and equal everywhere, however the ranks sit on the nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+from replicas import DTYPES, RANK, RANKS, SIZE, same_everywhere, value_of
+
+from mpistrategy.arrays import COMBINE, Array
+from mpistrategy.mpi import across_nodes
+from mpistrategy.mpi.across_nodes import allreduce_across
+from mpistrategy.mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.exchange import combined
+from mpistrategy.mpi.shared_memory import private_memory
+
+pytestmark = pytest.mark.mpi
+
+PLACEMENTS: dict[str, Sequence[int]] = {
+    "one node": [0 for _ in RANKS],
+    "every rank a node": list(RANKS),
+    "odd and even": [r % 2 for r in RANKS],
+    "halves": [int(r >= SIZE / 2) for r in RANKS],
+    "one alone first": [min(r, 1) for r in RANKS],
+    "one alone last, numbers that say nothing": [7 if r == SIZE - 1 else 3 for r in RANKS],
+    "three nodes": [(0, 2, 1, 0)[r % 4] for r in RANKS],
+}
+# bfloat16 and float16 travel as float32, small integers as 32 bits.
+WIRE_DTYPES = [dtype for dtype in DTYPES if dtype.itemsize >= 4]
+FEW = settings(max_examples=25)
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def ranks(request: pytest.FixtureRequest) -> Iterator[MpiCommunicator]:
+    made = MpiCommunicator(MPI.COMM_WORLD, node_key=PLACEMENTS[request.param][RANK])
+    yield made
+    made.free()
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make pieces so short that a test has many of them."""
+    monkeypatch.setattr(across_nodes, "PIECE_BYTES", 2**12)
+    monkeypatch.setattr(across_nodes, "_LARGEST_PIECE_BYTES", 2**12)
+
+
+def reference(op: str, arrays: Sequence[Array]) -> Array:
+    with np.errstate(all="ignore"):
+        total = arrays[0].copy()
+        for array in arrays[1:]:
+            COMBINE[op](total, array, out=total)
+    return total
+
+
+def operations(dtype: np.dtype[Any]) -> list[str]:
+    return ["SUM"] if dtype.kind == "c" else ["SUM", "MIN", "MAX"]
+
+
+@FEW
+@given(
+    dtype=st.sampled_from(WIRE_DTYPES),
+    size=st.one_of(st.integers(0, 40), st.integers(0, 30_000)),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_equals_numpys_everywhere(
+    ranks: MpiCommunicator, dtype: np.dtype[Any], size: int, seed: int, data: st.DataObject
+) -> None:
+    op = data.draw(st.sampled_from(operations(dtype)))
+    values = [value_of(rank, dtype, (size,), seed) for rank in RANKS]  # floats whose sums are exact in any order
+    result = values[RANK].copy()
+    allreduce_across(ranks, result, op)
+    np.testing.assert_array_equal(result, reference(op, values))
+    assert same_everywhere(result)
+
+
+def test_the_source_stays_as_it_is(ranks: MpiCommunicator) -> None:
+    source, target = value_of(RANK, "float32", (5000,)), np.empty(5000, np.float32)
+    kept = source.copy()
+    allreduce_across(ranks, target, "SUM", source=source)
+    np.testing.assert_array_equal(source, kept)
+    np.testing.assert_array_equal(target, reference("SUM", [value_of(rank, "float32", (5000,)) for rank in RANKS]))
+
+
+def test_products_and_rounded_sums_have_equal_bits_in_equal_runs(ranks: MpiCommunicator) -> None:
+    mine = np.random.default_rng(RANK).normal(size=20_000).astype(np.float32)
+    for op in ("SUM", "PROD"):
+        first, second = mine.copy(), mine.copy()
+        allreduce_across(ranks, first, op)
+        allreduce_across(ranks, second, op)
+        assert first.tobytes() == second.tobytes()
+        assert same_everywhere(first)
+        values = [np.random.default_rng(rank).normal(size=20_000) for rank in RANKS]
+        np.testing.assert_allclose(first, reference(op, values), rtol=1e-5, atol=1e-5)
+
+
+def test_nan_wins_and_overflow_is_silent(ranks: MpiCommunicator) -> None:
+    for op in ("MIN", "MAX", "SUM"):
+        values = np.full(6000, 3e38, np.float32)
+        values[RANK::7] = np.nan
+        allreduce_across(ranks, values, op)
+        touched = np.zeros(6000, bool)
+        for rank in RANKS:
+            touched[rank::7] = True
+        assert np.isnan(values[touched]).all()
+        assert not np.isnan(values[~touched]).any()
+        assert same_everywhere(np.isnan(values))
+
+
+def test_a_buffer_with_more_than_one_axis(ranks: MpiCommunicator) -> None:
+    buffer = np.full((3, 40, 50), RANK + 1.0)
+    allreduce_across(ranks, buffer)
+    assert (buffer == SIZE * (SIZE + 1) / 2).all()
+
+
+def test_a_late_rank_does_no_harm(ranks: MpiCommunicator) -> None:
+    for late in range(SIZE):
+        if late == RANK:
+            time.sleep(0.02)
+        buffer = np.full(30_000, RANK + 1.0)
+        for _ in range(3):
+            buffer[:] = RANK + 1.0
+            allreduce_across(ranks, buffer)
+            assert (buffer == SIZE * (SIZE + 1) / 2).all()
+
+
+def test_without_shared_memory_the_node_talks_by_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MpiCommunicator(MPI.COMM_WORLD, node_key=RANK % 2)
+    monkeypatch.setattr(made, "shared", private_memory)
+    values = [value_of(rank, "float64", (9000,), 5) for rank in RANKS]
+    result = values[RANK].copy()
+    allreduce_across(made, result)
+    np.testing.assert_array_equal(result, reference("SUM", values))
+    made.free()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_parts_are_combined_in_order_whichever_is_overwritten(count: int) -> None:
+    parts = [np.random.default_rng(part).normal(size=50).astype(np.float32) for part in range(count)]
+    wanted = reference("SUM", parts)
+    for own in range(count):
+        copies = [part.copy() for part in parts]
+        combined(copies, "SUM", out=copies[own])
+        assert copies[own].tobytes() == wanted.tobytes()
+    apart = np.empty(50, np.float32)
+    combined(parts, "SUM", out=apart)
+    assert apart.tobytes() == wanted.tobytes()

@@ -1,0 +1,180 @@
+"""bfloat16 between nodes: within the stated bound, equal everywhere, and nothing else changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import hypothesis.extra.numpy as hnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, bits, context, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy.arrays import Array
+from mpistrategy.errors import CollectiveMismatchError, OptionError
+from mpistrategy.mpi import bfloat16, wire
+from mpistrategy.mpi.communicator import MpiCommunicator
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+U = 2.0**-8
+SHORT = ms.CommunicationOptions(wire="bfloat16")
+PLACEMENTS: dict[str, Sequence[int]] = {
+    "every rank a node": list(RANKS),
+    "odd and even": [r % 2 for r in RANKS],
+    "one alone": [min(r, 1) for r in RANKS],
+}
+ALGORITHMS = {"default": ms.MpiAllReduce, "hierarchical": ms.HierarchicalCopyAllReduce}
+
+
+@pytest.fixture(scope="module", params=[(p, a) for p in PLACEMENTS for a in ALGORITHMS], ids=" ".join)
+def placed(request: pytest.FixtureRequest) -> Iterator[tuple[ms.Strategy, Sequence[int]]]:
+    where, algorithm = request.param
+    made = OnNodes(PLACEMENTS[where], ALGORITHMS[algorithm]())
+    yield made, PLACEMENTS[where]
+    made.close()
+
+
+def reduced(strategy: ms.Strategy, op: str, value: Any, options: ms.CommunicationOptions | None = SHORT) -> Any:
+    return strategy.run(lambda: context().all_reduce(op, value, options))
+
+
+def node_sums(arrays: Sequence[Array], node_of: Sequence[int]) -> list[Array]:
+    """Return the exact sum of each node's arrays, in float64."""
+    members = [[r for r in RANKS if node_of[r] == node] for node in sorted(set(node_of))]
+    return [np.sum([arrays[r].astype(np.float64) for r in of_one], axis=0) for of_one in members]
+
+
+FLOATS = hnp.arrays(
+    np.float32,
+    st.tuples(st.just(SIZE), st.integers(0, 300)),
+    elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=True),
+)
+
+
+@settings(max_examples=40)
+@given(values=FLOATS, op=st.sampled_from(["SUM", "MEAN"]))
+def test_the_error_is_within_the_bound(placed: tuple[ms.Strategy, Sequence[int]], values: Array, op: str) -> None:
+    strategy, node_of = placed
+    result = reduced(strategy, op, values[RANK])
+    assert same_everywhere(result)
+    sums = node_sums(list(values), node_of)
+    exact, magnitude = np.sum(sums, axis=0), np.sum(np.abs(sums), axis=0)
+    float32 = SIZE * 2.0**-23 * np.sum(np.abs(values.astype(np.float64)), axis=0)
+    bound = (2 * U + U**2) * magnitude + (1 + 2 * U) * float32 + (SIZE + 1) * 2.0**-134
+    if len(set(node_of)) == 1:
+        bound = float32
+    count = SIZE if op == "MEAN" else 1
+    slack = 2.0**-149 + np.abs(exact / count) * 2.0**-23 if op == "MEAN" else 0.0
+    assert (np.abs(result.astype(np.float64) - exact / count) <= bound / count + slack).all()
+
+
+def test_the_bits_are_those_of_the_definition(placed: tuple[ms.Strategy, Sequence[int]]) -> None:
+    strategy, node_of = placed
+    values = [np.random.default_rng(rank).integers(-4000, 4000, 3000).astype(np.float32) for rank in RANKS]
+    sums = [total.astype(np.float32) for total in node_sums(values, node_of)]  # exact: integers
+    wanted = np.sum([total.astype(BFLOAT16).astype(np.float32) for total in sums], axis=0, dtype=np.float32)
+    wanted = wanted.astype(BFLOAT16).astype(np.float32) if len(sums) > 1 else sums[0]
+    assert bits(reduced(strategy, "SUM", values[RANK])) == bits(wanted)
+
+
+@several
+def test_it_does_round_and_only_when_asked(placed: tuple[ms.Strategy, Sequence[int]]) -> None:
+    strategy, node_of = placed
+    value = np.full(10, 1 + 2.0**-12, np.float32)
+    exact = np.full(10, SIZE * (1 + 2.0**-12), np.float32)
+    for _ in range(2):
+        np.testing.assert_array_equal(reduced(strategy, "SUM", value, None), exact)
+        assert (reduced(strategy, "SUM", value) != exact).all() == (len(set(node_of)) > 1)
+    assert still_works(strategy)
+
+
+def test_other_dtypes_and_operations_keep_all_digits(placed: tuple[ms.Strategy, Sequence[int]]) -> None:
+    strategy, _ = placed
+    fine = 1 + 2.0**-12
+    assert (reduced(strategy, "SUM", np.full(5, fine)) == SIZE * fine).all()
+    assert (reduced(strategy, "SUM", np.full(5, 65537 * (RANK + 1))) == 65537 * SIZE * (SIZE + 1) // 2).all()
+    assert (reduced(strategy, "MAX", np.full(5, fine, np.float32)) == np.float32(fine)).all()
+    assert (reduced(strategy, "MIN", np.full(5, fine, np.float32)) == np.float32(fine)).all()
+
+
+def test_infinities_nans_and_overflow(placed: tuple[ms.Strategy, Sequence[int]]) -> None:
+    strategy, _ = placed
+    value = np.array([np.inf, -np.inf, np.nan, 3.4e38, 0.0, -0.0], np.float32)
+    result = reduced(strategy, "SUM", value)
+    assert result[0] == np.inf
+    assert result[1] == -np.inf
+    assert np.isnan(result[2])
+    assert result[4] == 0
+    assert same_everywhere(result)
+
+
+def test_on_one_node_nothing_changes() -> None:
+    strategy = OnNodes([0] * SIZE, ms.HierarchicalCopyAllReduce())
+    value = np.full(100, 1 + 2.0**-12, np.float32)
+    np.testing.assert_array_equal(reduced(strategy, "SUM", value), SIZE * value)
+    strategy.close()
+
+
+def test_as_a_default_of_the_strategy() -> None:
+    strategy = ms.MirroredStrategy(communication_options=SHORT)
+    value = np.full(100, 2.0, np.float32)
+    np.testing.assert_array_equal(reduced(strategy, "MEAN", value, None), value)
+    strategy.close()
+
+
+@several
+def test_ranks_that_ask_for_different_wires_are_refused(strategy: ms.MirroredStrategy) -> None:
+    options = SHORT if RANK else None
+    for outcome in outcomes(lambda: reduced(strategy, "SUM", np.ones(3, np.float32), options)):
+        assert outcome.error is CollectiveMismatchError
+        assert "wire" in outcome.text
+    assert still_works(strategy)
+
+
+def test_without_ml_dtypes_every_rank_says_what_to_install(
+    strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bfloat16.bfloat16.cache_clear()
+    if RANK == SIZE - 1:  # on one rank only: all must be told
+        monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    for outcome in outcomes(lambda: reduced(strategy, "SUM", np.ones(3, np.float32))):
+        assert outcome.error is OptionError
+        assert "pip install 'mpistrategy[bfloat16]'" in outcome.text
+    monkeypatch.undo()
+    assert still_works(strategy)
+
+
+@pytest.mark.parametrize("wire", ["float16", "BFLOAT16", 16, True])
+def test_other_wires_are_refused(wire: Any) -> None:
+    with pytest.raises(OptionError, match="wire="):
+        ms.CommunicationOptions(wire=wire)
+
+
+def test_simulated_nodes_round_alike() -> None:
+    values = [np.random.default_rng(rank).integers(-4000, 4000, 50).astype(np.float32) for rank in range(4)]
+
+    def program() -> Array:
+        made = ms.MirroredStrategy(cross_device_ops=ms.HierarchicalCopyAllReduce())
+        result: Array = reduced(made, "SUM", values[made.replica_id_in_sync_group])
+        return result
+
+    wanted = sum((values[a] + values[b]).astype(BFLOAT16).astype(np.float32) for a, b in ((0, 2), (1, 3)))
+    for result in run_replicas(program, 4, nodes=[0, 1, 0, 1]):
+        assert bits(result) == bits(np.asarray(wanted).astype(BFLOAT16).astype(np.float32))
+
+
+def test_the_view_is_the_communicator_in_everything_else() -> None:
+    ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=RANK)
+    assert wire.on(ranks, None) is ranks
+    view = wire.on(ranks, "bfloat16")
+    assert (view.rank, view.size, view.node_of) == (ranks.rank, ranks.size, ranks.node_of)
+    assert view is wire.on(ranks, "bfloat16")
+    ranks.free()
