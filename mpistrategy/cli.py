@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_options(subparsers.add_parser(name, help=command.summary, description=command.summary))
     options = parser.parse_args(arguments)
     return COMMANDS[options.command].run(options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

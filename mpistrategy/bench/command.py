@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy.bench import report as reports
 from mpistrategy.bench.environment import describe
+from mpistrategy.bench.plot import draw
 from mpistrategy.bench.shapes import LISTS
 from mpistrategy.bench.timing import FULL, QUICK, Case, measure
 from mpistrategy.mirrored_strategy import MirroredStrategy
@@ -18,7 +19,7 @@ from mpistrategy.replica_context import ReplicaContext
 if TYPE_CHECKING:
     from mpistrategy.bench.sums import Bench
 
-SUITES = ("all_reduce", "small", "lists")
+SUITES = ("all_reduce", "small", "lists", "steps")
 PEERS = ("torch",)
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    from mpistrategy.bench import sums
+    from mpistrategy.bench import steps, sums
     from mpistrategy.bench.peers import open_peers
     from mpistrategy.bench.raw import RawRanks
 
@@ -61,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
         "all_reduce": sums.one_array,
         "small": sums.small_values,
         "lists": sums.gradient_lists,
+        "steps": steps.training_steps,
     }
     effort = QUICK if options.quick else FULL
     ranks = RawRanks()
@@ -79,8 +81,9 @@ def run(options: argparse.Namespace) -> int:
         for case in suites[suite](bench):
             if ranks.rank == 0:
                 print(f"{suite}: {case.name} ...", file=sys.stderr, flush=True)
-            with bench.context:
-                report["cases"].append(measure(case, ranks, effort))
+            report["cases"].append(measure(case, ranks, effort))
+            if suite == "steps":
+                report["cases"][-1]["communication"] = steps.communication(report["cases"][-1])
             for variant in case.variants:
                 if variant.close is not None:
                     variant.close()
@@ -89,6 +92,8 @@ def run(options: argparse.Namespace) -> int:
         reports.write(options.markdown, reports.markdown(report))
         if options.json:
             reports.write(options.json, reports.as_json(report))
+        if options.plot:
+            print(draw(report, options.plot) or f"drew {options.plot}", file=sys.stderr)
     for peer in peers:
         peer.close()
     ranks.close()

@@ -45,7 +45,11 @@ class TorchGloo:
         """Return a call that sums `array` in place."""
         tensor = self.torch.from_numpy(array)
         all_reduce = self.torch.distributed.all_reduce
-        return lambda: all_reduce(tensor) and None
+
+        def call() -> None:
+            all_reduce(tensor)
+
+        return call
 
     def all_reduce_each(self, arrays: Sequence[Array]) -> Callable[[], None]:
         """Return a call that sums the arrays in place, packed into buckets that travel at the same time."""
@@ -72,6 +76,39 @@ class TorchGloo:
                 torch._foreach_copy_(bucket, views)
 
         return call
+
+    def training_step(
+        self, parameters: Sequence[Array], inputs: Array, classes: Array, rate: float, apart: bool
+    ) -> tuple[Callable[[], None], list[Array]]:
+        """Return a step of the network with these weights and biases, and views of them as they change.
+
+        Args:
+            parameters: weights (inputs, outputs) and biases, in turn.
+            inputs: this rank's rows.
+            classes: their classes.
+            rate: the learning rate.
+            apart: without communication; else with DistributedDataParallel.
+        """
+        torch = self.torch
+        layers: list[Any] = []
+        for weights, bias in zip(parameters[::2], parameters[1::2], strict=True):
+            layer = torch.nn.Linear(*weights.shape)
+            with torch.no_grad():
+                layer.weight.copy_(torch.from_numpy(weights).T)
+                layer.bias.copy_(torch.from_numpy(bias))
+            layers += [layer, torch.nn.ReLU()]
+        network = torch.nn.Sequential(*layers[:-1])
+        views = [p.detach().numpy().T for p in network.parameters()]
+        model = network if apart else torch.nn.parallel.DistributedDataParallel(network)
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        rows, targets = torch.from_numpy(inputs), torch.from_numpy(classes)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(rows), targets).backward()
+            optimizer.step()
+
+        return step, views
 
     def close(self) -> None:
         """Leave the process group.  Collective."""

@@ -14,6 +14,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +53,7 @@ class Variant:
         call: does it; returns the result (a nest of arrays or numbers), or None when it is in `results`.
         operands: this rank's arrays that are rewritten before every call.
         results: where `call` writes to; None means the operands themselves.
+        check: does it once and says whether the result is right here; None means that it is a sum of the operands.
         load: brings rewritten operands to where the call takes them from, when they are no arrays of its own.
         close: gives back what the variant holds.  Collective.
     """
@@ -60,6 +62,7 @@ class Variant:
     call: Callable[[], Any]
     operands: Sequence[Array]
     results: Sequence[Array] | None = None
+    check: Callable[[], bool] | None = None
     load: Callable[[], object] | None = None
     close: Callable[[], object] | None = None
 
@@ -98,6 +101,8 @@ class Case:
         name: e.g. ``"64 MiB"``.
         nbytes: what each rank contributes.
         variants: at least one.
+        within: what is entered while its variants are called.
+        batch: how many calls are timed together; None: by their length.
         missing: what could not be measured here, and why.
     """
 
@@ -105,6 +110,8 @@ class Case:
     name: str
     nbytes: int
     variants: list[Variant]
+    within: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    batch: int | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -133,12 +140,17 @@ def measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
     Returns:
         The case as it goes into the JSON report; the same on every rank.
     """
+    with case.within:
+        return _measure(case, ranks, effort)
+
+
+def _measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
     right = [is_right(variant, ranks) for variant in case.variants]
     gc_was_on = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        seconds, disturbed, batch = _time(case.variants, ranks, effort)
+        seconds, disturbed, batch = _time(case.variants, ranks, effort, case.batch)
     finally:
         if gc_was_on:
             gc.enable()
@@ -195,15 +207,15 @@ def summary(own: Array, reference: Array, own_kept: Array, reference_kept: Array
     return {name: round(float(figure), 4) for name, figure in figures.items()}
 
 
-def _time(variants: Sequence[Variant], ranks: Ranks, effort: Effort) -> tuple[Array, Array, int]:
+def _time(variants: Sequence[Variant], ranks: Ranks, effort: Effort, batch: int | None) -> tuple[Array, Array, int]:
     """Return the seconds of one call, by variant and round; which of them were disturbed; how many calls in a batch."""
     for variant in variants:
         _alone(variant, ranks, 1)  # first touch of buffers, plans that are cached
     once = ranks.greatest(np.array([_probe(variant, ranks) for variant in variants]))
     # From here on the same numbers everywhere: the ranks decide alike.
-    batch = 1
-    if once[0, 0] < ONE_BY_ONE:
+    if batch is None and once[0, 0] < ONE_BY_ONE:
         batch = max(int(BATCH_SECONDS / float(np.median(once.sum(axis=1)))), 1)
+    batch = batch or 1
     one_round = float(once[:, 0].sum() + (2 if batch > 1 else 1) * once[:, 1].sum()) * batch
     wanted = int(min(max(effort.seconds / one_round, effort.least), effort.most))
     order = random.Random(wanted)  # so that nobody always runs behind the same neighbour
@@ -271,6 +283,8 @@ def _touches(variant: Variant, result: Any, calls: int, first: int) -> float:
 
 def is_right(variant: Variant, ranks: Ranks) -> bool:
     """Sum a pattern over the ranks; say whether every rank has the right result, and all the same bits.  Collective."""
+    if variant.check is not None:
+        return not ranks.greatest(np.array([float(not variant.check())]))[0]
     for index, operand in enumerate(variant.operands):
         operand[...] = _pattern(operand, index, 1, ranks.rank)
     if variant.load is not None:
