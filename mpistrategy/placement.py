@@ -7,9 +7,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpistrategy import context
+from mpistrategy.arrays import Array
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.transport import Communicator
+from mpistrategy.variable_storage import Block, VariableStorage
 from mpistrategy.variables import Variable
 
 if TYPE_CHECKING:
@@ -31,8 +35,9 @@ class Placement:
         self._unnamed_variables = 0
         #: How many variables have been created; the same on every rank.
         self.variables_made = 0
-        # One count for all copies of a strategy: they have the same ranks.
+        # One of each for all copies of a strategy: they have the same ranks.
         self._arena_numbers = itertools.count(1)
+        self.variable_storage = VariableStorage()
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
@@ -69,6 +74,10 @@ class Placement:
     def next_variable_name(self) -> str:
         """Return the name of a variable that is given none; the same on every rank, since creation is collective."""
         return f"Variable_{self._unnamed_variables}"
+
+    def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, Block | None]:
+        """Return memory for a variable, and its place where the ranks share it.  Collective, in an agreed call."""
+        return self.variable_storage.allocate(self.communicator, dtype, shape)
 
     def next_arena_number(self) -> int:
         """Return the number of an arena; the same on every rank, since creation is collective."""

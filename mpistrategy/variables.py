@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import enum
 
     from mpistrategy.strategy import Strategy
+    from mpistrategy.variable_storage import Block
 
     E = TypeVar("E", bound=enum.Enum)
 
@@ -80,12 +81,14 @@ class Variable(ArrayLike):
             _check_dtype(wanted, self._aggregation, strategy)
             if array.dtype != wanted:
                 array = converted(array, wanted, f"Variable {call.name!r} with dtype={dtype_name(wanted)}")
-            self._storage = np.array(array, dtype=wanted, order="C", copy=True)
             call.agree(
                 "create",
                 op=f"{self._synchronization.name}/{self._aggregation.name}",
-                values=((dtype_name(self._storage.dtype), self._storage.shape),),
+                values=((dtype_name(wanted), array.shape),),
             )
+            # Placed after the agreement: a creation that some ranks refuse must leave all places equal.
+            self._storage, self._block = strategy.extended.storage_for(wanted, array.shape)
+            self._storage[...] = array
             communicator.bcast(self._storage, 0)
         # Numbered after the agreement: a creation that the ranks did not share must not make their counts differ.
         self.name = strategy.extended.next_variable_name() if name is None else name
@@ -132,6 +135,11 @@ class Variable(ArrayLike):
     def dtype(self) -> np.dtype[Any]:
         """The dtype; reading it never communicates."""
         return self._storage.dtype
+
+    @property
+    def block(self) -> Block | None:
+        """Where the copies lie in memory that the ranks of a node share; None for memory of this rank's own."""
+        return self._block
 
     def contribution(self) -> Array:
         """Return this replica's own copy, which is what it brings to a reduction."""
