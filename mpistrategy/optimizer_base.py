@@ -164,11 +164,11 @@ class Optimizer:
                 fix="Use strategy.run.",
             )
         with context.strategy.extended.communicator.guard.call(where) as call:
-            gradients, target = self._targets.checked(grads_and_vars, context.strategy, where)
+            gradients, target, ordinary = self._targets.checked(grads_and_vars, context.strategy, where)
             if self.iterations is not None:
                 check_variable(self.iterations, context.strategy, where)
             call.structure = f"{self._settings()} for {target.text}"
-            context.merge_call(self._merge, args=(gradients, target, call))
+            context.merge_call(self._merge, args=(gradients, target, ordinary, call))
 
     def _settings(self) -> str:
         """Return all numbers that a step depends on: ranks that differ in one would drift apart."""
@@ -176,28 +176,28 @@ class Optimizer:
         steps = 0 if self.iterations is None else self.iterations.local_copy().tolist()
         return f"{numbers}, global_clipnorm={self.global_clipnorm}, {self.aggregation.name}, step {steps}"
 
-    def _merge(self, strategy: Strategy, gradients: Sequence[Any], target: Target, call: Call) -> None:
+    def _merge(self, strategy: Strategy, gradients: Sequence[Any], target: Target, ordinary: bool, call: Call) -> None:
         counter = self._step_counter()
-        self._make_slots(target.variables)
+        if not target.has_slots:
+            self._make_slots(target.variables)
+            target.has_slots = True
         call.expect_more()
-        if not self._update_shares(strategy, gradients, target, call):
+        arrays = gradients if ordinary else dense_gradients(gradients, target, call.where)
+        if arrays is None or not self._update_shares(strategy, arrays, target, call):
             self._update_all(strategy, gradients, target)
         strategy.extended.update(counter, lambda steps: steps.assign_add(1))
 
-    def _update_shares(self, strategy: Strategy, gradients: Sequence[Any], target: Target, call: Call) -> bool:
+    def _update_shares(self, strategy: Strategy, gradients: Sequence[Array], target: Target, call: Call) -> bool:
         """Take the sliced path; return False where there is none, which all ranks find alike."""
         if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None or not self._has_kernel():
             return False
-        arrays = dense_gradients(gradients, target, call.where)
         kernel = self.kernel()
-        if arrays is None or kernel is None:
+        step = None if kernel is None else self._sliced.step(strategy, target, self.slots_of, kernel, call)
+        if kernel is None or step is None:
             return False
-        step = self._sliced.step(strategy, target, [self.slots_of(var) for var in target.variables], kernel)
-        call.expect_more()
-        if step is None:
-            return False
-        step.gradients.collect(target.variables, arrays)
-        call.agree("update", op=self.aggregation.value, values=target.values, options="each rank its share")
+        step.collect(gradients)
+        # The gradients have their variables' shapes and dtypes, and which variables they are is in call.structure.
+        call.agree("update", op=self.aggregation.value, options="each rank its share")
         strategy.extended.update(target.variables[0], lambda _: step.update.run(kernel, self.aggregation))
         return True
 

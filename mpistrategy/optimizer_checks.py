@@ -45,19 +45,18 @@ class Target:
         variables: them, in the order of the pairs.
         strategy: the strategy that keeps them.
         text: what stands for them when ranks compare their calls.
+        has_slots: whether the optimizer has made their slots.
         layouts: their shapes and dtypes.
-        values: the same in words.
     """
 
     variables: tuple[Variable, ...]
     strategy: Strategy
     text: str
+    has_slots: bool = False
     layouts: list[tuple[tuple[int, ...], np.dtype[Any]]] = field(init=False)
-    values: tuple[tuple[str, tuple[int, ...]], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.layouts = [(var.shape, var.dtype) for var in self.variables]
-        self.values = tuple((dtype_name(dtype), shape) for shape, dtype in self.layouts)
 
 
 class Targets:
@@ -68,8 +67,11 @@ class Targets:
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], Target] = {}
 
-    def checked(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[list[Any], Target]:
-        """Return the gradients that are not None, and their variables; a typed error unless they fit each other."""
+    def checked(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[list[Any], Target, bool]:
+        """Return the gradients that are not None, and their variables; a typed error unless they fit each other.
+
+        Last whether all gradients are ordinary arrays of their variables' dtypes.
+        """
         pairs = _listed(grads_and_vars, where)
         try:
             # A Target keeps its variables alive, so that their ids are nobody else's.
@@ -82,11 +84,12 @@ class Targets:
             while len(self._known) >= self._MOST:
                 del self._known[next(iter(self._known))]
             self._known[key] = target
-        gradients = [gradient for gradient, _ in pairs if gradient is not None]
-        for gradient, (shape, dtype), var in zip(gradients, target.layouts, target.variables, strict=True):
+        gradients, ordinary = [gradient for gradient, _ in pairs if gradient is not None], True
+        for number, (gradient, (shape, dtype)) in enumerate(zip(gradients, target.layouts, strict=True)):
             if not (type(gradient) is np.ndarray and gradient.dtype is dtype and gradient.shape == shape):
-                _check_gradient(local_component(gradient), var, where)
-        return gradients, target
+                ordinary = False
+                _check_gradient(local_component(gradient), target.variables[number], where)
+        return gradients, target, ordinary
 
 
 def _listed(grads_and_vars: Any, where: str) -> list[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +11,7 @@ import numpy as np
 from mpistrategy.arrays import Array, to_reducible
 from mpistrategy.cross_device_ops import MpiAllReduce
 from mpistrategy.extended import StrategyExtended
+from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.optimizer_checks import Target
 from mpistrategy.optimizer_kernels import Kernel, Scratch
@@ -55,34 +55,43 @@ class GradientArena:
         place = self.arena.places[self._number[id(var)]]
         return Place(self._memory[place.bucket], place.start * var.dtype.itemsize)
 
-    def collect(self, variables: Sequence[Variable], gradients: Sequence[Array]) -> None:
-        """Copy the gradients of `variables` to their places; those that are there already stay."""
+    def value_of(self, var: Variable) -> Array:
+        """Return the array for the gradient of `var`."""
+        return self.arena.leaves[self._number[id(var)]]
+
+    def overlaps(self, array: Array) -> bool:
+        """Return whether `array` may lie in this memory."""
+        # What owns its memory lies in no other.
+        return array.base is not None and any(np.may_share_memory(array, bucket.mine) for bucket in self.arena.buckets)
+
+
+class SlicedStep:
+    """What the variables of one target need to be updated in slices.
+
+    Args:
+        gradients: where their gradients are brought to.
+        variables: them.
+        update: the shares.
+    """
+
+    def __init__(self, gradients: GradientArena, variables: Sequence[Variable], update: SlicedUpdate) -> None:
+        self.update = update
+        self._gradients = gradients
+        self._values = [gradients.value_of(var) for var in variables]
+
+    def collect(self, gradients: Sequence[Array]) -> None:
+        """Copy the variables' gradients to their places; those that are there already stay."""
         moved: list[tuple[Array, Array]] = []
-        for var, gradient in zip(variables, gradients, strict=True):
-            number = self._number[id(var)]
-            value = self.arena.leaves[number]
+        for value, gradient in zip(self._values, gradients, strict=True):
             if gradient is value:
                 continue
-            if np.may_share_memory(gradient, self.arena.buckets[self.arena.places[number].bucket].mine):
+            if self._gradients.overlaps(gradient):
                 if _address(gradient) == _address(value) and gradient.flags.c_contiguous:
                     continue
                 gradient = gradient.copy()  # it lies in another's place, which may be overwritten first
             moved.append((value, gradient))
         for value, gradient in moved:
             np.copyto(value, gradient)
-
-
-@dataclass
-class SlicedStep:
-    """What the variables of one target need to be updated in slices.
-
-    Attributes:
-        gradients: where their gradients are brought to.
-        update: the shares.
-    """
-
-    gradients: GradientArena
-    update: SlicedUpdate
 
 
 class SlicedSteps:
@@ -105,14 +114,18 @@ class SlicedSteps:
         self._steps.clear()
         return made
 
-    def step(self, strategy: Strategy, target: Target, slots: Sequence[Slots], kernel: Kernel) -> SlicedStep | None:
+    def step(
+        self, strategy: Strategy, target: Target, slots_of: Callable[[Variable], Slots], kernel: Kernel, call: Call
+    ) -> SlicedStep | None:
         """Return what a sliced step needs, or None where one cannot be made: the same on all ranks.
 
         Collective for a target that is new, or when an arena has been made since.
         """
         if target not in self._steps:
-            made = self._new_step(strategy, target.variables, slots, kernel)
-            self._steps[target] = made
+            call.agree("prepare an update")
+            slots = [slots_of(var) for var in target.variables]
+            self._steps[target] = self._new_step(strategy, target.variables, slots, kernel)
+            call.expect_more()
         return self._steps[target]
 
     def _new_step(
@@ -143,7 +156,8 @@ class SlicedSteps:
         ]
         one_of_each_dtype = {run.dtype: run for run in runs}.values()
         merged = all(_leaves_zeros_alone(kernel, run, self._scratch) for run in one_of_each_dtype)
-        return SlicedStep(gradients, SlicedUpdate(runs, communicator, self._failures, self._scratch, merged))
+        update = SlicedUpdate(runs, communicator, self._failures, self._scratch, merged)
+        return SlicedStep(gradients, variables, update)
 
 
 def reduces_in_shares(extended: StrategyExtended) -> bool:
@@ -156,12 +170,12 @@ def reduces_in_shares(extended: StrategyExtended) -> bool:
 
 def _lives_in_shared_memory(var: Variable) -> bool:
     kept_equal = var.synchronization is VariableSynchronization.ON_WRITE
-    return kept_equal and var.dtype in _DTYPES and getattr(var, "block", None) is not None
+    return kept_equal and var.dtype in _DTYPES and var.block is not None
 
 
 def _place_of(var: Variable) -> Place:
-    slab, offset = getattr(var, "block")  # noqa: B009
-    return Place(slab.segments, offset)
+    assert var.block is not None
+    return Place(var.block.slab.segments, var.block.offset)
 
 
 def _leaves_zeros_alone(kernel: Kernel, run: Run, scratch: Scratch) -> bool:
