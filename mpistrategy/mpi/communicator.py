@@ -17,6 +17,7 @@ from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
 from mpistrategy.mpi import abort, buffers
+from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard
@@ -154,6 +155,10 @@ class MpiCommunicator:
         if self.window is not None and self.local_size == self.size and buffer.nbytes >= self.paths.window_bytes:
             flat = buffer.reshape(-1)
             self.window.allreduce(flat if source is None else source.reshape(-1), flat, op, divisor)
+            return
+        if buffer.nbytes >= LEAST_BYTES and max(self.node_of) > 0:
+            allreduce_across(self, buffer, op, source=source)
+            divide_by(divisor, buffer)
             return
         if source is not None:
             np.copyto(buffer, source)
