@@ -30,6 +30,7 @@ from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.placement import Placement
+from mpistrategy.quick_all_reduce import QuickAllReduce
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.values import (
     DistributedValues,
@@ -66,6 +67,8 @@ class StrategyExtended(Placement):
         self.communicator: Communicator = communicator or SingleCommunicator()
         self.cross_device_ops = cross_device_ops or MpiAllReduce()
         self.options = options or CommunicationOptions()
+        #: The common all-reduces, worked out.
+        self.quick = QuickAllReduce(self.communicator, self.cross_device_ops, self.options)
         #: Whether variables belong to this rank alone (one replica, no synchronization).
         self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
         self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)

@@ -64,13 +64,19 @@ def leaf_paths(nest: Any) -> list[str]:
     return [path for path, _ in _walk(nest, "")]
 
 
+def is_container(nest: Any) -> bool:
+    """Return whether `nest` holds leaves instead of being one."""
+    return isinstance(nest, (Mapping, list, tuple)) or _is_record(nest)
+
+
 def _is_record(nest: Any) -> bool:
     if not dataclasses.is_dataclass(nest) or isinstance(nest, type):
         return False
     return not getattr(nest, "is_leaf", False) and not hasattr(nest, "__array__")  # zarr's arrays are dataclasses
 
 
-def _sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
+def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys in the order of their leaves."""
     try:
         return sorted(mapping)
     except TypeError:
@@ -84,7 +90,7 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
         opening, closing = "[]" if kind is list else "()"
         return _combine(children, opening, [c.text for c in children], closing, kind)
     if isinstance(nest, Mapping):
-        keys = _sorted_keys(nest)
+        keys = sorted_keys(nest)
         children = [_visit(nest[key], leaves) for key in keys]
         original = list(nest)
 
@@ -137,7 +143,7 @@ def _like_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
 
 def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(nest, Mapping):
-        for key in _sorted_keys(nest):
+        for key in sorted_keys(nest):
             yield from _walk(nest[key], f"{path}[{key!r}]")
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
         for name in nest._fields:

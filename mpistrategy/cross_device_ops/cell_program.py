@@ -73,7 +73,7 @@ class CellProgram:
         combine, quiet = self.combine, self.quiet
         total: Array = quiet(combine, parts[0], parts[1])
         for part in parts[2:]:
-            quiet(combine, total, part, total)
+            quiet(combine, total, part, out=total)
         return total
 
 
@@ -91,9 +91,9 @@ def quiet_runner() -> Callable[..., Any]:
     return _with_errstate
 
 
-def _with_errstate(function: Callable[..., Any], *args: Any) -> Any:
+def _with_errstate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with np.errstate(all="ignore"):
-        return function(*args)
+        return function(*args, **kwargs)
 
 
 def _packs(layouts: Sequence[Layout]) -> tuple[Pack, ...]:

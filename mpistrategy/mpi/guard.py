@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType, TracebackType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
@@ -113,14 +114,30 @@ class Guard:
             raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
         return Call(self, where, structure, name)
 
-    def compare(self, signature: Signature) -> None:
-        """Raise on every rank unless all ranks bring an equal `signature`."""
+    def digest(self, signature: Signature) -> int:
+        """Return the number that stands for a signature."""
+        digest = self._digests.get(signature)
+        return self._remember(signature) if digest is None else digest
+
+    def compare_digest(self, digest: int, signature: Signature) -> None:
+        """Do `compare` with a digest that is known, outside every `call`."""
+        if self._channel is not None and not self._channel.all_equal(digest):
+            self.refuse(signature)
+
+    def refuse(self, signature: Signature) -> NoReturn:
+        """Raise on every rank, after the digests were found to differ, outside every `call`."""
+        try:
+            self._raise_mismatch(_Report(signature.describe(), call_site()))
+        except MpiStrategyError as error:
+            error.__dict__[_SETTLED].discard(id(self))
+            raise
+
+    def compare(self, signature: Signature, *, patiently: bool = False) -> None:
+        """Raise on every rank unless all ranks bring an equal `signature`; `patiently` leaves the core to others."""
         if self._channel is None:
             return
-        digest = self._digests.get(signature)
-        if digest is None:
-            digest = self._remember(signature)
-        if not self._channel.all_equal(digest):
+        compare = partial(all_equal_patiently, self._channel) if patiently else self._channel.all_equal
+        if not compare(self.digest(signature)):
             self._raise_mismatch(_Report(signature.describe(), call_site()))
 
     def report_failure(self, where: str, error: BaseException) -> None:
@@ -172,7 +189,7 @@ class Guard:
         texts = self._channel.allgather_text(json.dumps([mine.call, mine.site, mine.error, mine.text]))
         return [_Report(*json.loads(text)) for text in texts]
 
-    def _raise_mismatch(self, mine: _Report) -> None:
+    def _raise_mismatch(self, mine: _Report) -> NoReturn:
         reports = self._exchange(mine)
         for rank, report in enumerate(reports):
             if report.error:
@@ -232,14 +249,20 @@ class Call:
         values: tuple[tuple[str, tuple[int, ...]], ...] = (),
         destination: str = "",
         options: str = "",
+        patiently: bool = False,
     ) -> None:
         """Compare this call with the other ranks'; on return all ranks are about to do the same.
+
+        Args:
+            verb, op, values, destination, options: what must be equal on all ranks.
+            patiently: sleep between two looks for the peers: another thread needs this core.
 
         Raises:
             CollectiveMismatchError: on every rank, when the calls differ.
             MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
         """
-        self._guard.compare(Signature(verb, op, self.structure, values, destination, options, self.name, self.where))
+        signature = Signature(verb, op, self.structure, values, destination, options, self.name, self.where)
+        self._guard.compare(signature, patiently=patiently)
         self._set_agreed(True)
 
     def expect_more(self) -> None:
@@ -265,6 +288,15 @@ class Call:
         guard.settled(error)
         if self._outer is None:
             error.__dict__[_SETTLED].discard(id(guard))  # the same object may be raised again, in another call
+
+
+def all_equal_patiently(channel: ControlChannel, digest: int) -> bool:
+    """Do `ControlChannel.all_equal` without keeping a core busy."""
+    channel.start(digest)
+    pauses = growing_pauses()
+    while (answer := channel.finished()) is None:
+        time.sleep(next(pauses))
+    return answer
 
 
 def growing_pauses() -> Iterator[float]:

@@ -1,0 +1,190 @@
+"""The common all-reduce, worked out once for each kind of value: checks, layout and digest are looked up, not redone.
+
+`QuickAllReduce` serves ``ctx.all_reduce(op, value)`` and ``ctx.all_reduce(op, value, out=...)`` of ordinary arrays
+and numbers, alone or in nests.  Whatever is not so simple it leaves to the general way in `ReplicaContext.all_reduce`,
+before anything has been sent.  Both ways make the same messages: one rank may go this way and another one that way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from mpistrategy import nest
+from mpistrategy.arrays import Array, dtype_name, mean_dtype
+from mpistrategy.cross_device_ops import MpiAllReduce
+from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_reduction
+from mpistrategy.cross_device_ops.destinations import EVERY_RANK
+from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.guard import Signature
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.quick_cells import NOT_QUICK, Agreed, array_in_cells, number_in_cells, numbers_in_cells
+from mpistrategy.quick_nests import Leaves, direct_targets, leaves_of
+
+WHERE = "ReplicaContext.all_reduce"
+
+_REMEMBERED = 1024
+_KINDS = "fiuc"
+#: Numbers whose results are NumPy scalars, by the dtype in which they travel.
+NUMBERS: dict[type, np.dtype[Any]] = {
+    float: np.dtype(np.float64),
+    int: np.dtype(np.int64),
+    **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
+}
+
+Run = Callable[[Any, Any], Any]
+
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+
+
+class QuickAllReduce:
+    """The worked-out all-reduces of one strategy.
+
+    Args:
+        communicator: the ranks.
+        algorithm: the strategy's; only `MpiAllReduce` itself is served.
+        options: the strategy's.
+    """
+
+    def __init__(self, communicator: Communicator, algorithm: Any, options: CommunicationOptions) -> None:
+        self._communicator = communicator
+        self._guard = communicator.guard
+        self._options = options
+        self._settings = algorithm.settings(options) if type(algorithm) is MpiAllReduce else None
+        self._known: dict[Any, Run | None] = {}
+        # What a second thread finds that calls while this one is here; it raises ContextError then.
+        self._call = None if communicator.guard.closed else communicator.guard.call(WHERE)
+
+    def run(self, reduce_op: Any, value: Any, out: Any = None) -> Any:
+        """Return the reduction of `value`, or NOT_QUICK before anything has been sent."""
+        guard = self._guard
+        if guard.current is not None or guard.closed or self._settings is None:
+            return NOT_QUICK
+        kind = type(value)
+        try:
+            if kind is np.ndarray:
+                key: Any = (reduce_op, value.dtype, value.shape)
+            elif kind is dict:
+                key = (reduce_op, tuple(value), _layouts(value.values()))
+            elif kind is list or kind is tuple:
+                key = (reduce_op, kind, _layouts(value))
+            else:
+                key = (reduce_op, kind, None)
+            run = self._known.get(key, NOT_QUICK)
+        except (TypeError, RecursionError):  # something that cannot be a key, a list that holds itself
+            return NOT_QUICK
+        if run is NOT_QUICK:
+            run = self._learn(key, reduce_op, value)
+        if run is None:
+            return NOT_QUICK
+        guard.thread = threading.get_ident()
+        guard.current = self._call
+        try:
+            return run(value, out)
+        finally:
+            guard.current = None
+
+    def _learn(self, key: Any, reduce_op: Any, value: Any) -> Run | None:
+        if len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        try:
+            run = self._worked_out(ReduceOp.parse(reduce_op, WHERE), value)
+        except MpiStrategyError:
+            return None  # the general way says what is wrong
+        self._known[key] = run
+        return run
+
+    def _worked_out(self, op: ReduceOp, value: Any) -> Run | None:
+        leaves, structure = nest.flatten(value)
+        kinds = {type(leaf) for leaf in leaves}
+        if not leaves or not _only_text_keys(value) or not all(kind is np.ndarray or kind in NUMBERS for kind in kinds):
+            return None
+        layouts = tuple(
+            (leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else (NUMBERS[type(leaf)], ()) for leaf in leaves
+        )
+        if not all(_is_simple(dtype, op) for dtype, _ in layouts):
+            return None
+        where = leaves_of(value)
+        if where is None:
+            return None
+        signature = Signature(
+            "reduce",
+            op.value,
+            structure.text,
+            tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
+            EVERY_RANK.text,
+            self._settings or "",
+            "",
+            WHERE,
+        )
+        agreed = (self._guard, self._guard.digest(signature), signature)
+        reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
+        program = reduction.program
+        if program is not None and program.cells.fence is None and len(program.packs) == 1:
+            if type(value) is np.ndarray:
+                return array_in_cells(program, op, agreed)
+            if kinds in ({float}, {np.float64}) and where.single and op in (ReduceOp.SUM, ReduceOp.MEAN):
+                return number_in_cells(program, op, agreed)
+            if len(kinds) == 1 and kinds <= NUMBERS.keys():
+                return numbers_in_cells(program, op, agreed, where)
+        dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
+        return _arrays(reduction, agreed, where, dtypes)
+
+
+def _layouts(leaves: Any) -> tuple[Any, ...]:
+    """Return what tells leaves apart: type, dtype and shape; fast for long lists of arrays."""
+    if len(leaves) > 16 and set(map(type, leaves)) == {np.ndarray}:
+        return (*map(_dtype_of, leaves), *map(_shape_of, leaves))
+    return tuple([(leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else _layout(leaf) for leaf in leaves])
+
+
+def _layout(leaf: Any) -> Any:
+    kind = type(leaf)
+    if kind is dict:
+        return (kind, tuple(leaf), _layouts(leaf.values()))
+    return (kind, _layouts(leaf)) if kind is list or kind is tuple else kind
+
+
+def _only_text_keys(value: Any) -> bool:
+    """Return whether no dictionary in a nest has keys that are equal but not the same in words, as 1 and True."""
+    if type(value) is dict:
+        return all(type(key) is str for key in value) and all(map(_only_text_keys, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(_only_text_keys, value))
+
+
+def _is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+    ordered = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
+    return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and ordered
+
+
+def _arrays(reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: Sequence[np.dtype[Any]]) -> Run:
+    guard, digest, signature = agreed
+
+    def run(value: Any, out: Any) -> Any:
+        leaves = where.take(value)
+        try:
+            arrays = [leaf if type(leaf) is np.ndarray else np.asarray(leaf, NUMBERS[type(leaf)]) for leaf in leaves]
+        except OverflowError:  # an int that has no such dtype
+            return NOT_QUICK
+        targets: Sequence[Array | None] | None = None
+        if out is not None:
+            targets = direct_targets(out, where, arrays, dtypes)
+            if targets is None:
+                return NOT_QUICK
+        reduction.prepare(arrays)
+        guard.compare_digest(digest, signature)
+        results = reduction.run(arrays, targets)
+        if out is not None:
+            for target, result in zip(where.take(out), results, strict=True):
+                if result.base is not target:
+                    target[...] = result
+            return out
+        given = zip(leaves, results, strict=True)
+        return where.build([result if type(leaf) is np.ndarray else result[()] for leaf, result in given])
+
+    return run
