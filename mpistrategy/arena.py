@@ -198,8 +198,10 @@ class Arena:
                 call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
             )
         call.structure = self._structure.text
-        algorithm = extended.cross_device_ops
-        if weight is not None or type(algorithm) not in _OWN_ALGORITHMS:
+        ordinary = weight is not None or type(extended.cross_device_ops) not in _OWN_ALGORITHMS
+        if in_place or not ordinary:
+            _check_dtypes(self.buckets, op, call.where)
+        if ordinary:
             results = extended.all_reduce_leaves(
                 call.where,
                 op,
@@ -210,7 +212,6 @@ class Arena:
                 targets=self.leaves if in_place else None,
             )
             return self._values if in_place else self._structure.pack(results)
-        _check_dtypes(self.buckets, op, call.where)
         if options is not None:
             extended.options.merge(options)
         call.agree(

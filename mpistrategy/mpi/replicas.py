@@ -90,7 +90,10 @@ def reduce_replicas(
             targets = (_result(replicas),) if into_result else replicas.arrays
             combine_share(replicas, targets, op, divisor)
         elif into_result:
-            _reduce_across(communicator, replicas, op, divisor)
+            # All ranks take part in the exchange between nodes; the first of each shows its node what came out.
+            shown = replicas.local_rank == 0
+            target = _result(replicas) if shown else np.empty_like(replicas.mine)
+            _allreduce(communicator, replicas.mine, target, op, divisor)
         else:
             _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
 
@@ -181,26 +184,6 @@ def _scale(dtype: np.dtype[Any], divisor: int) -> tuple[np.ufunc, Any] | None:
     if dtype.kind == "f" and divisor & (divisor - 1) == 0:
         return np.multiply, dtype.type(1 / divisor)  # exact, and faster
     return np.true_divide, dtype.type(divisor)
-
-
-def _reduce_across(communicator: Communicator, replicas: Replicas, op: str, divisor: int) -> None:
-    """Within the node into the one result, then between the nodes' first ranks."""
-    result, leaders = _result(replicas), communicator.node().leaders
-    if result.dtype != wire_dtype(result.dtype):
-        # Rounded once: the sums must not be rounded on every node.  So they take the ordinary way, which all ranks
-        # go in their own memory, and the first of each node shows what came out.
-        total = np.empty_like(result)
-        _allreduce(communicator, replicas.mine, total, op, divisor)
-        if replicas.local_rank == 0:
-            result[...] = total
-        return
-    combine_share(replicas, (result,), op)
-    communicator.node_barrier()
-    if leaders is not None:
-        leaders.allreduce(result, op)
-        scale = _scale(result.dtype, divisor)
-        if scale is not None:
-            scale[0](result, scale[1], out=result)
 
 
 def _allreduce(communicator: Communicator, source: Array, target: Array, op: str, divisor: int) -> None:
