@@ -6,7 +6,7 @@ Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,8 +20,9 @@ from mpistrategy.mpi import abort, buffers
 from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
-from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.guard import ControlChannel, Guard
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
+from mpistrategy.mpi.path_files import agreed
 from mpistrategy.mpi.paths import DEFAULT, Paths
 from mpistrategy.mpi.shared_memory import Fence, SharedMemory, private_memory, share
 from mpistrategy.mpi.transport import NodeGroups
@@ -36,12 +37,18 @@ class MpiCommunicator:
         comm: the communicator to duplicate; None means COMM_WORLD.
         node_key: groups the ranks into nodes in place of MPI's shared-memory split: ranks with an equal number are
             one node.  For tests, and for machines where the split is not what is wanted.
+        channel: makes the guard's channel from the usual one.
 
     Raises:
         OptionTypeError: when `comm` is no intracommunicator of mpi4py.
     """
 
-    def __init__(self, comm: Any = None, node_key: int | None = None) -> None:
+    def __init__(
+        self,
+        comm: Any = None,
+        node_key: int | None = None,
+        channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual,
+    ) -> None:
         if comm is None:
             comm = MPI.COMM_WORLD
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -70,17 +77,23 @@ class MpiCommunicator:
         self.local_size: int = self._inside.size
         leaders = [int(text) for text in self.allgather_text(self.text_of_leader(str(self.rank)))]
         self.node_of = tuple(sorted(set(leaders)).index(leader) for leader in leaders)
-        self.paths: Paths = DEFAULT
+        self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
         self.window: NodeWindow | None = None
+        #: Whether some node has several ranks, and none of them ever failed to share memory; equal on all ranks.
+        self._can_share = max(map(self.node_of.count, self.node_of)) > 1
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
-        channel = self._share_node_memory() if self.size > 1 else None
-        self.guard = Guard(channel, self.rank, self.size)
+        usual = self._share_node_memory() if self.size > 1 else None
+        self.guard = Guard(None if usual is None else channel(usual), self.rank, self.size)
         self.devices: tuple[Device, ...] = ()
         self._node: NodeGroups | None = None
         #: The state of the two-level exchange, once `mpistrategy.mpi.across_nodes` has made it.
         self.across: Any = None
+        #: From how many bytes on a buffer takes that way.
+        self.least_across = LEAST_BYTES
+        #: What runs all-reduces in the background, once `mpistrategy.mpi.progress` has made it.
+        self.engine: Any = None
         self._links: list[_Group] = []
         self.max_count = buffers.MAX_COUNT
         if MPI.COMM_WORLD.size > 1:
@@ -91,12 +104,8 @@ class MpiCommunicator:
     def _share_node_memory(self) -> MpiControlChannel | CellChannel:
         """Make the cells and the window of this node; return the channel on which the ranks compare their calls."""
         assert self._control is not None
-        nbytes = NodeMemory.bytes_for(self.local_size, self.paths)
-        shared = share(nbytes, self, _memory_fence()) if max(map(self.node_of.count, self.node_of)) > 1 else ""
-        if isinstance(shared, str):
-            warn_without_memory(shared, self.rank)
-            return self._control
-        if self.local_size > 1:
+        shared = self.shared(NodeMemory.bytes_for(self.local_size, self.paths))
+        if shared.is_shared and self.local_size > 1:
             control = self._control
             node = NodeMemory(shared, self.paths, Waiting(self.local_size, control.progress))
             self.window = node.window
@@ -123,10 +132,11 @@ class MpiCommunicator:
 
         Where one node has no room for them, all ranks get private memory, and rank 0 warns.
         """
-        if max(map(self.node_of.count, self.node_of)) == 1 or (self.window is None and self.local_size > 1):
+        if not self._can_share:
             return private_memory(nbytes)
         memory = share(nbytes, self, _memory_fence())
         if isinstance(memory, str):
+            self._can_share = False  # on all ranks: the reason was agreed
             warn_without_memory(memory, self.rank)
             return private_memory(nbytes)
         return memory
@@ -156,7 +166,7 @@ class MpiCommunicator:
             flat = buffer.reshape(-1)
             self.window.allreduce(flat if source is None else source.reshape(-1), flat, op, divisor)
             return
-        if buffer.nbytes >= LEAST_BYTES and max(self.node_of) > 0:
+        if buffer.nbytes >= self.least_across and max(self.node_of) > 0:
             allreduce_across(self, buffer, op, source=source)
             divide_by(divisor, buffer)
             return
@@ -169,7 +179,8 @@ class MpiCommunicator:
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
         """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype."""
-        if self.window is not None and self.local_size == self.size:
+        nbytes = sum(target.nbytes for _, target in pairs)
+        if self.window is not None and self.local_size == self.size and nbytes >= self.paths.window_bytes:
             self.window.allreduce_many(pairs, op, divisor)
             return
         for source, target in pairs:
@@ -251,14 +262,21 @@ class MpiCommunicator:
         """Begin to receive into `block`, of any dtype."""
         return [self._comm.Irecv(part, rank, tag) for part in _messages(block)]
 
-    def duplicate(self) -> MpiCommunicator:
+    def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
-        return MpiCommunicator(self._comm, self.node_of[self.rank])
+        return MpiCommunicator(self._comm, self.node_of[self.rank], channel)
+
+    @property
+    def may_use_threads(self) -> bool:
+        """Whether several threads may call this MPI at a time."""
+        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def free(self) -> None:
         """Free the duplicates, where all ranks are known to do so."""
         if self.guard.closed:
             return
+        if self.engine is not None:
+            self.engine.stop()
         self.guard.closed = True
         abort.forget(self.guard)
         self.across = None
@@ -327,7 +345,8 @@ class _Group(MpiCommunicator):
         self.guard = Guard()
         self.devices = ()
         self._node = None
-        self.across, self._links = None, []
+        self.across, self.engine, self._links = None, None, []
+        self.least_across = LEAST_BYTES
         self.max_count = max_count
 
 

@@ -99,6 +99,8 @@ class Guard:
         self.thread = 0
         self._digests: dict[Signature, int] = {}
         self.current: Call | None = None
+        #: Where the program made the call, when that was in another thread.
+        self.site = ""
         #: Set when the communicator has been given back.
         self.closed = False
 
@@ -127,7 +129,7 @@ class Guard:
     def refuse(self, signature: Signature) -> NoReturn:
         """Raise on every rank, after the digests were found to differ, outside every `call`."""
         try:
-            self._raise_mismatch(_Report(signature.describe(), call_site()))
+            self._raise_mismatch(_Report(signature.describe(), self.site or call_site()))
         except MpiStrategyError as error:
             error.__dict__[_SETTLED].discard(id(self))
             raise
@@ -138,7 +140,7 @@ class Guard:
             return
         compare = partial(all_equal_patiently, self._channel) if patiently else self._channel.all_equal
         if not compare(self.digest(signature)):
-            self._raise_mismatch(_Report(signature.describe(), call_site()))
+            self._raise_mismatch(_Report(signature.describe(), self.site or call_site()))
 
     def report_failure(self, where: str, error: BaseException) -> None:
         """Take part in the peers' comparison with an error instead of a call, so that they raise as well."""
@@ -156,7 +158,7 @@ class Guard:
                 )
             time.sleep(next(pauses))
         if not answer:
-            self._exchange(_Report({"call": where}, call_site(), type(error).__name__, str(error)))
+            self._exchange(_Report({"call": where}, self.site or call_site(), type(error).__name__, str(error)))
 
     def start_leaving(self) -> None:
         """Begin to tell the peers that this rank has come to its end."""

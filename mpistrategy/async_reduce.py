@@ -1,0 +1,136 @@
+"""All-reduces that go on while the step computes: `ReplicaContext.all_reduce_async` and its handle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy import nest
+from mpistrategy.arrays import Array
+from mpistrategy.errors import OptionTypeError
+from mpistrategy.mpi import ambient
+from mpistrategy.mpi.guard import Guard, call_site
+from mpistrategy.mpi.progress import AtOnce, Job, engine_of
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.values import Mirrored, contribution
+
+if TYPE_CHECKING:
+    from mpistrategy.extended import StrategyExtended
+
+_WHERE = "ReplicaContext.all_reduce_async"
+
+
+class AllReduceHandle:
+    """An all-reduce that was started; `ReplicaContext.all_reduce_async` makes it."""
+
+    def __init__(self, job: Job, number: int, guard: Guard | None) -> None:
+        self._job = job
+        self._number = number
+        self._guard = guard
+
+    def done(self) -> bool:
+        """Return whether `wait` would find a result or an error at once on this rank; never waits.
+
+        The answer differs from rank to rank: do not let it decide about a collective call.
+        """
+        return self._job.is_over()
+
+    def wait(self) -> Any:
+        """Return what `all_reduce` would have returned.  Collective: every rank waits here, in the same order.
+
+        A second call returns the same again, and is no collective.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or one of them
+                does something else than wait for this one.
+            MpiStrategyError: on every rank, for bad input on any rank; of the kind raised there.
+        """
+        guard, self._guard = self._guard, None
+        # The peers may never come to the all-reduce itself; who waits for what is compared where they do come.
+        if guard is not None and not guard.closed:
+            with guard.call("AllReduceHandle.wait", name=f"all_reduce_async number {self._number}") as call:
+                call.agree("wait", patiently=True)
+        return self._job.result()
+
+    def __repr__(self) -> str:
+        return f"<AllReduceHandle number {self._number}, {'over' if self.done() else 'under way'}>"
+
+
+def start_all_reduce(
+    extended: StrategyExtended,
+    reduce_op: Any,
+    value: Any,
+    options: CommunicationOptions | None,
+    name: str | None,
+    checked_targets: Callable[[nest.Structure], list[Array] | None],
+) -> AllReduceHandle:
+    """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
+    communicator = extended.communicator
+
+    def agree() -> None:
+        with communicator.guard.call(_WHERE) as call:
+            call.agree("the first all_reduce_async")
+
+    engine = engine_of(communicator, agree)
+    site = call_site()
+    try:
+        work = _prepared(_on(extended, engine), reduce_op, value, options, name, checked_targets)
+    except Exception as error:  # the peers start theirs: they must hear of it there
+        work = _failing(engine, error)
+
+    def with_site() -> Any:
+        guard = engine.communicator.guard
+        guard.site = site
+        try:
+            return work()
+        finally:
+            guard.site = ""
+
+    job = Job(with_site)
+    engine.submit(job)
+    return AllReduceHandle(job, engine.submitted, communicator.guard if engine.in_background else None)
+
+
+def _prepared(
+    extended: StrategyExtended,
+    reduce_op: Any,
+    value: Any,
+    options: CommunicationOptions | None,
+    name: str | None,
+    checked_targets: Callable[[nest.Structure], list[Array] | None],
+) -> Callable[[], Any]:
+    """Look at the arguments in the caller's thread and context; return the rest of the work."""
+    if name is not None and not isinstance(name, str):
+        raise OptionTypeError.at(_WHERE, found=f"name={name!r}", expected="a string")
+    given, structure = nest.flatten(value)
+    leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
+    targets = checked_targets(structure)
+    op = ReduceOp.parse(reduce_op, _WHERE)
+    communicator = extended.communicator
+
+    def work() -> Any:
+        with ambient.working_on(communicator), communicator.guard.call(_WHERE, structure.text, name or "") as call:
+            results = extended.all_reduce_leaves(
+                call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
+            )
+        return structure.pack(results)
+
+    return work
+
+
+def _failing(engine: AtOnce, error: Exception) -> Callable[[], Any]:
+    def work() -> Any:
+        with engine.communicator.guard.call(_WHERE):
+            raise error
+
+    return work
+
+
+def _on(extended: StrategyExtended, engine: AtOnce) -> StrategyExtended:
+    """Return `extended` with the engine's communicator."""
+    if engine.communicator is extended.communicator:
+        return extended
+    other = copy.copy(extended)
+    other.communicator = engine.communicator
+    return other
