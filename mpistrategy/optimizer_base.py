@@ -44,6 +44,7 @@ class Optimizer:
     Attributes:
         iterations: the number of steps made, a variable; None before the first.  May be set before that, to count
             in a variable of one's own.
+        latest_path: how the latest step was made, "sliced" or "plain"; "" before the first.
 
     Raises:
         OptionError: for a learning rate or a limit that is not positive, and for another aggregation.
@@ -69,6 +70,7 @@ class Optimizer:
             )
         self.global_clipnorm = global_clipnorm
         self.iterations: Variable | None = None
+        self.latest_path = ""
         self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
         self._targets = Targets()
         self._flat: dict[int, FlatUpdate] = {}
@@ -183,8 +185,11 @@ class Optimizer:
             target.has_slots = True
         call.expect_more()
         arrays = gradients if ordinary else dense_gradients(gradients, target, call.where)
-        if arrays is None or not self._update_shares(strategy, arrays, target, call):
+        if arrays is not None and self._update_shares(strategy, arrays, target, call):
+            self.latest_path = "sliced"
+        else:
             self._update_all(strategy, gradients, target)
+            self.latest_path = "plain"
         strategy.extended.update(counter, lambda steps: steps.assign_add(1))
 
     def _update_shares(self, strategy: Strategy, gradients: Sequence[Array], target: Target, call: Call) -> bool:
