@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpistrategy.bench import report as reports
 from mpistrategy.bench.environment import describe
@@ -14,10 +19,13 @@ from mpistrategy.bench.plot import draw
 from mpistrategy.bench.shapes import LISTS
 from mpistrategy.bench.timing import FULL, QUICK, Case, measure
 from mpistrategy.mirrored_strategy import MirroredStrategy
+from mpistrategy.mpi.path_files import VARIABLE, Machine, save
 from mpistrategy.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
+    from mpistrategy.bench.raw import RawRanks
     from mpistrategy.bench.sums import Bench
+    from mpistrategy.strategy import Strategy
 
 SUITES = ("all_reduce", "small", "lists", "steps")
 PEERS = ("torch",)
@@ -42,6 +50,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="for each case")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--markdown", metavar="FILE", default="-", help="write the tables there; default: the screen")
+    parser.add_argument(
+        "--save", action="store_true", help="measure the thresholds of this machine instead, and save them"
+    )
     parser.add_argument("--plot", metavar="FILE.png", help="draw time by size")
 
 
@@ -50,13 +61,37 @@ def run(options: argparse.Namespace) -> int:
     strategy = MirroredStrategy()  # starts MPI
     if strategy.num_replicas_in_sync == 1:
         print(
-            "mpistrategy bench: needs ranks to measure between. Start it as: mpiexec -n 2 mpistrategy bench",
+            "mpistrategy bench: found one rank; expected several to measure between. "
+            "Start it with your launcher: mpiexec -n 2 mpistrategy bench",
             file=sys.stderr,
         )
         return 2
+    from mpistrategy.bench.raw import RawRanks
+
+    ranks = RawRanks()
+    report: dict[str, Any] = {"environment": describe(ranks.job()), "method": reports.METHOD, "cases": []}
+    status = 0
+    if options.save:
+        status = _save(ranks, strategy, report)
+    else:
+        _run_suites(options, ranks, strategy, report)
+    if ranks.rank == 0:
+        reports.write(options.markdown, reports.markdown(report))
+        if options.json:
+            reports.write(options.json, reports.as_json(report))
+        if options.plot:
+            _tell(draw(report, options.plot) or f"drew {options.plot}")
+    ranks.close()
+    strategy.close()
+    right = all(row["right"] for case in report["cases"] for row in case["variants"])
+    if not right and ranks.rank == 0:
+        _tell("WRONG RESULTS: see the tables")
+    return status if right else 1
+
+
+def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> None:
     from mpistrategy.bench import steps, sums
     from mpistrategy.bench.peers import open_peers
-    from mpistrategy.bench.raw import RawRanks
 
     suites: dict[str, Callable[[Bench], Iterator[Case]]] = {
         "all_reduce": sums.one_array,
@@ -64,8 +99,6 @@ def run(options: argparse.Namespace) -> int:
         "lists": sums.gradient_lists,
         "steps": steps.training_steps,
     }
-    effort = QUICK if options.quick else FULL
-    ranks = RawRanks()
     peers, missing = open_peers(options.peers, ranks)
     bench = sums.Bench(
         ranks,
@@ -74,31 +107,52 @@ def run(options: argparse.Namespace) -> int:
         peers,
         missing,
         options.sizes or (sums.QUICK_SIZES if options.quick else sums.SIZES),
-        options.lists or tuple(LISTS),
+        options.lists or (sums.QUICK_LISTS if options.quick else tuple(LISTS)),
     )
-    report: dict[str, Any] = {"environment": describe(ranks.job()), "method": reports.METHOD, "cases": []}
+    effort = QUICK if options.quick else FULL
+    if options.seconds:
+        effort = replace(effort, seconds=options.seconds)
     for suite in options.only:
         for case in suites[suite](bench):
             if ranks.rank == 0:
-                print(f"{suite}: {case.name} ...", file=sys.stderr, flush=True)
+                _tell(f"{suite}: {case.name} ...")
             report["cases"].append(measure(case, ranks, effort))
             if suite == "steps":
-                report["cases"][-1]["communication"] = steps.communication(report["cases"][-1])
+                report["cases"][-1]["communication_us"] = steps.communication(report["cases"][-1])
             for variant in case.variants:
                 if variant.close is not None:
                     variant.close()
             case.variants.clear()  # their memory is wanted for the next
-    if ranks.rank == 0:
-        reports.write(options.markdown, reports.markdown(report))
-        if options.json:
-            reports.write(options.json, reports.as_json(report))
-        if options.plot:
-            print(draw(report, options.plot) or f"drew {options.plot}", file=sys.stderr)
     for peer in peers:
         peer.close()
-    ranks.close()
-    strategy.close()
-    return 0 if all(row["right"] for case in report["cases"] for row in case["variants"]) else 1
+
+
+def _save(ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> int:
+    from mpistrategy.bench.thresholds import Search
+
+    communicator = strategy.extended.communicator
+    environment = report["environment"]
+    machine = Machine(environment["mpi"], environment["ranks_on_node"], environment["nodes"])
+    search = Search(ranks, machine.ranks_on_node > 1, _tell if ranks.rank == 0 else lambda line: None)
+    paths = replace(search.run(), source=f"measured {environment['date']} on {environment['cpu']}")
+    report["cases"] = search.cases
+    report["paths"] = asdict(paths)
+    named = os.environ.get(VARIABLE)
+    trouble = ""
+    try:
+        # The first rank of each node: their homes may be different ones.
+        if communicator.node_of.index(communicator.node_of[ranks.rank]) == ranks.rank:
+            file = save(paths, machine, Path(named).expanduser() if named else None)
+            if ranks.rank == 0:
+                _tell(f"saved {file}; every new strategy of {machine} uses it")
+    except OSError as error:
+        trouble = f"rank {ranks.rank} cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE."
+        _tell(trouble)
+    return int(ranks.greatest(np.array([float(bool(trouble))]))[0])
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _names(eligible: Sequence[str]) -> Callable[[str], list[str]]:

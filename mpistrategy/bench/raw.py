@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays import Array
 from mpistrategy.bench.environment import Job
+from mpistrategy.mpi.path_files import library_name
 
 PIECE = 2**20
 
@@ -39,9 +40,7 @@ class RawRanks:
         node.Free()
         self.comm.Allreduce(MPI.IN_PLACE, leaders)
         self.comm.Allreduce(MPI.IN_PLACE, on_node, MPI.MAX)
-        library = " ".join(
-            MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].replace("Version:", "").split()
-        )
+        library = library_name(MPI.Get_library_version())
         return Job(library, ".".join(map(str, MPI.Get_version())), self.size, int(on_node[0]), int(leaders[0]))
 
     def greatest(self, values: Array) -> Array:

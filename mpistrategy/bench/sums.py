@@ -18,6 +18,7 @@ from mpistrategy.strategy import Strategy
 
 SIZES = tuple(4**power for power in range(1, 15))  # 4 B ... 256 MiB
 QUICK_SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+QUICK_LISTS = ("resnet50", "tiny1000")
 
 
 @dataclass

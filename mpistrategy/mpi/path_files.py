@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Protocol
@@ -82,9 +85,11 @@ def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
     known = {name: value for name, value in asdict(paths).items() if name in _NAMES}
     content = {"format": _FORMAT, "machine": asdict(machine), "source": paths.source, "paths": known}
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f"{file.name}.{os.getpid()}")  # a strategy that starts meanwhile reads the old or the new
-    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    draft.replace(file)
+    # A strategy that starts meanwhile, maybe on another node with the same home, reads the old file or the new one.
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as draft:
+        draft.write(json.dumps(content, indent=1) + "\n")
+    os.chmod(draft.name, 0o644)
+    os.replace(draft.name, file)
     return file
 
 
@@ -119,6 +124,8 @@ def agreed(version: str, ranks: Ranks) -> Paths:
         version: what MPI says about its version.
         ranks: who has to agree.
     """
+    if _tried:
+        return _tried[-1]
     machine = Machine.of(version, ranks.node_of)
     named = os.environ.get(VARIABLE)
     file = machine.file if named is None else Path(named).expanduser()
@@ -144,6 +151,19 @@ def agreed(version: str, ranks: Ranks) -> Paths:
             stacklevel=2,
         )
     return DEFAULT
+
+
+_tried: list[Paths] = []
+
+
+@contextmanager
+def trying(paths: Paths) -> Iterator[None]:
+    """Give these thresholds to strategies that are made meanwhile, on all ranks: for whoever searches better ones."""
+    _tried.append(paths)
+    try:
+        yield
+    finally:
+        _tried.pop()
 
 
 def _values(paths: Paths) -> list[int]:
