@@ -193,6 +193,14 @@ def test_a_gradient_that_is_the_variable_or_its_slot(alone: ms.Strategy) -> None
     np.testing.assert_array_equal(variable, [-0.25] * 3)
 
 
+def test_an_update_reads_a_gradient_before_it_writes_over_it() -> None:
+    parameter, velocity = np.ones(5), np.ones(5)
+    update = optimizer_kernels.FlatUpdate(parameter, {"momentum": velocity}, optimizer_kernels.Scratch())
+    update.run(optimizer_kernels.momentum(1.0, 0.5, True), velocity)
+    np.testing.assert_array_equal(velocity, [1.5] * 5)
+    np.testing.assert_array_equal(parameter, [1 - (1 + 0.75)] * 5)
+
+
 def test_the_memory_is_handed_out_in_an_update_only(strategy: ms.Strategy) -> None:
     with strategy.scope():
         variable = ms.Variable(np.zeros(3))
