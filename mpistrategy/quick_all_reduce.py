@@ -55,7 +55,8 @@ class QuickAllReduce:
         self._communicator = communicator
         self._guard = communicator.guard
         self._options = options
-        self._settings = algorithm.settings(options) if type(algorithm) is MpiAllReduce else None
+        served = type(algorithm) is MpiAllReduce and options.wire is None
+        self._settings = algorithm.settings(options) if served else None
         self._known: dict[Any, Run | None] = {}
         # What a second thread finds that calls while this one is here; it raises ContextError then.
         self._call = None if communicator.guard.closed else communicator.guard.call(WHERE)
@@ -126,7 +127,7 @@ class QuickAllReduce:
         reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
         program = reduction.program
         if program is not None and program.cells.fence is None and len(program.packs) == 1:
-            if type(value) is np.ndarray:
+            if type(value) is np.ndarray and value.dtype == program.packs[0].dtype:
                 return array_in_cells(program, op, agreed)
             if kinds in ({float}, {np.float64}) and where.single and op in (ReduceOp.SUM, ReduceOp.MEAN):
                 return number_in_cells(program, op, agreed)

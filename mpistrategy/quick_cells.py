@@ -89,7 +89,7 @@ def number_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Calla
     cells, digest = program.cells, agreed[1]
     slots = []
     for slot, (parts,) in zip(cells.slots, program.parts, strict=True):
-        numbers = [memoryview(part) for part in parts]
+        numbers = [part.data for part in parts]
         slots.append((slot.mine, slot.peers, numbers[cells.local_rank], numbers[0], numbers[1], numbers[2:]))
     divisor = float(cells.size) if op is ReduceOp.MEAN else None
     result = np.float64
@@ -121,7 +121,7 @@ def numbers_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed, where: 
     write = struct.Struct(f"{count}{dtype.char if dtype.char != 'l' else 'q'}").pack_into
     slots = []
     for slot, (parts,) in zip(cells.slots, program.parts, strict=True):
-        slots.append((slot.mine, slot.peers, memoryview(parts[cells.local_rank]).cast("B"), parts))
+        slots.append((slot.mine, slot.peers, parts[cells.local_rank].data.cast("B"), parts))
     take, build, mean = where.take, where.build, op is ReduceOp.MEAN
 
     def run(value: Any, out: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -27,7 +28,7 @@ class Leaves:
     """
 
     take: Callable[[Any], Sequence[Any]]
-    build: Callable[[Sequence[Any]], Any]
+    build: Callable[[list[Any]], Any]
     single: bool
     text: str
 
@@ -42,7 +43,7 @@ def leaves_of(value: Any) -> Leaves | None:
         return Leaves(_alone, _first, True, structure.text)
     children: Iterable[Any] = value.values() if kind is dict else value
     if any(type(child) in _CONTAINERS for child in children):
-        return Leaves(lambda like: nest.flatten(like)[0], lambda results: structure.pack(list(results)), False, structure.text)
+        return Leaves(lambda like: nest.flatten(like)[0], structure.pack, False, structure.text)
     if kind is not dict:
         return Leaves(tuple if kind is list else _itself, kind, False, structure.text)
     names = list(value)
@@ -54,7 +55,9 @@ def leaves_of(value: Any) -> Leaves | None:
     return Leaves(take, lambda results: dict(zip(names, places(results), strict=True)), False, structure.text)
 
 
-def direct_targets(out: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[Any]) -> list[Array | None] | None:
+def direct_targets(
+    out: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[Any]
+) -> list[Array | None] | None:
     """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
 
     None in the place of a leaf means that its result must be copied there at the end; None altogether, that `out` needs
@@ -72,13 +75,22 @@ def direct_targets(out: Any, where: Leaves, arrays: Sequence[Array], dtypes: Seq
     direct = [target if target.flags.c_contiguous else None for target in targets]
     if all(target is array for target, array in zip(targets, arrays, strict=True)):
         return direct
-    return direct if _apart([*targets, *(a for a, t in zip(arrays, targets, strict=True) if a is not t)]) else [None] * len(direct)
+    sources = (array for target, array in zip(targets, arrays, strict=True) if target is not array)
+    return direct if _apart([*targets, *sources]) else [None] * len(direct)
 
 
 def _apart(arrays: Sequence[Array]) -> bool:
     """Return whether no two arrays reach into the same span of memory."""
-    spans = sorted(np.lib.array_utils.byte_bounds(array) for array in arrays if array.size)
-    return all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    spans = sorted(_span(array) for array in arrays if array.size)
+    return all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+def _span(array: Array) -> tuple[int, int]:
+    first = last = array.__array_interface__["data"][0]
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        first += min(0, (length - 1) * stride)
+        last += max(0, (length - 1) * stride)
+    return first, last + array.itemsize
 
 
 def _plain(value: Any) -> bool:
@@ -94,7 +106,7 @@ def _alone(value: Any) -> tuple[Any]:
     return (value,)
 
 
-def _first(results: Sequence[Any]) -> Any:
+def _first(results: list[Any]) -> Any:
     return results[0]
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy import nest
+from mpistrategy.arena import resident
 from mpistrategy.arrays import Array
+from mpistrategy.async_reduce import AllReduceHandle, start_all_reduce
 from mpistrategy.context import (
     Frame,
     Mode,
@@ -136,12 +138,15 @@ class ReplicaContext:
         extended = self._strategy.extended
         if options is None and weight is None and name is None:
             frame = current_frame()
-            if frame is not None and frame.replica_context is self:
+            in_arena = value is out and out is not None and resident(value, out) is not None
+            if frame is not None and frame.replica_context is self and not in_arena:
                 result = extended.quick.run(reduce_op, value, out)
                 if result is not NOT_QUICK:
                     return result
         guard = extended.communicator.guard
         with self._required("all_reduce"), guard.call("ReplicaContext.all_reduce", name=name or "") as call:
+            if (arena := resident(value, out)) is not None:
+                return arena.all_reduce(extended, reduce_op, call, options=options, weight=weight, out=out)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
             targets = None if out is None else _checked_targets(out, structure, call.where)
@@ -150,6 +155,56 @@ class ReplicaContext:
                 call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
             )
         return structure.pack(results)
+
+    def all_reduce_async(
+        self,
+        reduce_op: Any,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+    ) -> AllReduceHandle:
+        """Start `all_reduce` and return at once; the handle's `wait` returns the result.  Collective.
+
+        On several nodes the values travel while the step goes on computing.  Several may be under way; every rank
+        starts them, and waits for them, in the same order.  On a single node, and where the MPI was not started for
+        several threads, the reduction is done before this returns: the ranks have no core to spare for it.
+
+        Args:
+            reduce_op: as in `all_reduce`.
+            value: as in `all_reduce`; leave its arrays and variables as they are until `wait` has returned.
+            options: hints; None for the strategy's own.
+            name: what to compare between the ranks besides the call itself.
+            out: a structure like `value` of arrays to write the result into; may be `value` itself.  Not to be read
+                before `wait` has returned.
+
+        Returns:
+            A handle; `wait` also raises what `all_reduce` would have raised, on every rank.
+
+        Raises:
+            ContextError: outside this context's step function.
+            CollectiveMismatchError: on every rank, when this is the first such call and another rank makes another.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> def step():
+        ...     total = ms.get_replica_context().all_reduce_async("SUM", np.ones(2))
+        ...     other_work = 6 * 7
+        ...     return total.wait()
+        >>> strategy.run(step)
+        array([1., 1.])
+        """
+        where = "ReplicaContext.all_reduce_async"
+        with self._required("all_reduce_async"):
+            return start_all_reduce(
+                self._strategy.extended,
+                reduce_op,
+                value,
+                options,
+                name,
+                lambda structure: None if out is None else _checked_targets(out, structure, where),
+            )
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective.

@@ -44,7 +44,7 @@ def test_accumulation_sends_nothing(strategy: ms.Strategy, collectives: list[str
             assert collectives == []
             sums = accumulator.add([np.full(3, number + 1.0), np.float32(2)])
             assert (sums is None) == (number < RANK)
-        return ms.get_replica_context().all_reduce("SUM", sums)
+        return ms.get_replica_context().all_reduce("SUM", sums, name="sums")
 
     found = strategy.run(step)
     assert collectives == ["reduce"]

@@ -40,11 +40,12 @@ class CellProgram:
         self.quiet = quiet_runner()
         self.packs = _packs(layouts)
         self.count = len(layouts)
+        me = cells.local_rank
         #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
         self.parts = [[self._views(slot, pack) for pack in range(len(self.packs))] for slot in (0, 1)]
-        self._targets = [
-            [(index, view) for pack, parts in zip(self.packs, two, strict=True) for index, view in pack.views(parts[me])]
-            for two, me in zip(self.parts, [cells.local_rank] * 2, strict=True)
+        self._places = [
+            [place for pack, theirs in zip(self.packs, parts, strict=True) for place in pack.views(theirs[me])]
+            for parts in self.parts
         ]
 
     def _views(self, slot: int, number: int) -> list[Array]:
@@ -55,11 +56,11 @@ class CellProgram:
 
     def write(self, arrays: Sequence[Any]) -> None:
         """Put this rank's arrays into its cell, before the call is agreed on."""
-        for index, view in self._targets[(self.cells.sequence + 1) & 1]:
+        for index, view in self._places[(self.cells.sequence + 1) & 1]:
             view[...] = arrays[index]
 
     def read(self) -> list[Array]:
-        """Return the combination of all ranks' arrays, in new memory and in the dtype of the wire, after the agreement."""
+        """Return the combination of all ranks' arrays, after the agreement: in new memory, in the dtype of the wire."""
         results: list[Any] = [None] * self.count
         parts = self.parts[self.cells.sequence & 1]
         for pack, theirs in zip(self.packs, parts, strict=True):

@@ -87,9 +87,7 @@ class DenseReduction:
             self._communicator.allreduce_many(those, self._op.on_the_wire, divisor)
         return [self._finished(r, dtype) for r, dtype in zip(results, self._dtypes, strict=True)]
 
-    def _one(
-        self, pack: Pack, arrays: Sequence[Array], targets: Sequence[Array | None] | None
-    ) -> tuple[Array, Array]:
+    def _one(self, pack: Pack, arrays: Sequence[Array], targets: Sequence[Array | None] | None) -> tuple[Array, Array]:
         index = pack.members[0].index
         array = arrays[index]
         given = targets[index] if targets is not None else None
@@ -115,7 +113,8 @@ class DenseReduction:
 
 def _hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
     """Return packs of the small arrays, and one pack for each large one."""
-    small, large = [], []
+    small: list[int] = []
+    large: list[int] = []
     for index, (dtype, shape) in enumerate(layouts):
         (small if prod(shape) * wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
     packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)

@@ -18,6 +18,7 @@ from mpistrategy.cross_device_ops.dense_reduction import dense_reduction
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK, Destination
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.errors import DTypeError, OptionError
+from mpistrategy.mpi import wire
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -38,7 +39,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
-        return f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}"
+        return f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
 
     def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
         """Replace `buffer` by its combination over the ranks, at least on the destination's ranks.
@@ -82,16 +83,18 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> list[Any]:
         """Reduce several values: one check for all of them, then one message for each pack."""
-        communicator = current_communicator(f"{type(self).__name__}.batch_reduce")
-        with communicator.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+        ranks = current_communicator(f"{type(self).__name__}.batch_reduce")
+        with ranks.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+            wire.check(options.wire)
+            communicator: Communicator = wire.on(ranks, options.wire)
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             values = [_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
             reduction = None
-            if self.reduces_lists and all(target is EVERY_RANK for target in targets):
-                if all(isinstance(value, np.ndarray) for value in values):
-                    layouts = tuple((value.dtype, value.shape) for value in values)
-                    reduction = dense_reduction(communicator, layouts, reduce_op, options.bytes_per_pack)
-                    reduction.prepare(values)
+            everywhere = all(target is EVERY_RANK for target in targets)
+            if self.reduces_lists and everywhere and all(isinstance(value, np.ndarray) for value in values):
+                layouts = tuple((value.dtype, value.shape) for value in values)
+                reduction = dense_reduction(communicator, layouts, reduce_op, options.bytes_per_pack)
+                reduction.prepare(values)
             call.agree(
                 "reduce",
                 op=reduce_op.value,
@@ -102,10 +105,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             if reduction is not None:
                 return [mirrored(total, EVERY_RANK, communicator) for total in reduction.run(values)]
             results: list[Any] = [None] * len(values)
-            wire = reduce_op.on_the_wire
+            combination = reduce_op.on_the_wire
             for target in dict.fromkeys(targets):
                 dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
-                sums = self.reduce_arrays(communicator, [values[i] for i in dense], wire, target, options, call)
+                sums = self.reduce_arrays(communicator, [values[i] for i in dense], combination, target, options, call)
                 for i, total in zip(dense, sums, strict=True):
                     here = target.includes(communicator.rank)
                     results[i] = finish(total, values[i].dtype, reduce_op, communicator.size) if here else None

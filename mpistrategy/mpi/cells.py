@@ -66,7 +66,7 @@ class Cells:
         self._digest = 0
 
     def _slot(self, memory: SharedMemory, start: int) -> Slot:
-        numbers = [memoryview(segment[start : start + _NUMBERS]).cast("B").cast("q") for segment in memory.segments]
+        numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
         data = start + _NUMBERS
         return Slot(
             numbers[self.local_rank],

@@ -1,4 +1,4 @@
-"""The transport over real MPI; the only file that imports mpi4py.MPI.
+"""The transport over real MPI.  Only this file and `control_channel` import mpi4py.MPI.
 
 Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever pickled.
 """
@@ -6,7 +6,7 @@ Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from mpistrategy.mpi import abort, buffers
 from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
+from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import ControlChannel, Guard
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
 from mpistrategy.mpi.path_files import agreed
@@ -80,7 +81,7 @@ class MpiCommunicator:
         self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
         self.window: NodeWindow | None = None
-        #: Whether some node has several ranks, and none of them ever failed to share memory; equal on all ranks.
+        #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self._can_share = max(map(self.node_of.count, self.node_of)) > 1
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
@@ -94,6 +95,7 @@ class MpiCommunicator:
         self.least_across = LEAST_BYTES
         #: What runs all-reduces in the background, once `mpistrategy.mpi.progress` has made it.
         self.engine: Any = None
+        self.message_bytes = _MESSAGE_BYTES
         self._links: list[_Group] = []
         self.max_count = buffers.MAX_COUNT
         if MPI.COMM_WORLD.size > 1:
@@ -105,6 +107,7 @@ class MpiCommunicator:
         """Make the cells and the window of this node; return the channel on which the ranks compare their calls."""
         assert self._control is not None
         shared = self.shared(NodeMemory.bytes_for(self.local_size, self.paths))
+        self._can_share = shared.is_shared
         if shared.is_shared and self.local_size > 1:
             control = self._control
             node = NodeMemory(shared, self.paths, Waiting(self.local_size, control.progress))
@@ -136,7 +139,6 @@ class MpiCommunicator:
             return private_memory(nbytes)
         memory = share(nbytes, self, _memory_fence())
         if isinstance(memory, str):
-            self._can_share = False  # on all ranks: the reason was agreed
             warn_without_memory(memory, self.rank)
             return private_memory(nbytes)
         return memory
@@ -240,10 +242,10 @@ class MpiCommunicator:
             )
         return self._node
 
-    def links(self, most: int) -> tuple[int, _Group | None]:
+    def links(self, most: int, message_bytes: int | None = None) -> tuple[int, _Group | None]:
         """Return how many ranks of each node, up to `most`, have a counterpart on every node, and this rank's.
 
-        Collective.  The counterparts are ordered by node.
+        Collective.  The counterparts are ordered by node, and cut what they send after `message_bytes`.
         """
         count = min(most, *map(self.node_of.count, self.node_of))
         lane = self.local_rank if self.local_rank < count else MPI.UNDEFINED
@@ -251,16 +253,21 @@ class MpiCommunicator:
         if comm == MPI.COMM_NULL:
             return count, None
         link = _Group(comm, self.max_count)
+        link.message_bytes = message_bytes or _MESSAGE_BYTES
         self._links.append(link)
         return count, link
 
     def isend(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
         """Begin to send `block`, of any dtype; it must stay as it is until the requests are done."""
-        return [self._comm.Isend(part, rank, tag) for part in _messages(block)]
+        return [
+            self._comm.Isend(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), self.message_bytes)
+        ]
 
     def irecv(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
         """Begin to receive into `block`, of any dtype."""
-        return [self._comm.Irecv(part, rank, tag) for part in _messages(block)]
+        return [
+            self._comm.Irecv(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), self.message_bytes)
+        ]
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
@@ -296,10 +303,6 @@ class MpiCommunicator:
 #: Open MPI announces longer messages over TCP first and sends them when the receiver answers, but the answer stands in
 #: line behind what is on its way: 16 MiB both ways at 1 Gbit/s take 160-200 ms in messages of 1 MiB, 145 in short ones.
 _MESSAGE_BYTES = 32 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MAX_COUNT
-
-
-def _messages(block: Array) -> Iterator[Array]:
-    return buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)
 
 
 @cache
@@ -348,62 +351,3 @@ class _Group(MpiCommunicator):
         self.across, self.engine, self._links = None, None, []
         self.least_across = LEAST_BYTES
         self.max_count = max_count
-
-
-class MpiControlChannel:
-    """The guard's channel: one persistent 16-byte Allreduce, and text for the reports.
-
-    A persistent collective only ever meets itself, so that a rank that leaves can start it without waiting.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm: MPI.Intracomm = comm.Dup()
-        self._mine = np.zeros(2, np.int64)
-        self._greatest = np.zeros(2, np.int64)
-        self._request: Any = None
-        self._persistent = True
-        try:
-            self._request = self._comm.Allreduce_init(self._mine, self._greatest, MPI.MAX)
-        except NotImplementedError:  # an MPI before 4.0
-            self._persistent = False
-
-    def start(self, digest: int) -> None:
-        """Begin `all_equal` without waiting."""
-        self._mine[0], self._mine[1] = digest, -digest
-        if self._persistent:
-            self._request.Start()
-        else:
-            self._request = self._comm.Iallreduce(self._mine, self._greatest, MPI.MAX)
-
-    def finished(self) -> bool | None:
-        """Return the answer to `start`, or None while ranks are missing."""
-        return self._equal() if self._request.Test() else None
-
-    def all_equal(self, digest: int) -> bool:
-        """Wait for every rank's digest; return whether all are equal."""
-        self.start(digest)
-        self._request.Wait()
-        return self._equal()
-
-    def _equal(self) -> bool:
-        # The greatest of d and the greatest of -d are opposite only when all d are the same.
-        return bool(self._greatest[0] == -self._greatest[1])
-
-    def progress(self) -> None:
-        """Let MPI move messages that wait for this rank."""
-        self._comm.Iprobe()
-
-    def allgather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in rank order."""
-        mine = np.frombuffer(text.encode(), np.uint8)
-        counts = np.zeros(self._comm.size, np.int64)
-        self._comm.Allgather(np.array([mine.size], np.int64), counts)
-        together = np.empty(int(counts.sum()), np.uint8)
-        self._comm.Allgatherv(mine, [together, counts])
-        return [bytes(piece).decode() for piece in np.split(together, np.cumsum(counts)[:-1])]
-
-    def close(self) -> None:
-        """Free the request and the communicator."""
-        if self._persistent:
-            self._request.Free()
-        self._comm.Free()

@@ -59,7 +59,7 @@ class NodeWindow:
         self._waiting = waiting
         self._chunk_bytes = chunk_bytes
         counters = [
-            [memoryview(segment[line * ALIGNMENT :][:8]).cast("B").cast("q") for segment in memory.segments]
+            [segment[line * ALIGNMENT :][:8].data.cast("B").cast("q") for segment in memory.segments]
             for line in range(_COUNTERS)
         ]
         self._brought, self._added, self._arrived = counters
@@ -94,6 +94,11 @@ class NodeWindow:
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
         """Do `allreduce` for several pairs of one dtype, without a pause between them."""
+        # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
+        with np.errstate(all="ignore"):
+            self._allreduce_many(pairs, op, divisor)
+
+    def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int) -> None:
         dtype = pairs[0][0].dtype
         stages = self._typed.get(dtype)
         if stages is None:

@@ -1,0 +1,67 @@
+"""The guard's channel over MPI: where the ranks compare their calls that share no node's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+
+class MpiControlChannel:
+    """The guard's channel: one persistent 16-byte Allreduce, and text for the reports.
+
+    A persistent collective only ever meets itself, so that a rank that leaves can start it without waiting.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm: MPI.Intracomm = comm.Dup()
+        self._mine = np.zeros(2, np.int64)
+        self._greatest = np.zeros(2, np.int64)
+        self._request: Any = None
+        self._persistent = True
+        try:
+            self._request = self._comm.Allreduce_init(self._mine, self._greatest, MPI.MAX)
+        except NotImplementedError:  # an MPI before 4.0
+            self._persistent = False
+
+    def start(self, digest: int) -> None:
+        """Begin `all_equal` without waiting."""
+        self._mine[0], self._mine[1] = digest, -digest
+        if self._persistent:
+            self._request.Start()
+        else:
+            self._request = self._comm.Iallreduce(self._mine, self._greatest, MPI.MAX)
+
+    def finished(self) -> bool | None:
+        """Return the answer to `start`, or None while ranks are missing."""
+        return self._equal() if self._request.Test() else None
+
+    def all_equal(self, digest: int) -> bool:
+        """Wait for every rank's digest; return whether all are equal."""
+        self.start(digest)
+        self._request.Wait()
+        return self._equal()
+
+    def _equal(self) -> bool:
+        # The greatest of d and the greatest of -d are opposite only when all d are the same.
+        return bool(self._greatest[0] == -self._greatest[1])
+
+    def progress(self) -> None:
+        """Let MPI move messages that wait for this rank."""
+        self._comm.Iprobe()
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order."""
+        mine = np.frombuffer(text.encode(), np.uint8)
+        counts = np.zeros(self._comm.size, np.int64)
+        self._comm.Allgather(np.array([mine.size], np.int64), counts)
+        together = np.empty(int(counts.sum()), np.uint8)
+        self._comm.Allgatherv(mine, [together, counts])
+        return [bytes(piece).decode() for piece in np.split(together, np.cumsum(counts)[:-1])]
+
+    def close(self) -> None:
+        """Free the request and the communicator."""
+        if self._persistent:
+            self._request.Free()
+        self._comm.Free()
