@@ -69,10 +69,10 @@ run_ranks() {
     # rank would else start one BLAS thread per core.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
     case $MPI in
-        mpich) export MPIR_CVAR_ENABLE_HEAVY_YIELD=1 ;;
+        mpich) export MPIR_CVAR_ENABLE_HEAVY_YIELD=${MPIR_CVAR_ENABLE_HEAVY_YIELD:-1} ;;
         openmpi)
             flags=(--map-by :OVERSUBSCRIBE --bind-to none)
-            export OMPI_MCA_mpi_yield_when_idle=1
+            export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
             export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
             ;;
         impi) export I_MPI_PIN=0 ;;

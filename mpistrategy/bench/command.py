@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,10 +16,10 @@ import numpy as np
 from mpistrategy.bench import report as reports
 from mpistrategy.bench.environment import describe
 from mpistrategy.bench.plot import draw
-from mpistrategy.bench.shapes import LISTS
+from mpistrategy.bench.shapes import LISTS, NETWORKS
 from mpistrategy.bench.timing import FULL, QUICK, Case, measure
 from mpistrategy.mirrored_strategy import MirroredStrategy
-from mpistrategy.mpi.path_files import VARIABLE, Machine, save
+from mpistrategy.mpi.path_files import VARIABLE, Machine, check_can_save, save
 from mpistrategy.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpistrategy.bench.sums import Bench
     from mpistrategy.strategy import Strategy
 
-SUITES = ("all_reduce", "small", "lists", "steps")
+SUITES = ("all_reduce", "small", "lists", "steps", "nodes")
 PEERS = ("torch",)
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 
@@ -41,13 +41,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=_sizes, metavar="SIZE,...", help="for all_reduce, e.g. 4,64KiB,1MiB")
     parser.add_argument("--lists", type=_names(tuple(LISTS)), metavar="LIST,...", help=f"of {', '.join(LISTS)}")
     parser.add_argument(
+        "--networks",
+        type=_names(NETWORKS),
+        default=list(NETWORKS),
+        metavar="NETWORK,...",
+        help=f"of {', '.join(NETWORKS)}",
+    )
+    parser.add_argument(
         "--peers",
         type=_names(PEERS),
         default=list(PEERS),
         metavar="PEER,...",
         help="other libraries to run as well, where installed",
     )
-    parser.add_argument("--seconds", type=float, help="for each case")
+    parser.add_argument("--seconds", type=_positive, help="for each case")
+    parser.add_argument(
+        "--line-rate", type=_positive, metavar="GBIT", help="of the link between nodes, for the suite nodes"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--markdown", metavar="FILE", default="-", help="write the tables there; default: the screen")
     parser.add_argument(
@@ -72,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     report: dict[str, Any] = {"environment": describe(ranks.job()), "method": reports.METHOD, "cases": []}
     status = 0
     if options.save:
-        status = _save(ranks, strategy, report)
+        status = _save(options, ranks, strategy, report)
     else:
         _run_suites(options, ranks, strategy, report)
     if ranks.rank == 0:
@@ -90,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> None:
-    from mpistrategy.bench import steps, sums
+    from mpistrategy.bench import nodes, steps, sums
     from mpistrategy.bench.peers import open_peers
 
     suites: dict[str, Callable[[Bench], Iterator[Case]]] = {
@@ -98,16 +108,19 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
         "small": sums.small_values,
         "lists": sums.gradient_lists,
         "steps": steps.training_steps,
+        "nodes": nodes.between_nodes,
     }
     peers, missing = open_peers(options.peers, ranks)
     bench = sums.Bench(
         ranks,
         strategy,
+        report["environment"]["nodes"],
         ReplicaContext(strategy, strategy.replica_id_in_sync_group),
         peers,
         missing,
         options.sizes or (sums.QUICK_SIZES if options.quick else sums.SIZES),
         options.lists or (sums.QUICK_LISTS if options.quick else tuple(LISTS)),
+        options.networks,
     )
     effort = QUICK if options.quick else FULL
     if options.seconds:
@@ -117,8 +130,13 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
             if ranks.rank == 0:
                 _tell(f"{suite}: {case.name} ...")
             report["cases"].append(measure(case, ranks, effort))
+            figures = report["cases"][-1]
             if suite == "steps":
-                report["cases"][-1]["communication_us"] = steps.communication(report["cases"][-1])
+                figures["communication_us"] = steps.communication(figures)
+            elif suite == "nodes" and nodes.BEHIND in [row["name"] for row in figures["variants"]]:
+                figures["hidden"] = nodes.hidden(figures)
+            elif suite == "nodes" and options.line_rate:
+                figures["line_us"] = nodes.on_the_line(case.nbytes, bench.nodes, options.line_rate)
             for variant in case.variants:
                 if variant.close is not None:
                     variant.close()
@@ -127,43 +145,64 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
         peer.close()
 
 
-def _save(ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> int:
-    from mpistrategy.bench.thresholds import Search
+def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> int:
+    from mpistrategy.bench.thresholds import EFFORT, Search
+    from mpistrategy.bench.thresholds import QUICK as QUICK_SEARCH
 
-    communicator = strategy.extended.communicator
-    environment = report["environment"]
+    environment, node_of = report["environment"], strategy.extended.communicator.node_of
     machine = Machine(environment["mpi"], environment["ranks_on_node"], environment["nodes"])
-    search = Search(ranks, machine.ranks_on_node > 1, _tell if ranks.rank == 0 else lambda line: None)
+    named = os.environ.get(VARIABLE)
+    file = Path(named).expanduser() if named else machine.file
+    saves = node_of.index(node_of[ranks.rank]) == ranks.rank  # one rank of each node: their homes may differ
+
+    def failed(action: Callable[[], object]) -> bool:
+        """Say on all ranks whether a rank that saves could not do it."""
+        trouble = False
+        try:
+            if saves:
+                action()
+        except OSError as error:
+            trouble = True
+            _tell(f"rank {ranks.rank} cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
+        return bool(ranks.greatest(np.array([float(trouble)]))[0])
+
+    if failed(lambda: check_can_save(file)):
+        return 1
+    tell = _tell if ranks.rank == 0 else lambda line: None
+    search = Search(ranks, machine.ranks_on_node > 1, tell, *((QUICK_SEARCH, 1) if options.quick else (EFFORT, 3)))
     paths = replace(search.run(), source=f"measured {environment['date']} on {environment['cpu']}")
     report["cases"] = search.cases
     report["paths"] = asdict(paths)
-    named = os.environ.get(VARIABLE)
-    trouble = ""
-    try:
-        # The first rank of each node: their homes may be different ones.
-        if communicator.node_of.index(communicator.node_of[ranks.rank]) == ranks.rank:
-            file = save(paths, machine, Path(named).expanduser() if named else None)
-            if ranks.rank == 0:
-                _tell(f"saved {file}; every new strategy of {machine} uses it")
-    except OSError as error:
-        trouble = f"rank {ranks.rank} cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE."
-        _tell(trouble)
-    return int(ranks.greatest(np.array([float(bool(trouble))]))[0])
+    if failed(lambda: save(paths, machine, file)):
+        return 1
+    tell(
+        f"saved {file}. Every new strategy of {machine.ranks_on_node} ranks on each of {machine.nodes} node(s) under "
+        f"{machine.library} uses it."
+    )
+    return 0
 
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _names(eligible: Sequence[str]) -> Callable[[str], list[str]]:
+def _names(eligible: Iterable[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
         unknown = [name for name in names if name not in eligible]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; eligible: {', '.join(eligible)}")
+        if unknown or not names:
+            found = f"there is no {unknown[0]!r}" if unknown else "nothing is named"
+            raise argparse.ArgumentTypeError(f"{found}; eligible: {', '.join(eligible)}")
         return names
 
     return parse
+
+
+def _positive(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
 
 
 def _sizes(text: str) -> list[int]:
@@ -173,7 +212,7 @@ def _sizes(text: str) -> list[int]:
         unit = word.strip().lower()[len(number) :].strip()
         with suppress(ValueError):
             size = float(number) * UNITS.get(unit, 0)
-            if size >= 4 and size % 4 == 0:
+            if 4 <= size < float("inf") and size % 4 == 0:
                 sizes.append(int(size))
                 continue
         raise argparse.ArgumentTypeError(f"{word!r} is no size; write multiples of 4 bytes as 4, 64KiB or 1MiB")

@@ -33,10 +33,31 @@ def markdown(report: dict[str, Any]) -> str:
         for case in report["cases"]:
             if case["suite"] == suite:
                 lines += [_row(case, number) for number in range(len(case["variants"]))]
+        lines += _more(report, suite)
     missing = {name: why for case in report["cases"] for name, why in case["missing"].items()}
     if missing:
         lines += ["", "Not measured: " + "; ".join(f"{name} ({why})" for name, why in sorted(missing.items())) + "."]
     return "\n".join(lines) + "\n"
+
+
+def _more(report: dict[str, Any], suite: str) -> list[str]:
+    """Return what follows from the figures of a suite, in words."""
+    lines = []
+    for case in report["cases"]:
+        if case["suite"] != suite:
+            continue
+        if "communication_us" in case:
+            costs = ", ".join(f"{name} {_signed(cost)}" for name, cost in case["communication_us"].items())
+            lines.append(f"Communication of {case['case']} (step less the same library's without it): {costs}.")
+        if "line_us" in case:
+            lines.append(f"{case['case']}: the bytes alone keep the line busy for {time_in_words(case['line_us'])}.")
+        if "hidden" in case:
+            lines.append(f"{case['case']}: {100 * case['hidden']:.0f} % of the communication is hidden.")
+    return ["", *lines] if lines else []
+
+
+def _signed(microseconds: float) -> str:
+    return ("-" if microseconds < 0 else "") + time_in_words(abs(microseconds))
 
 
 def _row(case: dict[str, Any], number: int) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.bench import network
+from mpistrategy.bench.shapes import NETWORKS
 from mpistrategy.bench.sums import Bench
 from mpistrategy.bench.timing import Case, Variant
 from mpistrategy.one_device_strategy import OneDeviceStrategy
@@ -18,8 +19,8 @@ from mpistrategy.optimizers import SGD
 from mpistrategy.strategy import Strategy
 from mpistrategy.variables import Variable
 
-#: Widths of the layers: a classifier of handwritten digits, and one of 25.1 million parameters.
-NETWORKS = {"64-128-10": (64, 128, 10), "1024-4096-4096-1000": (1024, 4096, 4096, 1000)}
+ALONE = "no communication"
+REFERENCE = f"NumPy, {ALONE}"
 #: Sums are taken in another order, and matrix products by another library.
 TOLERANCE = 1e-3
 #: Calls that are timed together; steps of a program follow one another without a barrier.
@@ -28,7 +29,8 @@ BATCHES = {"64-128-10": 50, "1024-4096-4096-1000": 1}
 
 def training_steps(bench: Bench) -> Iterator[Case]:
     """Yield a step of stochastic gradient descent of each network, 64 rows a rank, float32."""
-    for name, widths in NETWORKS.items():
+    for name in bench.networks:
+        widths = NETWORKS[name]
         inputs, classes = network.rows(widths, bench.ranks.rank)
         expected = _expected(widths, bench.ranks.size)
         makers: list[Callable[[], Iterator[Variant]]] = [
@@ -50,9 +52,6 @@ def communication(case: dict[str, Any]) -> dict[str, float]:
         for name, time in median.items()
         if not name.endswith(ALONE)
     }
-
-
-ALONE = "no communication"
 
 
 def _expected(widths: Sequence[int], ranks: int) -> list[Array]:
@@ -111,7 +110,7 @@ def _by_hand(bench: Bench, widths: Any, inputs: Array, classes: Array, expected:
         return step, parameters
 
     step, _ = steps(None)
-    yield Variant(f"NumPy, {ALONE}", step, [], check=lambda: True)
+    yield Variant(REFERENCE, step, [], check=lambda: True)
     step, parameters = steps(bench.ranks.sum_each_in_place)
     yield Variant("NumPy, mpi4py in place", step, [], check=_Check(bench, step, parameters, expected))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.bench.raw import PIECE, RawRanks
-from mpistrategy.bench.shapes import LISTS, elements
+from mpistrategy.bench.shapes import LISTS, NETWORKS, elements
 from mpistrategy.bench.timing import Case, Variant
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.strategy import Strategy
@@ -28,20 +28,24 @@ class Bench:
     Attributes:
         ranks: the reference's ranks.
         strategy: the library's.
+        nodes: how many nodes the ranks are on.
         context: its replica context, entered while calls are timed.
         peers: other libraries that run here.
         missing: those that do not, and why.
         sizes: of one array, in bytes; multiples of 4.
         lists: names of `mpistrategy.bench.shapes.LISTS`.
+        networks: names of its `NETWORKS`.
     """
 
     ranks: RawRanks
     strategy: Strategy
+    nodes: int
     context: ReplicaContext
     peers: Sequence[Any] = ()
     missing: dict[str, str] = field(default_factory=dict)
     sizes: Sequence[int] = SIZES
     lists: Sequence[str] = tuple(LISTS)
+    networks: Sequence[str] = tuple(NETWORKS)
 
 
 def size_in_words(nbytes: int) -> str:

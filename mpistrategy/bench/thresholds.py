@@ -23,8 +23,7 @@ from mpistrategy.mpi.paths import DEFAULT, Paths
 from mpistrategy.strategy import Strategy
 
 EFFORT = Effort(seconds=0.3, least=7, most=31)
-#: How often each comparison is made, with new strategies.
-TRIALS = 3
+QUICK = Effort(seconds=0.05, least=3, most=9)
 #: What is not faster by this is no reason to leave the default.
 CLEARLY = 0.95
 NEVER = 2**40
@@ -47,12 +46,18 @@ class Search:
         ranks: who measures.
         share_memory: whether ranks of a node reduce through shared memory at all.
         tell: is given a line about each measurement.
+        effort: for each case.
+        trials: how often each comparison is made, with new strategies.
     """
 
-    def __init__(self, ranks: Ranks, share_memory: bool, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, ranks: Ranks, share_memory: bool, tell: Callable[[str], None], effort: Effort = EFFORT, trials: int = 3
+    ) -> None:
         self.ranks = ranks
         self.share_memory = share_memory
         self.tell = tell
+        self.effort = effort
+        self.trials = trials
         self.paths = DEFAULT
         self.cases: list[dict[str, Any]] = []
 
@@ -110,8 +115,8 @@ class Search:
         They are medians of several trials with new strategies: where in memory a window comes to lie makes a
         difference of its own.
         """
-        logs = np.zeros((TRIALS, len(sizes), len(tried)))
-        for trial in range(TRIALS):
+        logs = np.zeros((self.trials, len(sizes), len(tried)))
+        for trial in range(self.trials):
             order = [(number + trial) % len(tried) for number in range(len(tried))]
             labels, paths = [list(tried)[n] for n in order], [list(tried.values())[n] for n in order]
             with _strategies(paths) as strategies:
@@ -132,7 +137,7 @@ class Search:
             Variant(label, _sum(strategy, operands), operands)
             for label, strategy in zip(labels, strategies, strict=True)
         ]
-        case = measure(Case(name, size_in_words(size), size, variants), self.ranks, EFFORT)
+        case = measure(Case(name, size_in_words(size), size, variants), self.ranks, self.effort)
         self.cases.append(case)
         return case
 

@@ -75,6 +75,13 @@ def library_name(version: str) -> str:
     return " ".join(re.split(r",| for ", first)[0].replace("Version:", "").replace("(R)", "").split())
 
 
+def check_can_save(file: Path) -> None:
+    """Raise OSError when `file` cannot be written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
+        pass
+
+
 def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
     """Write thresholds for `machine`; return the file, its own by default.
 
@@ -84,7 +91,7 @@ def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
     file = file or machine.file
     known = {name: value for name, value in asdict(paths).items() if name in _NAMES}
     content = {"format": _FORMAT, "machine": asdict(machine), "source": paths.source, "paths": known}
-    file.parent.mkdir(parents=True, exist_ok=True)
+    check_can_save(file)
     # A strategy that starts meanwhile, maybe on another node with the same home, reads the old file or the new one.
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as draft:
         draft.write(json.dumps(content, indent=1) + "\n")

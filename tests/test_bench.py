@@ -1,0 +1,197 @@
+"""The benchmark: what it measures is right, what it writes is complete, and it says what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+
+from mpistrategy.bench import nodes, plot, report, steps
+from mpistrategy.bench.shapes import LISTS, elements
+from mpistrategy.bench.timing import Case, Effort, Variant, is_right, measure, summary
+
+Launch = Callable[..., launching.Finished]
+BENCH = ["-m", "mpistrategy", "bench"]
+TINY = Effort(seconds=0.01, least=3, most=3)
+
+
+class Alone:
+    """One rank: enough to time and check on."""
+
+    rank, size = 0, 1
+
+    def barrier(self) -> None:
+        pass
+
+    def greatest(self, values: Any) -> Any:
+        return np.array(values)
+
+    def all_equal(self, digest: bytes) -> bool:
+        return True
+
+
+def figures(launch: Launch, folder: Path, *arguments: str, ranks: int = 2, **how: Any) -> dict[str, Any]:
+    file = folder / "figures.json"
+    launch(ranks, [*BENCH, "--quick", "--seconds", "0.02", "--json", file, *arguments], cwd=folder, **how).check()
+    return json.loads(file.read_text())
+
+
+def check(case: dict[str, Any], *names: str) -> None:
+    assert [row["name"] for row in case["variants"]][: len(names)] == list(names)
+    assert case["reference"] == names[0]
+    for row in case["variants"]:
+        assert row["right"], row
+        assert 0 < row["fastest_us"] <= row["quartile_1_us"] <= row["median_us"] <= row["quartile_3_us"]
+        assert row["ratio_quartile_1"] <= row["ratio_by_round"] <= row["ratio_quartile_3"]
+        assert row["ratio"] == pytest.approx(row["median_us"] / case["variants"][0]["median_us"], rel=0.01, abs=2e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_array_and_small_values(launch: Launch, tmp_path: Path, ranks: int) -> None:
+    found = figures(launch, tmp_path, "--only", "all_reduce,small", "--sizes", "4,4KiB,2MiB", ranks=ranks)
+    assert [(case["suite"], case["case"]) for case in found["cases"]] == [
+        *[("all_reduce", size) for size in ("4 B", "4 KiB", "2 MiB")],
+        *[("small", "one float"), ("small", "dict of 10 floats")],
+    ]
+    for case in found["cases"][:2]:
+        check(case, "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
+    check(found["cases"][2], "mpi4py", "mpi4py in place", "mpi4py in place, 1 MiB pieces", "mpistrategy")
+    check(found["cases"][3], "mpi4py", "mpistrategy")
+    check(found["cases"][4], "mpi4py, 10 elements", "mpistrategy")
+    environment = found["environment"]
+    assert environment["ranks"] == environment["ranks_on_node"] == ranks
+    assert environment["nodes"] == 1
+    assert environment["mpi"].split()[0] in ("MPICH", "Open", "Intel")
+    assert environment["blas_threads"] == "1"
+
+
+def test_tables_and_picture(launch: Launch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figures(launch, tmp_path, "--only", "all_reduce", "--sizes", "4,1KiB", "--markdown", "t.md", "--plot", "p.png")
+    table = (tmp_path / "t.md").read_text()
+    assert "| 1 KiB | mpi4py | " in table
+    assert "2 ranks on 1 node(s)" in table
+    assert "WRONG" not in table
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lists(launch: Launch, tmp_path: Path) -> None:
+    [case] = figures(launch, tmp_path, "--only", "lists", "--lists", "tiny1000")["cases"]
+    check(case, "mpi4py loop", "mpi4py loop in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
+
+
+def test_steps(launch: Launch, tmp_path: Path) -> None:
+    [case] = figures(launch, tmp_path, "--only", "steps", "--networks", "64-128-10")["cases"]
+    check(case, "NumPy, no communication", "NumPy, mpi4py in place", "mpistrategy SGD, no communication")
+    assert {"NumPy, mpi4py in place", "mpistrategy SGD", "mpistrategy SGD, sliced update"} <= set(
+        case["communication_us"]
+    )
+
+
+@pytest.mark.skipif(launching.IS_OPEN_MPI, reason="MPICH alone can pretend to be several nodes")
+def test_nodes(launch: Launch, tmp_path: Path) -> None:
+    pytest.importorskip("ml_dtypes")
+    pretend = {"MPIR_CVAR_NUM_CLIQUES": "2"}
+    found = figures(launch, tmp_path, "--only", "nodes", "--line-rate", "1", env=pretend)
+    assert found["environment"]["nodes"] == 2
+    check(found["cases"][0], "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=")
+    assert found["cases"][0]["line_us"] == pytest.approx(64 * 1024 * 8 / 1000)
+    assert found["cases"][-1]["hidden"] < 1
+
+
+def test_save_measures_thresholds_that_the_next_strategy_takes(launch: Launch, tmp_path: Path) -> None:
+    file = tmp_path / "paths.json"
+    job = launch(
+        2, [*BENCH, "--quick", "--save", "--markdown", tmp_path / "t.md"], env={"MPISTRATEGY_PATHS": str(file)}
+    ).check()
+    assert f"saved {file}" in job.stderr
+    saved = json.loads(file.read_text())["paths"]
+    source = """
+        import mpistrategy as ms
+        print(ms.MirroredStrategy().extended.communicator.paths)
+    """
+    program = launching.program(source, tmp_path)
+    printed = launch(2, [program], env={"MPISTRATEGY_PATHS": str(file)}).check().stdout
+    for name, value in saved.items():
+        assert printed.count(f"{name}={value},") == 2
+
+
+def test_save_that_cannot_write(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    where = {"MPISTRATEGY_PATHS": str(tmp_path / "file" / "paths.json")}
+    job = launch(2, [*BENCH, "--quick", "--save", "--markdown", tmp_path / "t.md"], env=where)
+    assert job.returncode == 1
+    assert "cannot save the thresholds" in job.stderr
+
+
+def test_one_rank_is_told_how_to_start_more() -> None:
+    job = subprocess.run(
+        [sys.executable, *BENCH], capture_output=True, text=True, check=False, env=launching._environment()
+    )
+    assert job.returncode == 2
+    assert "mpiexec -n 2 mpistrategy bench" in job.stderr
+
+
+# ---------------------------------------------------------------------------------------------- without ranks
+
+
+def test_lists_are_those_of_the_models() -> None:
+    counted = {name: (len(make()), elements(make())) for name, make in LISTS.items()}
+    assert counted["resnet50"] == (161, 25_557_032)
+    assert counted["gpt2-small"] == (148, 124_439_808)
+    assert counted["tiny1000"][0] == 1000
+    assert {size for (size,) in LISTS["tiny1000"]()} <= set(range(1, 1001))
+
+
+def test_a_wrong_result_is_found() -> None:
+    mine = np.zeros(10)
+    assert is_right(Variant("right", lambda: mine.copy(), [mine]), Alone())
+    assert not is_right(Variant("wrong", lambda: mine + (np.arange(10) == 7), [mine]), Alone())
+    case = measure(Case("suite", "case", 80, [Variant("wrong", lambda: mine + 1, [mine])]), Alone(), TINY)
+    assert not case["variants"][0]["right"]
+    assert "WRONG RESULT" in report.markdown({"environment": _environment(), "cases": [case]})
+
+
+def test_operands_are_rewritten_and_results_read_outside_the_time() -> None:
+    written: list[float] = []
+    mine = np.zeros(4)
+    variant = Variant("v", lambda: written.append(mine[0]), [mine], load=lambda: None)
+    assert measure(Case("suite", "case", 32, [variant], batch=1), Alone(), TINY)["rounds"] == 3
+    assert len(set(written)) > 2
+
+
+def test_figures_of_rounds() -> None:
+    own, reference, all_kept = np.array([1e-6, 2e-6, 9e-6]), np.array([2e-6, 2e-6, 2e-6]), np.ones(3, bool)
+    found = summary(own, reference, all_kept, all_kept)
+    assert (found["median_us"], found["ratio"], found["fastest_us"]) == (2, 1, 1)
+    assert summary(own, reference, np.array([True, True, False]), all_kept)["median_us"] == 1.5
+    assert summary(own, reference, np.array([True, False, False]), np.array([False, True, True]))["ratio"] == 0.5
+
+
+def test_what_follows_from_figures() -> None:
+    rows = {
+        steps.REFERENCE: 100, "NumPy, mpi4py in place": 150, "torch, no communication": 200, "torch DDP gloo": 260,
+    }  # fmt: skip
+    case = {"variants": [{"name": name, "median_us": time} for name, time in rows.items()]}
+    assert steps.communication(case) == {"NumPy, mpi4py in place": 50, "torch DDP gloo": 60}
+    rows = {nodes.COMPUTATION: 100, nodes.COMMUNICATION: 50, nodes.AFTER: 150, nodes.BEHIND: 110}
+    assert nodes.hidden({"variants": [{"name": name, "median_us": time} for name, time in rows.items()]}) == 0.8
+    assert nodes.on_the_line(16 * 2**20, 2, 1.0) == pytest.approx(134_217.7, rel=1e-5)
+
+
+def test_no_picture_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "was not run" in plot.draw({"cases": []}, "x.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "matplotlib is not installed" in plot.draw({"cases": [{"suite": "all_reduce"}]}, "x.png")
+
+
+def _environment() -> dict[str, Any]:
+    names = "date mpi mpi_standard ranks nodes cores cpu memory_gib system python numpy blas_threads"
+    return dict.fromkeys(names.split(), "x")

@@ -1,0 +1,66 @@
+"""The command line: what it takes, and what it says about what it does not take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import mpistrategy
+from mpistrategy import cli
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"mpistrategy {mpistrategy.__version__}\n"
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, command in cli.COMMANDS.items():
+        with pytest.raises(SystemExit) as caught:
+            cli.main([name, "--help"])
+        assert caught.value.code == 0
+        assert command.summary in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "COMMAND"),
+        (["bensh"], "invalid choice: 'bensh' (choose from"),
+        (
+            ["bench", "--only", "all_reduce,lost"],
+            "there is no 'lost'; eligible: all_reduce, small, lists, steps, nodes",
+        ),
+        (["bench", "--only", ""], "nothing is named; eligible: all_reduce"),
+        (["bench", "--lists", "resnet51"], "there is no 'resnet51'; eligible: resnet50, gpt2-small, tiny1000"),
+        (["bench", "--peers", "gloo"], "there is no 'gloo'; eligible: torch"),
+        (["bench", "--sizes", "4,many"], "'many' is no size"),
+        (["bench", "--sizes", "6"], "'6' is no size"),
+        (["bench", "--sizes", "0"], "'0' is no size"),
+        (["bench", "--sizes", "1QiB"], "'1QiB' is no size"),
+        (["bench", "--sizes", "infMiB"], "'infMiB' is no size"),
+        (["bench", "--seconds", "-1"], "'-1' is no positive number"),
+        (["bench", "--seconds", "nan"], "'nan' is no positive number"),
+        (["bench", "--quik"], "unrecognized arguments: --quik"),
+    ],
+)
+def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], what: str) -> None:
+    assert what in refused(capsys, *arguments)
+
+
+def test_the_module_is_the_command() -> None:
+    job = subprocess.run(
+        [sys.executable, "-m", "mpistrategy", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (job.returncode, job.stdout) == (0, f"mpistrategy {mpistrategy.__version__}\n")
