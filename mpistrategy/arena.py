@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -89,7 +89,7 @@ class Arena:
         self._in_place = not shared_result
         self._results = None if self._in_place else self._structure.pack(self._result_views())
         self._closed = False
-        _by_values[id(self._values)] = self
+        resident_values[id(self._values)] = weakref.ref(self, _forgetting(id(self._values)))
         _by_first_leaf[id(self.leaves[0])] = self
 
     # ------------------------------------------------------------------------------------------- what it holds
@@ -263,6 +263,7 @@ class Arena:
             with guard.call("Arena.close") as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
+        resident_values.pop(id(self._values), None)
         self.buckets, self.leaves, self._values, self._untouched, self._results = (), [], None, None, None
 
     # -------------------------------------------------------------------------------------------------- checks
@@ -312,7 +313,18 @@ class Arena:
         return views
 
 
-_by_values: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
+#: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
+resident_values: dict[int, weakref.ref[Arena]] = {}
+
+
+def _forgetting(identity: int) -> Callable[[weakref.ref[Arena]], None]:
+    def forget(arena: weakref.ref[Arena]) -> None:
+        if resident_values.get(identity) is arena:  # else it was closed, and the number is another one's now
+            del resident_values[identity]
+
+    return forget
+
+
 _by_first_leaf: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 
 
@@ -325,7 +337,8 @@ def resident(value: Any, out: Any) -> Arena | None:
         return value
     if out is None or value is not out:
         return None
-    arena = _by_values.get(id(value))
+    found = resident_values.get(id(value))
+    arena = None if found is None else found()
     return arena if arena is not None and arena._values is value else None
 
 

@@ -188,7 +188,7 @@ class VariableStorage:
         least = _SLAB_BYTES if self._rooms else _FIRST_SLAB_BYTES
         memory = communicator.shared(max(nbytes, least, padded(self.nbytes // _SLAB_FRACTION)))
         if not memory.is_shared:
-            self._exhausted = nbytes <= least  # less may be had for others when this one asked for much
+            self._exhausted = True
             return self._find(nbytes)
         slab = Slab(memory)
         self._rooms.append(_Room(slab, [(0, slab.nbytes)]))

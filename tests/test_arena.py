@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,7 +34,6 @@ import mpistrategy as ms
 from mpistrategy import errors, nest
 from mpistrategy.arena import Arena, resident, resident_leaves
 from mpistrategy.arrays import COMBINE, Array
-from mpistrategy.mpi import shared_memory
 
 pytestmark = pytest.mark.mpi
 
@@ -324,8 +324,8 @@ def test_one_ranks_mistake_is_everybodys(strategy: ms.Strategy) -> None:
         "another arena": lambda: strategy.reduce("SUM", arena if RANK == 0 else other),
         "another operation": lambda: strategy.reduce("SUM" if RANK == 0 else "MAX", arena),
         "an ordinary value": lambda: strategy.reduce("SUM", arena if RANK == 0 else [np.zeros(2)]),
-        "broadcast": lambda: (strategy.extended.broadcast_to if RANK == 0 else strategy.extended.reduce_to)(
-            *(("SUM",) if RANK else ()), arena, arena
+        "broadcast": lambda: (
+            strategy.extended.broadcast_to(arena, arena) if RANK == 0 else strategy.reduce("SUM", arena)
         ),
     }
     for name, call in wrong.items():
@@ -395,11 +395,10 @@ def test_after_close_arrays_stay_and_calls_are_refused(strategy: ms.Strategy) ->
     arena.close()
     arena.close()
     assert "closed" in repr(arena)
-    for call in (lambda: strategy.reduce("SUM", arena), lambda: strategy.extended.broadcast_to(arena, arena)):
-        assert all(outcome.error is errors.ContextError for outcome in outcomes(call))
+    for found in (outcomes(strategy.reduce, "SUM", arena), outcomes(strategy.extended.broadcast_to, arena, arena)):
+        assert all(outcome.error is errors.ContextError for outcome in found)
     with pytest.raises(errors.ContextError, match="close"):
         _ = arena.values
-    del arena
     gc.collect()
     mine[...] = 7
     np.testing.assert_array_equal(result, before)
@@ -453,11 +452,12 @@ def test_no_room_on_one_rank_means_none_for_all(monkeypatch: pytest.MonkeyPatch,
         raise OSError(28, "No space left on device")
 
     with ms.MirroredStrategy() as strategy:
-        if RANK == (0 if refusing == "the first" else SIZE - 1):
-            monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+        if (refusing == "the first" and RANK == 0) or (refusing == "the last" and RANK == SIZE - 1):
+            monkeypatch.setattr(os, "posix_fallocate", full)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             arena = strategy.arena([np.zeros(100_000, np.float32), np.zeros(3, np.int16)])
+            strategy.arena(np.zeros(3), shared_result=True)
         monkeypatch.undo()
         assert [warning.category for warning in told] == [errors.FallbackWarning] * (RANK == 0)
         assert not arena.is_shared
@@ -466,5 +466,3 @@ def test_no_room_on_one_rank_means_none_for_all(monkeypatch: pytest.MonkeyPatch,
         assert result is arena.values
         for number, leaf in enumerate(result):
             np.testing.assert_array_equal(leaf, wanted("SUM", leaf, number))
-        again = strategy.arena(np.zeros(3))
-        assert again.is_shared

@@ -1,0 +1,277 @@
+"""Where variables lie: at the same places on every rank, and nowhere where something else is still looked at."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicas import DTYPES, RANK, RANKS, SIZE, OnNodes, gather_texts, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.arrays import Array
+from mpistrategy.variable_storage import Block, VariableStorage, contiguous, padded
+
+pytestmark = pytest.mark.mpi
+
+MIB = 2**20
+
+
+@pytest.fixture
+def fresh() -> Iterator[ms.MirroredStrategy]:
+    with ms.MirroredStrategy() as made:
+        yield made
+
+
+def storage_of(strategy: ms.Strategy) -> VariableStorage:
+    return strategy.extended.variable_storage
+
+
+def block_of(variable: ms.Variable) -> Block:
+    assert variable.block is not None
+    return variable.block
+
+
+def place(variable: ms.Variable, slabs: list[Any]) -> str:
+    """Return where a variable lies, in words that are the same on every rank for the same place."""
+    block = block_of(variable)
+    if block.slab not in slabs:
+        slabs.append(block.slab)
+    return f"slab {slabs.index(block.slab)} at {block.offset}"
+
+
+# ------------------------------------------------------------------------------------------------- places
+
+
+@pytest.mark.mpi(min_size=2)
+def test_variables_lie_in_order_at_the_same_places(fresh: ms.Strategy) -> None:
+    with fresh.scope():
+        made = [ms.Variable(np.full(n, i), name=f"v{i}") for i, n in enumerate((3, 100, 0, 1, 8))]
+        made.append(ms.Variable(True))
+        made.append(ms.Variable(np.ones((2, 3), np.complex64), synchronization="ON_READ"))
+    offsets = [block_of(variable).offset for variable in made]
+    assert offsets == [0, 64, 64 + 832, 64 + 832 + 64, 1024, 1088, 1152]
+    assert contiguous(made)
+    assert not contiguous(made[::-1])
+    assert contiguous(made[2:3])
+    assert same_everywhere(offsets)
+    for variable in made:
+        assert variable.local_view.ctypes.data % 64 == 0
+        assert variable.local_view.flags.c_contiguous
+    assert storage_of(fresh).nbytes == MIB
+    assert padded(0) == padded(64) == 64
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_ranks_of_a_node_see_each_others_copies(strategy: ms.Strategy, dtype: Any) -> None:
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(5, dtype), synchronization="ON_READ", aggregation="ONLY_FIRST_REPLICA")
+    strategy.run(lambda: variable.assign(np.full(5, RANK + 1, dtype)))
+    strategy.barrier()
+    slab, offset = block_of(variable)
+    first = offset // variable.dtype.itemsize
+    for rank, replica in enumerate(slab.replicas(variable.dtype)):
+        np.testing.assert_array_equal(replica[first : first + 5], np.full(5, rank + 1, dtype))
+    assert slab.replicas(variable.dtype) is slab.replicas(variable.dtype)
+    strategy.barrier()
+
+
+def test_variables_of_one_replica_lie_in_its_own_memory() -> None:
+    alone = ms.OneDeviceStrategy()
+    with alone.scope():
+        assert ms.Variable(np.ones(3)).block is None
+    assert ms.Variable(np.ones(3)).block is None
+    assert not contiguous([ms.Variable(1.0)])
+
+    def program() -> bool:
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            made = [ms.Variable(np.full(n, 2.0), aggregation="SUM") for n in (3, 2 * MIB)]
+        strategy.run(lambda: [variable.assign_add(np.ones(variable.shape)) for variable in made])
+        return all(variable.block is None and (variable.numpy() == 4).all() for variable in made)
+
+    assert ms.testing.run_replicas(program, 2) == [True, True]
+    for nodes in (list(RANKS), [min(rank, 1) for rank in RANKS]):
+        with OnNodes(nodes, ms.MpiAllReduce()) as strategy, strategy.scope():
+            variable = ms.Variable(np.full(3, RANK), name="v")
+            assert variable.numpy().tolist() == [0, 0, 0]
+            assert (variable.block is None) == (max(map(nodes.count, nodes)) == 1)
+
+
+def test_writes_stay_in_the_same_memory(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        variable = ms.Variable(np.zeros((2, 3), np.float32), aggregation="SUM")
+    view, address = np.asarray(variable), variable.local_view.ctypes.data
+    strategy.run(lambda: variable.assign_add(np.ones((2, 3), np.float32)))
+    variable.scatter_add(ms.IndexedSlices(np.ones((1, 3), np.float32), [1]))
+    assert view.tolist() == [[SIZE] * 3, [SIZE + 1] * 3]
+    assert variable.local_view.ctypes.data == address
+    assert not view.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+
+
+# ----------------------------------------------------------------------------------------------- used again
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_all_ranks_have_dropped_is_used_again(fresh: ms.Strategy) -> None:
+    storage = storage_of(fresh)
+    with fresh.scope():
+        made = [ms.Variable(np.full(MIB // 32, i)) for i in range(4)]  # 4 x 256 KiB fill the first slab
+        assert storage.nbytes == MIB
+        slab = block_of(made[0]).slab
+        del made[1:3]
+        gc.collect()
+        made.append(ms.Variable(np.zeros(MIB // 16)))  # looks for room, and finds the two blocks as one
+    if storage.nbytes == MIB:
+        assert block_of(made[-1]) == (slab, MIB // 4)
+    assert [float(variable[0]) for variable in made] == [0, 3, 0]
+    assert same_everywhere(float(storage.nbytes))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_array_that_looks_into_a_dropped_variable_keeps_its_memory(fresh: ms.Strategy) -> None:
+    storage = storage_of(fresh)
+    held: list[Array] = []
+    with fresh.scope():
+        for number in range(200):
+            variable = ms.Variable(np.full(MIB // 64, float(number)))
+            if number % 50 == 7 and number // 50 % SIZE == RANK:  # one rank alone holds on to it
+                held.append(np.asarray(variable)[3::7].reshape(-1, 1).T)
+        before = storage.nbytes
+        places = []
+        for _ in range(200):
+            variable = ms.Variable(np.full(MIB // 64, -1.0))
+            places.append(block_of(variable).offset)
+    assert storage.nbytes == before
+    assert same_everywhere(places)
+    assert variable[0] == -1
+    for view in held:
+        assert view.min() == view.max()
+        assert view.min() % 50 == 7
+    assert still_works(fresh)
+
+
+ACTIONS = st.lists(st.tuples(st.integers(0, 200_000), st.integers(0, 5), st.integers(0, SIZE)), min_size=1, max_size=60)
+
+
+@given(actions=ACTIONS)
+@settings(max_examples=15)
+def test_places_stay_equal_and_values_stay_theirs(strategy: ms.Strategy, actions: Any) -> None:
+    """Make variables of some sizes, drop some: on one rank later than on the others, or never."""
+    alive: list[tuple[ms.Variable, int]] = []
+    late: list[tuple[Array, int]] = []
+    slabs: list[Any] = []
+    places = []
+    with strategy.scope():
+        for number, (size, drop, who) in enumerate(actions):
+            variable = ms.Variable(np.full(size, number, np.float32))
+            alive.append((variable, number))
+            places.append("" if variable.block is None else place(variable, slabs))
+            if drop < len(alive) and drop > 1:
+                gone, value = alive.pop(drop)
+                if who == RANK:
+                    late.append((np.asarray(gone), value))
+                del gone
+            if len(late) > 5:
+                late.pop(0)
+            for one, value in alive:
+                assert (one.local_view == value).all()
+            for view, value in late:
+                assert (view == value).all()
+    assert len(set(gather_texts("\n".join(places)))) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_refused_creation_leaves_the_places_equal(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        for wrong in (
+            lambda: ms.Variable(np.zeros(100 + RANK)),
+            lambda: ms.Variable("text" if RANK == 0 else np.zeros(9)),
+            lambda: ms.Variable(np.zeros(5), name="a" if RANK else "b"),
+        ):
+            assert all(outcome.error is not None for outcome in outcomes(wrong))
+        variable = ms.Variable(np.full(3, RANK))
+    assert same_everywhere(np.int64(block_of(variable).offset))
+    assert variable.numpy().tolist() == [0, 0, 0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_empty_slabs_are_given_back(fresh: ms.Strategy) -> None:
+    storage = storage_of(fresh)
+    with fresh.scope():
+        for number in range(1, 7):  # 4, 8, ... 24 MiB: each fits no slab before it
+            large = ms.Variable(np.full(number * MIB // 2, float(number)))
+        assert large[5] == 6
+        assert storage.nbytes < (1 + 20 + 24 + 8) * MIB
+        del large
+        small = [ms.Variable(np.ones(MIB // 8)) for _ in range(12)]  # 1 MiB each
+    assert storage.nbytes < 64 * MIB
+    assert sum(float(variable[0]) for variable in small) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.timeout(300)
+def test_ten_thousand_variables_take_the_memory_of_a_few(fresh: ms.Strategy) -> None:
+    with fresh.scope():
+        for number in range(10_000):
+            variable = ms.Variable(np.full(1000, number, np.float32))
+            if number == 2000:
+                before, files = storage_of(fresh).nbytes, len(os.listdir("/proc/self/fd"))
+    assert variable[999] == 9999
+    assert storage_of(fresh).nbytes == before <= 9 * MIB
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+# ------------------------------------------------------------------------------------------ the end of things
+
+
+def test_variables_and_views_outlive_the_strategy() -> None:
+    with ms.MirroredStrategy() as strategy, strategy.scope():
+        variable = ms.Variable(np.arange(100_000.0))
+        view = np.asarray(ms.Variable(np.arange(7)))[2:]
+    del strategy
+    gc.collect()
+    variable.assign(variable + 1)
+    assert variable[99_999] == 100_000
+    assert view.tolist() == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("refusing", [0, SIZE - 1])
+def test_no_room_on_one_rank_means_own_memory_for_all(
+    fresh: ms.Strategy, monkeypatch: pytest.MonkeyPatch, refusing: int
+) -> None:
+    """A full /dev/shm, seen by one rank alone: variables work as ever, and one warning says so."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with fresh.scope():
+        first = ms.Variable(np.ones(3))
+        if refusing == RANK:
+            monkeypatch.setattr(os, "posix_fallocate", full)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            large = ms.Variable(np.full(MIB, 2.0), aggregation="SUM")
+            others = [ms.Variable(np.full(MIB // 16, RANK)) for _ in range(12)]
+        monkeypatch.undo()
+        assert {warning.category for warning in told} == ({errors.FallbackWarning} if RANK == 0 else set())
+        assert len(told) <= 2
+    assert first.block is not None
+    assert large.block is None
+    assert others[-1].block is None
+    fresh.run(lambda: large.assign_add(np.ones(MIB)))
+    assert (np.asarray(large) == 2 + SIZE).all()
+    assert same_everywhere([np.asarray(variable) for variable in others])
+    assert still_works(fresh)
