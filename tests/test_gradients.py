@@ -24,9 +24,9 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     begun: list[str] = []
     compare = Guard.compare
 
-    def counted(guard: Guard, signature: Any) -> None:
+    def counted(guard: Guard, signature: Any, **how: Any) -> None:
         begun.append(signature.verb)
-        compare(guard, signature)
+        compare(guard, signature, **how)
 
     monkeypatch.setattr(Guard, "compare", counted)
     return begun
