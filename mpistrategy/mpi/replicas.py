@@ -135,6 +135,8 @@ def combine_share(
         return
     combine, first = COMBINE[op], targets[0]
     scale = _scale(dtype, divisor)
+    if len(arrays) == 2 and len(targets) == 1 and scale is None:
+        step = max(1, end - begin)  # nothing is looked at twice
     for start in range(begin, end, step):
         stop = min(start + step, end)
         total = first[start:stop]
