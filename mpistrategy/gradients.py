@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, to_reducible, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
+from mpistrategy.values import IndexedSlices
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
@@ -105,3 +106,12 @@ class GradientAccumulator:
         self._count = 0
         with np.errstate(over="ignore"):
             return [total.astype(dtype, copy=False) for total, dtype in zip(self._sums, self._dtypes, strict=True)]
+
+
+def as_dense(gradient: Any, like: Any) -> Array:
+    """Return a gradient as an array of the dtype of `like`; IndexedSlices become an array of its shape."""
+    if isinstance(gradient, IndexedSlices):
+        dense = np.zeros(like.shape, like.dtype)
+        np.add.at(dense, np.asarray(gradient.indices), np.asarray(gradient.values).astype(like.dtype, copy=False))
+        return dense
+    return np.asarray(gradient).astype(like.dtype, copy=False)

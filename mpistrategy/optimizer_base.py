@@ -15,14 +15,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.context import get_replica_context, get_strategy
+from mpistrategy.context import get_strategy
 from mpistrategy.errors import ContextError, OptionError, UnsupportedError
-from mpistrategy.gradients import clip_by_global_norm
+from mpistrategy.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, GradientBuckets
+from mpistrategy.gradients import as_dense, clip_by_global_norm
 from mpistrategy.mpi.guard import Call
-from mpistrategy.optimizer_checks import Target, Targets, check_variable, checked_number, positive
-from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, has_kernel
+from mpistrategy.optimizer_checks import (
+    Target,
+    Targets,
+    check_variable,
+    checked_count,
+    checked_number,
+    positive,
+    required_context,
+)
+from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, has_current_kernel, has_kernel
+from mpistrategy.optimizer_slots import Slots
 from mpistrategy.options import ReduceOp, VariableAggregation
-from mpistrategy.sliced_variables import SlicedSteps, dense_gradients
+from mpistrategy.sliced_variables import GradientArena, SlicedSteps, dense_gradients
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
@@ -44,7 +54,7 @@ class Optimizer:
     Attributes:
         iterations: the number of steps made, a variable; None before the first.  May be set before that, to count
             in a variable of one's own.
-        latest_path: how the latest step was made, "sliced" or "plain"; "" before the first.
+        latest_path: how the latest step was made, "sliced", "plain" or "buckets"; "" before the first.
 
     Raises:
         OptionError: for a learning rate or a limit that is not positive, and for another aggregation.
@@ -71,7 +81,7 @@ class Optimizer:
         self.global_clipnorm = global_clipnorm
         self.iterations: Variable | None = None
         self.latest_path = ""
-        self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
+        self._slots = Slots(where)
         self._targets = Targets()
         self._flat: dict[int, FlatUpdate] = {}
         self._scratch = Scratch()
@@ -104,12 +114,11 @@ class Optimizer:
                 )
             check_variable(var, strategy, where)
         self._step_counter()
-        self._make_slots(listed)
+        self._slots.make(listed, self.slot_values)
 
     def slots_of(self, var: Variable) -> dict[str, Variable]:
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
-        known = self._slots.get(id(var))
-        return dict(known[1]) if known is not None else {}
+        return self._slots.of(var)
 
     def gradient_arena(self, variables: Iterable[Variable]) -> Arena:
         """Return an arena for the gradients of `variables`: gradients written there need no copy.  Collective.
@@ -127,11 +136,39 @@ class Optimizer:
             EmptyBatchError: without variables.
             OptionError: for what is no variable, and for variables of several strategies.
         """
-        where, listed = f"{type(self).__name__}.gradient_arena", tuple(variables)
-        strategy = getattr(listed[0], "strategy", None) if listed else get_strategy()
-        for var in listed:
-            check_variable(var, strategy or get_strategy(), where)
-        return self._sliced.arena(strategy or get_strategy(), listed).arena
+        return self._gradients_of(variables, "gradient_arena").arena
+
+    def gradient_buckets(
+        self, variables: Iterable[Variable], bytes_per_bucket: int = DEFAULT_BYTES_PER_BUCKET
+    ) -> GradientBuckets:
+        """Return the gradient arena of `variables` in buckets, whose reduction overlaps with computation.  Collective.
+
+        Args:
+            variables: as in `gradient_arena`; in the order of the model's layers.
+            bytes_per_bucket: how many bytes of gradients are reduced in one piece.
+
+        Returns:
+            GradientBuckets, to be given to `apply_gradients` in place of pairs.
+
+        Raises:
+            OptionError, OptionTypeError: for a number of bytes that is no int from 1 on; else as `gradient_arena`.
+        """
+        checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
+        return GradientBuckets(
+            self._gradients_of(variables, "gradient_buckets", f"{bytes_per_bucket=}"),
+            self.aggregation,
+            bytes_per_bucket,
+        )
+
+    def _gradients_of(self, variables: Iterable[Variable], method: str, options: str = "") -> GradientArena:
+        where, listed = f"{type(self).__name__}.{method}", tuple(variables)
+        strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
+        with strategy.extended.communicator.guard.call(where) as call:
+            for var in listed:
+                check_variable(var, strategy, where)
+            call.structure = ", ".join(var.key for var in listed)
+            call.agree("place gradients", op=self.aggregation.value, options=options)
+            return self._sliced.arena(strategy, listed)
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Override: update the slots and return what to subtract from the variable; in update context.
@@ -142,12 +179,12 @@ class Optimizer:
         """
         raise UnsupportedError.at(type(self).__name__, found="no change()", expected="one in your subclass")
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]] | GradientBuckets) -> None:
         """Combine the replicas' gradients and update the variables.  Collective; called in a step function.
 
         Args:
             grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
-                None for a variable that this step leaves alone) and the variable.
+                None for a variable that this step leaves alone) and the variable; or GradientBuckets.
 
         Raises:
             ContextError: in cross-replica context.
@@ -157,20 +194,33 @@ class Optimizer:
             All on every rank, and before anything has changed.
         """
         where = f"{type(self).__name__}.apply_gradients"
-        context = get_replica_context()
-        if context is None:
-            raise ContextError.at(
-                where,
-                found="a call in cross-replica context",
-                expected="a call in a step function",
-                fix="Use strategy.run.",
-            )
+        context = required_context(where)
         with context.strategy.extended.communicator.guard.call(where) as call:
             gradients, target, ordinary = self._targets.checked(grads_and_vars, context.strategy, where)
             if self.iterations is not None:
                 check_variable(self.iterations, context.strategy, where)
             call.structure = f"{self._settings()} for {target.text}"
-            context.merge_call(self._merge, args=(gradients, target, ordinary, call))
+            totals: list[Array] | None = None
+            if isinstance(grads_and_vars, GradientBuckets):
+                totals = self._reduced(grads_and_vars, call)
+            context.merge_call(self._merge, args=(gradients, target, ordinary, totals, call))
+
+    def _reduced(self, buckets: GradientBuckets, call: Call) -> list[Array] | None:
+        """Return the sums or means of buckets that start early; None for others, whose gradients are as any."""
+        if not buckets.starts_early:
+            buckets.reset()
+            return None
+        if buckets.op is not self.aggregation:
+            raise OptionError.at(
+                call.where,
+                found=f"gradient buckets that make the {buckets.op.name}",
+                expected=f"the optimizer's aggregation, {self.aggregation.name}",
+                fix="Make the buckets with this optimizer's gradient_buckets().",
+            )
+        call.agree("reduce gradient buckets", op=buckets.op.value)
+        totals = buckets.reduced()
+        call.expect_more()
+        return totals
 
     def _settings(self) -> str:
         """Return all numbers that a step depends on: ranks that differ in one would drift apart."""
@@ -178,23 +228,39 @@ class Optimizer:
         steps = 0 if self.iterations is None else self.iterations.local_copy().tolist()
         return f"{numbers}, global_clipnorm={self.global_clipnorm}, {self.aggregation.name}, step {steps}"
 
-    def _merge(self, strategy: Strategy, gradients: Sequence[Any], target: Target, ordinary: bool, call: Call) -> None:
+    def _merge(
+        self,
+        strategy: Strategy,
+        gradients: Sequence[Any],
+        target: Target,
+        ordinary: bool,
+        totals: Sequence[Array] | None,
+        call: Call,
+    ) -> None:
         counter = self._step_counter()
         if not target.has_slots:
-            self._make_slots(target.variables)
+            self._slots.make(target.variables, self.slot_values)
             target.has_slots = True
         call.expect_more()
         arrays = gradients if ordinary else dense_gradients(gradients, target, call.where)
-        if arrays is not None and self._update_shares(strategy, arrays, target, call):
+        if totals is not None:
+            self._update_all(strategy, totals, target)
+            self.latest_path = "buckets"
+        elif arrays is not None and self._update_shares(strategy, arrays, target, call):
             self.latest_path = "sliced"
         else:
-            self._update_all(strategy, gradients, target)
+            pairs = list(zip(gradients, target.variables, strict=True))
+            self._update_all(strategy, strategy.extended.batch_reduce_to(self.aggregation, pairs), target)
             self.latest_path = "plain"
         strategy.extended.update(counter, lambda steps: steps.assign_add(1))
 
     def _update_shares(self, strategy: Strategy, gradients: Sequence[Array], target: Target, call: Call) -> bool:
         """Take the sliced path; return False where there is none, which all ranks find alike."""
-        if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None or not self._has_kernel():
+        if (
+            strategy.num_replicas_in_sync == 1
+            or self.global_clipnorm is not None
+            or not has_current_kernel(self, Optimizer)
+        ):
             return False
         kernel = self.kernel()
         step = None if kernel is None else self._sliced.step(strategy, target, self.slots_of, kernel, call)
@@ -206,16 +272,15 @@ class Optimizer:
         strategy.extended.update(target.variables[0], lambda _: step.update.run(kernel, self.aggregation))
         return True
 
-    def _update_all(self, strategy: Strategy, gradients: Sequence[Any], target: Target) -> None:
-        """Take the plain path."""
+    def _update_all(self, strategy: Strategy, results: Sequence[Any], target: Target) -> None:
+        """Update all of this rank's copies with what has been reduced."""
         extended, variables = strategy.extended, target.variables
-        pairs = list(zip(gradients, variables, strict=True))
-        totals = [local_component(total) for total in extended.batch_reduce_to(self.aggregation, pairs)]
-        reduced = [_dense(total, var) for total, var in zip(totals, variables, strict=True)]
+        totals = [local_component(result) for result in results]
+        reduced = [as_dense(total, var) for total, var in zip(totals, variables, strict=True)]
         if self.global_clipnorm is not None:
             reduced, _ = clip_by_global_norm(reduced, self.global_clipnorm)
         rows = [total.indices if self._names_rows(total) else None for total in totals]
-        if self._has_kernel():
+        if has_current_kernel(self, Optimizer):
             # One update context for all: entering one takes longer than the update of a small variable.
             extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows))
         else:
@@ -249,15 +314,6 @@ class Optimizer:
         A class that overrides `change` or `update` but not this is taken at their word.
         """
         return None
-
-    def _has_kernel(self) -> bool:
-        classes = type(self).__mro__
-        at = {
-            name: next(number for number, one in enumerate(classes) if name in vars(one))
-            for name in ("kernel", "change", "update")
-        }
-        overridden = min(at["change"], at["update"]) < at["kernel"] or not vars(self).keys().isdisjoint(at)
-        return not overridden and classes[at["kernel"]] is not Optimizer
 
     def next_step(self) -> int:
         """Return the number of the step that is being made, from 1 on."""
@@ -293,33 +349,3 @@ class Optimizer:
                 aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
             )
         return self.iterations
-
-    def _make_slots(self, variables: Sequence[Variable]) -> None:
-        missing = {id(var): var for var in variables if id(var) not in self._slots}
-        if not missing:
-            return
-        made: dict[int, dict[str, Variable]] = {number: {} for number in missing}
-        # Slot by slot, so that the slots of one name lie one after another, as their variables do.
-        for name in self.slot_values:
-            for number, var in missing.items():
-                made[number][name] = self._new_slot(name, var)
-        self._slots.update({number: (var, made[number]) for number, var in missing.items()})
-
-    def _new_slot(self, name: str, var: Variable) -> Variable:
-        def create() -> Variable:
-            value = np.broadcast_to(np.asarray(self.slot_values[name], var.dtype), var.shape)
-            return Variable(value, trainable=False, name=f"{var.name}/{type(self).__name__}/{name}")
-
-        strategy = get_strategy()
-        if strategy.is_default:
-            return create()
-        with strategy.extended.colocate_vars_with(var):
-            return create()
-
-
-def _dense(gradient: Any, var: Variable) -> Array:
-    if isinstance(gradient, IndexedSlices):
-        dense = np.zeros(var.shape, var.dtype)
-        np.add.at(dense, np.asarray(gradient.indices), np.asarray(gradient.values).astype(var.dtype, copy=False))
-        return dense
-    return np.asarray(gradient).astype(var.dtype, copy=False)

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import dtype_name
-from mpistrategy.errors import DTypeError, EmptyBatchError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.context import get_replica_context
+from mpistrategy.errors import ContextError, DTypeError, EmptyBatchError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
@@ -27,6 +29,15 @@ def checked_number(where: str, name: str, value: Any, expected: str, fits: Calla
     return number
 
 
+def checked_count(where: str, name: str, value: Any) -> int:
+    """Return `value`, an int from 1 on; raise OptionTypeError for another type, OptionError for a smaller one."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
+    if value < 1:
+        raise OptionError.at(where, found=f"{name}={value}", expected="1 or more")
+    return int(value)
+
+
 def positive(number: float) -> bool:
     """Return whether a number is above 0."""
     return number > 0
@@ -35,6 +46,19 @@ def positive(number: float) -> bool:
 def not_negative(number: float) -> bool:
     """Return whether a number is 0 or above."""
     return number >= 0
+
+
+def required_context(where: str) -> ReplicaContext:
+    """Return the context of the step function that this thread is in; ContextError elsewhere."""
+    context: ReplicaContext | None = get_replica_context()
+    if context is None:
+        raise ContextError.at(
+            where,
+            found="a call in cross-replica context",
+            expected="a call in a step function",
+            fix="Use strategy.run.",
+        )
+    return context
 
 
 @dataclass(eq=False)

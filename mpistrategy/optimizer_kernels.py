@@ -106,6 +106,21 @@ def has_kernel(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f"
 
 
+def has_current_kernel(optimizer: object, base: type) -> bool:
+    """Return whether the `kernel` of an optimizer does what its `change` and `update` do.
+
+    Not so when one of these has been overridden in a class further down, or on the instance; nor in `base`, which has
+    no kernel.
+    """
+    classes = type(optimizer).__mro__
+    at = {
+        name: next(number for number, one in enumerate(classes) if name in vars(one))
+        for name in ("kernel", "change", "update")
+    }
+    overridden = min(at["change"], at["update"]) < at["kernel"] or not vars(optimizer).keys().isdisjoint(at)
+    return not overridden and classes[at["kernel"]] is not base
+
+
 class Scratch:
     """Arrays to write anything into, made once for each dtype."""
 

@@ -53,6 +53,7 @@ FLOORS = [
         "optimizer_base",
         "optimizer_checks",
         "optimizer_kernels",
+        "optimizer_slots",
         "sliced_update",
         "sliced_variables",
         "gradient_buckets",

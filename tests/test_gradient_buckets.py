@@ -1,0 +1,201 @@
+"""Gradient buckets: cut alike everywhere, started in order, and the same step as from pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import RANK, RANKS, SIZE, OnNodes, bits, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.arrays import Array
+from mpistrategy.gradient_buckets import GradientBuckets
+from mpistrategy.optimizers import SGD, Adam, Optimizer
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+SHAPES: list[tuple[tuple[int, ...], str]] = [
+    ((40, 3), "float32"),
+    ((3,), "float32"),
+    ((3, 50), "float32"),
+    ((7,), "float64"),
+    ((50,), "float32"),
+    ((2, 2), "float64"),
+    ((1,), "float32"),
+]
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> ms.Strategy:
+    """As many ranks as there are, every second one as if on another node; one node for one rank."""
+    return OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())
+
+
+@pytest.fixture(params=["one node", "two nodes"])
+def place(request: pytest.FixtureRequest, strategy: ms.Strategy, two_nodes: ms.Strategy) -> ms.Strategy:
+    return strategy if request.param == "one node" else two_nodes
+
+
+def model(strategy: ms.Strategy) -> list[ms.Variable]:
+    with strategy.scope():
+        return [ms.Variable(np.linspace(-1, 1, int(np.prod(s)), dtype=d).reshape(s)) for s, d in SHAPES]
+
+
+def gradients_for(variables: Sequence[ms.Variable], step: int) -> list[Array]:
+    """Eighths, whose sums are exact in any order."""
+    random = np.random.default_rng([step, RANK])
+    return [np.asarray(random.integers(-50, 50, v.shape) / 8).astype(v.dtype) for v in variables]
+
+
+def backward(buckets: GradientBuckets, gradients: Sequence[Array], order: Sequence[int]) -> None:
+    for number in order:
+        buckets.values[number][...] = gradients[number]
+        buckets.ready(number if number % 2 else buckets.variables[number])
+
+
+def state(optimizer: Optimizer, variables: Sequence[ms.Variable]) -> list[bytes]:
+    slots = [slot for v in variables for slot in optimizer.slots_of(v).values()]
+    return [bits(v.local_copy()) for v in (*variables, *slots)]
+
+
+@pytest.mark.parametrize("bytes_per_bucket", [1, 600, 4 * 2**20])
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
+@pytest.mark.parametrize("clipnorm", [None, 1.0])
+def test_a_step_from_buckets_is_the_step_from_pairs(
+    place: ms.Strategy, aggregation: str, clipnorm: float | None, bytes_per_bucket: int
+) -> None:
+    ours, theirs = model(place), model(place)
+    one, two = (Adam(0.01, aggregation=aggregation, global_clipnorm=clipnorm) for _ in range(2))
+    buckets = one.gradient_buckets(ours, bytes_per_bucket)
+    backwards = list(range(len(ours)))[::-1]
+    for step, order in enumerate([backwards, backwards[::-1], [], [3, 6], backwards]):
+        gradients = gradients_for(ours, step)
+        mine = np.roll(order, RANK).tolist()  # ranks may find them in other orders
+
+        def run(gradients: Any = gradients, mine: Any = mine) -> None:
+            backward(buckets, gradients, mine)
+            for number in set(backwards) - set(mine):  # those that nobody calls ready
+                buckets.values[number][...] = gradients[number]
+            one.apply_gradients(buckets)
+            two.apply_gradients(zip(gradients, theirs, strict=True))
+
+        place.run(run)
+        assert state(one, ours) == state(two, theirs)
+    assert same_everywhere(ours)
+    early = place.extended.communicator.size > 1 and max(place.extended.communicator.node_of) > 0
+    assert buckets.starts_early == early
+    assert (one.latest_path == "buckets") == early
+    assert still_works(place)
+
+
+def test_how_gradients_are_cut(strategy: ms.Strategy) -> None:
+    variables = model(strategy)
+    optimizer = SGD(0.1)
+    whole = optimizer.gradient_buckets(variables)
+    assert [bucket.members for bucket in whole.buckets] == [(5, 3), (6, 4, 2, 1, 0)]
+    each = optimizer.gradient_buckets(variables, 1)
+    assert [bucket.members for bucket in each.buckets] == [(6,), (5,), (4,), (3,), (2,), (1,), (0,)]
+    some = optimizer.gradient_buckets(variables, 600)
+    assert [bucket.members for bucket in some.buckets] == [(5, 3), (6, 4, 2), (1, 0)]
+    for buckets in (whole, each, some):
+        for bucket in buckets.buckets:
+            for number in bucket.members:
+                assert np.shares_memory(bucket.memory, buckets.values[number])
+                assert bucket.memory.dtype == variables[number].dtype
+        assert len(buckets) == len(variables)
+        assert "7 variables" in repr(buckets)
+        assert [v for _, v in buckets] == variables
+
+
+def test_a_bucket_starts_when_those_before_it_have(two_nodes: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = model(two_nodes)
+    optimizer = SGD(0.1)
+    buckets = optimizer.gradient_buckets(variables, 1)
+    started: list[str] = []
+    start = ms.ReplicaContext.all_reduce_async
+
+    def counted(self: Any, op: Any, value: Any, **options: Any) -> Any:
+        started.append(options["name"].split()[2])
+        return start(self, op, value, **options)
+
+    monkeypatch.setattr(ms.ReplicaContext, "all_reduce_async", counted)
+
+    def step() -> None:
+        for number, expected in ((5, ""), (6, "01"), (3, "01"), (4, "0123")):
+            buckets.ready(number)
+            assert "".join(started) == (expected if buckets.starts_early else "")
+        optimizer.apply_gradients(buckets)
+        assert "".join(started) == ("0123456" if buckets.starts_early else "")
+
+    two_nodes.run(step)
+
+
+def test_mistakes(place: ms.Strategy) -> None:
+    variables = model(place)
+    optimizer = SGD(0.1)
+    buckets = optimizer.gradient_buckets(variables)
+    wrong: Any = "first"
+    with pytest.raises(errors.ContextError), place.scope():
+        buckets.ready(0)
+    with pytest.raises(errors.OptionTypeError):
+        place.run(buckets.ready, args=(wrong,))
+    with pytest.raises(errors.OptionError, match="7 variables"):
+        place.run(buckets.ready, args=(7,))
+    with pytest.raises(errors.OptionError, match="7 variables"):
+        place.run(lambda: buckets.ready(ms.Variable(0.0)) if SIZE == 1 else buckets.ready(-1))
+    place.run(buckets.ready, args=(0,))
+    with pytest.raises(errors.OptionError, match="ready already"):
+        place.run(buckets.ready, args=(0,))
+    buckets.reset()
+    place.run(buckets.ready, args=(0,))
+    buckets.reset()
+    for number, kind in ((0, errors.OptionError), (1.5, errors.OptionTypeError), (True, errors.OptionTypeError)):
+        with pytest.raises(kind, match="bytes_per_bucket"):
+            optimizer.gradient_buckets(variables, number)  # type: ignore[arg-type]
+    if buckets.starts_early:
+        other = SGD(0.1, aggregation="MEAN")
+        ended = outcomes(place.run, other.apply_gradients, (buckets,))
+        assert {one.error for one in ended} == {errors.OptionError}
+        assert "gradient_buckets" in ended[0].text
+    assert still_works(place)
+
+
+@several
+def test_ranks_that_cut_differently_are_refused(place: ms.Strategy) -> None:
+    variables = model(place)
+    optimizer = SGD(0.1)
+    ended = outcomes(optimizer.gradient_buckets, variables, 100 + RANK)
+    assert {one.error for one in ended} == {errors.CollectiveMismatchError}
+    ended = outcomes(optimizer.gradient_arena, variables if RANK else variables[1:])
+    assert {one.error for one in ended} == {errors.CollectiveMismatchError}
+    with place.scope():
+        ended = outcomes(optimizer.gradient_arena, variables if RANK else [1, 2])
+    assert {one.error for one in ended} == {errors.OptionError}
+    assert still_works(place)
+
+
+@several
+def test_other_settings_on_one_rank_change_nothing(place: ms.Strategy) -> None:
+    variables = model(place)
+    optimizer = SGD(0.1)
+    buckets = optimizer.gradient_buckets(variables, 600)
+    gradients = gradients_for(variables, 0)
+
+    def step() -> None:
+        backward(buckets, gradients, range(len(variables))[::-1])
+        optimizer.apply_gradients(buckets)
+
+    before = state(optimizer, variables)
+    optimizer.learning_rate = 0.1 + RANK
+    ended = outcomes(place.run, step)
+    assert {one.error for one in ended} == {errors.CollectiveMismatchError}
+    assert state(optimizer, variables) == before
+    buckets.reset()
+    optimizer.learning_rate = 0.1
+    place.run(step)
+    assert same_everywhere(variables)
+    assert still_works(place)
