@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from mpistrategy.bench import nodes, plot, report, steps
+from mpistrategy.bench.cases import Case, Variant, is_right
 from mpistrategy.bench.shapes import LISTS, elements
-from mpistrategy.bench.timing import Case, Effort, Variant, is_right, measure, summary
+from mpistrategy.bench.timing import Effort, measure, summary
 
 Launch = Callable[..., launching.Finished]
 BENCH = ["-m", "mpistrategy", "bench"]

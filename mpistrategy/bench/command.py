@@ -15,20 +15,21 @@ import numpy as np
 
 from mpistrategy.bench import report as reports
 from mpistrategy.bench.environment import describe
+from mpistrategy.bench.peers import PEERS, open_peers
 from mpistrategy.bench.plot import draw
 from mpistrategy.bench.shapes import LISTS, NETWORKS
-from mpistrategy.bench.timing import FULL, QUICK, Case, measure
+from mpistrategy.bench.timing import FULL, QUICK, measure
 from mpistrategy.mirrored_strategy import MirroredStrategy
 from mpistrategy.mpi.path_files import VARIABLE, Machine, check_can_save, save
 from mpistrategy.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
+    from mpistrategy.bench.cases import Case
     from mpistrategy.bench.raw import RawRanks
     from mpistrategy.bench.sums import Bench
     from mpistrategy.strategy import Strategy
 
 SUITES = ("all_reduce", "small", "lists", "steps", "nodes")
-PEERS = ("torch",)
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 
 
@@ -50,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         type=_names(PEERS),
-        default=list(PEERS),
+        default=["torch"],
         metavar="PEER,...",
         help="other libraries to run as well, where installed",
     )
@@ -101,7 +102,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> None:
     from mpistrategy.bench import nodes, steps, sums
-    from mpistrategy.bench.peers import open_peers
 
     suites: dict[str, Callable[[Bench], Iterator[Case]]] = {
         "all_reduce": sums.one_array,
@@ -110,7 +110,7 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
         "steps": steps.training_steps,
         "nodes": nodes.between_nodes,
     }
-    peers, missing = open_peers(options.peers, ranks)
+    peers, missing = open_peers(options.peers, ranks, report["environment"]["nodes"])
     bench = sums.Bench(
         ranks,
         strategy,

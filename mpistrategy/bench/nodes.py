@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array
+from mpistrategy.bench.cases import Case, Variant
 from mpistrategy.bench.sums import Bench, size_in_words
-from mpistrategy.bench.timing import Case, Variant
 from mpistrategy.options import CommunicationOptions
 
 SIZES = (64 * 2**10, 2**20, 16 * 2**20)

@@ -29,6 +29,7 @@ class RawRanks:
         self.barrier = self.comm.Barrier
         #: The plain call, on buffers that mpi4py looks at itself.
         self.allreduce = self.comm.Allreduce
+        self.sum = MPI.SUM
         #: In the place of a source: the target is the operand, too.
         self.in_place = MPI.IN_PLACE
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.bench import network
+from mpistrategy.bench.cases import Case, Variant
+from mpistrategy.bench.peers import Peer
 from mpistrategy.bench.shapes import NETWORKS
 from mpistrategy.bench.sums import Bench
-from mpistrategy.bench.timing import Case, Variant
 from mpistrategy.one_device_strategy import OneDeviceStrategy
 from mpistrategy.optimizers import SGD
 from mpistrategy.strategy import Strategy
@@ -146,8 +147,8 @@ def _by_strategy(bench: Bench, widths: Any, inputs: Array, classes: Array, expec
 
 
 def _by_peer(
-    bench: Bench, peer: Any, widths: Any, inputs: Array, classes: Array, expected: list[Array]
+    bench: Bench, peer: Peer, widths: Any, inputs: Array, classes: Array, expected: list[Array]
 ) -> Iterator[Variant]:
-    for name, apart in ((f"torch, {ALONE}", True), ("torch DDP gloo", False)):
-        step, parameters = peer.training_step(network.initial(widths), inputs, classes, network.RATE, apart)
-        yield Variant(name, step, [], check=(lambda: True) if apart else _Check(bench, step, parameters, expected))
+    for step in peer.training_steps(network.initial(widths), inputs, classes, network.RATE):
+        check = (lambda: True) if step.apart else _Check(bench, step.call, step.parameters, expected)
+        yield Variant(step.name, step.call, [], check=check)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import Array
+from mpistrategy.bench.cases import Case, Variant
+from mpistrategy.bench.peers import Peer
 from mpistrategy.bench.raw import PIECE, RawRanks
 from mpistrategy.bench.shapes import LISTS, NETWORKS, elements
-from mpistrategy.bench.timing import Case, Variant
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.strategy import Strategy
 
@@ -41,7 +41,7 @@ class Bench:
     strategy: Strategy
     nodes: int
     context: ReplicaContext
-    peers: Sequence[Any] = ()
+    peers: Sequence[Peer] = ()
     missing: dict[str, str] = field(default_factory=dict)
     sizes: Sequence[int] = SIZES
     lists: Sequence[str] = tuple(LISTS)
@@ -73,7 +73,7 @@ def one_array(bench: Bench) -> Iterator[Case]:
             Variant("mpistrategy", partial(ctx.all_reduce, "SUM", mine), [mine]),
             Variant("mpistrategy out=", partial(ctx.all_reduce, "SUM", mine, out=mine), [mine]),
             *_in_arenas(bench, mine),
-            *(Variant(peer.name, peer.all_reduce(mine), [mine]) for peer in bench.peers),
+            *(variant for peer in bench.peers for variant in peer.one_array(mine)),
         ]
         yield Case("all_reduce", size_in_words(mine.nbytes), mine.nbytes, variants, ctx, missing=bench.missing)
 
@@ -126,7 +126,7 @@ def gradient_lists(bench: Bench) -> Iterator[Case]:
             Variant("mpistrategy", partial(ctx.all_reduce, "SUM", mine), mine),
             Variant("mpistrategy out=", partial(ctx.all_reduce, "SUM", mine, out=mine), mine),
             *_in_arenas(bench, mine),
-            *(Variant(f"{peer.name}, buckets", peer.all_reduce_each(mine), mine) for peer in bench.peers),
+            *(variant for peer in bench.peers for variant in peer.gradients(mine)),
         ]
         yield Case("lists", name, 4 * elements(shapes), variants, ctx, missing=bench.missing)
 
@@ -135,12 +135,5 @@ def _in_arenas(bench: Bench, like: Array | list[Array]) -> Iterator[Variant]:
     """Yield the variants whose operands live in an arena from the start."""
     for name, shared_result in (("mpistrategy arena", False), ("mpistrategy arena, shared result", True)):
         arena = bench.strategy.arena(like, shared_result=shared_result)
-        try:  # TODO(bench): remove once ctx.all_reduce takes arenas
-            with bench.context:
-                bench.context.all_reduce("SUM", arena)
-        except ValueError:
-            arena.close()
-            bench.missing["arena"] = "all_reduce does not take arenas yet"
-            return
         operands = arena.values if isinstance(arena.values, list) else [arena.values]
         yield Variant(name, partial(bench.context.all_reduce, "SUM", arena), operands, close=arena.close)

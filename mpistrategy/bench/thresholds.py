@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array
+from mpistrategy.bench.cases import Case, Ranks, Variant
 from mpistrategy.bench.sums import size_in_words
-from mpistrategy.bench.timing import Case, Effort, Ranks, Variant, measure
+from mpistrategy.bench.timing import Effort, measure
 from mpistrategy.context import get_replica_context
 from mpistrategy.mirrored_strategy import MirroredStrategy
 from mpistrategy.mpi.path_files import trying
