@@ -57,6 +57,7 @@ class Peer(Protocol):
 PEERS = {
     "torch": ("torch", "mpistrategy.bench.peer_torch", "TorchGloo"),
     "mpi4jax": ("mpi4jax", "mpistrategy.bench.peer_mpi4jax", "Mpi4Jax"),
+    "tensorflow": ("tensorflow", "mpistrategy.bench.peer_tensorflow", "MultiWorker"),
 }
 
 

@@ -76,13 +76,13 @@ class RawRanks:
         for buffer in buffers:
             allreduce(in_place, buffer)
 
-    def broadcast_text(self, text: str) -> str:
-        """Return rank 0's text.  Collective."""
+    def broadcast_text(self, text: str, root: int = 0) -> str:
+        """Return the text of rank `root`.  Collective."""
         data = np.frombuffer(text.encode(), np.uint8)
         length = np.array([data.size])
-        self.comm.Bcast(length)
-        buffer: Any = np.array(data) if self.rank == 0 else np.empty(int(length[0]), np.uint8)
-        self.comm.Bcast(buffer)
+        self.comm.Bcast(length, root)
+        buffer: Any = np.array(data) if self.rank == root else np.empty(int(length[0]), np.uint8)
+        self.comm.Bcast(buffer, root)
         return bytes(buffer).decode()
 
     def close(self) -> None:
