@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpistrategy import nest
-from mpistrategy.arena_layout import buckets_for, laid_out, layouts_of
+from mpistrategy.arena_layout import buckets_for, check_dtypes, laid_out, layouts_of
 from mpistrategy.arrays import Array, dtype_name
 from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK, resolve
 from mpistrategy.errors import (
     ContextError,
     CopyError,
-    DTypeError,
     EmptyBatchError,
     OptionError,
     OptionTypeError,
     StructureError,
 )
+from mpistrategy.intact import IntactNest
 from mpistrategy.mpi.guard import Call
-from mpistrategy.mpi.replicas import Replicas, broadcast_replicas, reduce_replicas
+from mpistrategy.mpi.replicas import broadcast_replicas, reduce_replicas
 from mpistrategy.options import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -83,14 +83,12 @@ class Arena:
         self._number = extended.next_arena_number()
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
         self.leaves = self._views([bucket.mine for bucket in self.buckets])
-        self._values = self._structure.pack(self.leaves)
-        # Equal to the nest for as long as nobody puts other arrays into it; found out without a step of Python.
-        self._untouched = self._structure.pack(self.leaves)
+        self._nest = IntactNest(self._structure, self.leaves)
+        self._values = self._nest.value
         self._in_place = not shared_result
         self._results = None if self._in_place else self._structure.pack(self._result_views())
         self._closed = False
         resident_values[id(self._values)] = weakref.ref(self, _forgetting(id(self._values)))
-        _by_first_leaf[id(self.leaves[0])] = self
 
     # ------------------------------------------------------------------------------------------- what it holds
 
@@ -128,11 +126,6 @@ class Arena:
             and layout["strides"] is None
             for leaf in self.leaves
         )
-
-    def holds(self, arrays: Sequence[Any]) -> bool:
-        """Return whether `arrays` are all of the arena's arrays, in order."""
-        mine = self.leaves
-        return len(arrays) == len(mine) and all(map(_is, arrays, mine))
 
     def __repr__(self) -> str:
         if self._closed:
@@ -193,14 +186,14 @@ class Arena:
         op = ReduceOp.parse(reduce_op, call.where)
         self._check(extended, call.where)
         in_place = self._in_place or out is not None
-        if out is not None and out is not self and not self._is_mine(out):
+        if not (out is None or out is self or out is self._values or self._nest.is_like(out)):
             raise OptionError.at(
                 call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
             )
         call.structure = self._structure.text
         ordinary = weight is not None or type(extended.cross_device_ops) not in _OWN_ALGORITHMS
         if in_place or not ordinary:
-            _check_dtypes(self.buckets, op, call.where)
+            check_dtypes(self.buckets, op, call.where)
         if ordinary:
             results = extended.all_reduce_leaves(
                 call.where,
@@ -264,7 +257,8 @@ class Arena:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         resident_values.pop(id(self._values), None)
-        self.buckets, self.leaves, self._values, self._untouched, self._results = (), [], None, None, None
+        self.buckets, self.leaves, self._values, self._results = (), [], None, None
+        del self._nest
 
     # -------------------------------------------------------------------------------------------------- checks
 
@@ -274,7 +268,7 @@ class Arena:
             raise OptionTypeError.at(
                 where, found="an arena of another strategy", expected="one that this strategy's arena() made"
             )
-        if not self._is_mine(self._values):
+        if not self._nest.is_intact():
             raise StructureError.at(
                 where,
                 found="other arrays in arena.values than the arena's own",
@@ -286,18 +280,6 @@ class Arena:
         if destinations is self or destinations is self._values:
             return EVERY_RANK.text
         return resolve(destinations, self._communicator, where).text
-
-    def _is_mine(self, values: Any) -> bool:
-        """Return whether a nest has the arena's structure and holds its very arrays."""
-        if self._structure is nest.LEAF:
-            return values is self.leaves[0]
-        try:
-            if values == self._untouched:
-                return True
-        except ValueError:
-            pass  # an array was compared by value: it is another one
-        leaves, structure = nest.flatten(values)
-        return structure.text == self._structure.text and self.holds(leaves)
 
     def _require_open(self, where: str) -> None:
         if self._closed:
@@ -325,9 +307,6 @@ def _forgetting(identity: int) -> Callable[[weakref.ref[Arena]], None]:
     return forget
 
 
-_by_first_leaf: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
-
-
 def resident(value: Any, out: Any) -> Arena | None:
     """Return the arena in which ``all_reduce(op, value, out=out)`` can be done where the arrays are; else None.
 
@@ -342,33 +321,9 @@ def resident(value: Any, out: Any) -> Arena | None:
     return arena if arena is not None and arena._values is value else None
 
 
-def resident_leaves(leaves: Sequence[Any], targets: Sequence[Any]) -> Arena | None:
-    """Return the arena whose arrays, in order, both `leaves` and `targets` are; else None."""
-    arena = _by_first_leaf.get(id(leaves[0])) if leaves else None
-    return arena if arena is not None and arena.holds(leaves) and arena.holds(targets) else None
-
-
 def has_arenas(pairs: Any) -> bool:
     """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
     if not isinstance(pairs, (list, tuple)):
         return False
     sound = [pair[0] for pair in pairs if type(pair) is tuple and len(pair) == 2]
     return len(sound) == len(pairs) and any(type(value) is Arena for value in sound)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
-def _check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
-    for bucket in buckets:
-        dtype = bucket.mine.dtype
-        if op is ReduceOp.MEAN and dtype.kind in "iu":
-            raise DTypeError.at(
-                where,
-                found=f"MEAN of {dtype_name(dtype)} in an arena",
-                expected="a floating dtype: a mean of integers is none, and does not fit where they are",
-                fix="Reduce with SUM, or pass arena.values without out=.",
-            )
-        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
-            raise DTypeError.at(where, found=f"{op.name} of {dtype_name(dtype)}", expected="numbers that have an order")

@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpistrategy import nest
-from mpistrategy.arrays import Array, to_reducible
-from mpistrategy.errors import MpiStrategyError
+from mpistrategy.arrays import Array, dtype_name, to_reducible
+from mpistrategy.errors import DTypeError, MpiStrategyError
 from mpistrategy.mpi.replicas import Replicas, joined, typed
 from mpistrategy.mpi.shared_memory import ALIGNMENT, private_memory
 from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import ReduceOp
 from mpistrategy.values import contribution
 
 Layout: TypeAlias = "tuple[np.dtype[Any], tuple[int, ...]]"
@@ -100,3 +101,18 @@ def buckets_for(
             arrays = (arrays[memory.local_rank],)
         buckets.append(Replicas(arrays, memory.local_rank if is_shared else 0, is_shared, one))
     return tuple(buckets)
+
+
+def check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
+    """Raise DTypeError for a MEAN of integers, which does not fit where they are, and an order of complex numbers."""
+    for bucket in buckets:
+        dtype = bucket.mine.dtype
+        if op is ReduceOp.MEAN and dtype.kind in "iu":
+            raise DTypeError.at(
+                where,
+                found=f"MEAN of {dtype_name(dtype)} in an arena",
+                expected="a floating dtype: a mean of integers is none, and does not fit where they are",
+                fix="Reduce with SUM, or pass arena.values without out=.",
+            )
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
+            raise DTypeError.at(where, found=f"{op.name} of {dtype_name(dtype)}", expected="numbers that have an order")

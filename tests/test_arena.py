@@ -8,6 +8,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from replicas import (
 
 import mpistrategy as ms
 from mpistrategy import errors, nest
-from mpistrategy.arena import Arena, resident, resident_leaves
+from mpistrategy.arena import Arena, resident, resident_values
 from mpistrategy.arrays import COMBINE, Array
 
 pytestmark = pytest.mark.mpi
@@ -63,6 +64,12 @@ def each_strategy(strategies: dict[str, ms.Strategy], request: pytest.FixtureReq
 class Layer(NamedTuple):
     kernel: Any
     offset: Any
+
+
+@dataclass
+class Record:
+    weights: Array
+    scale: Array
 
 
 def nested(arrays: list[Array]) -> Any:
@@ -299,13 +306,15 @@ def test_an_arena_is_found_by_its_values(strategy: ms.Strategy) -> None:
     assert resident(values, None) is None
     assert resident(values, {**values}) is None
     assert resident(leaves, leaves) is None
-    assert resident_leaves([*leaves], leaves) is arena
-    assert resident_leaves(leaves, [leaf.copy() for leaf in leaves]) is None
-    assert resident_leaves(leaves[:1], leaves[:1]) is None
-    assert resident_leaves([], []) is None
+    assert id(values) in resident_values
     arena.close()
     assert resident(values, values) is None
-    assert resident_leaves(leaves, leaves) is None
+    assert id(values) not in resident_values
+    other = strategy.arena([np.zeros(1)])
+    identity = id(other.values)
+    del other
+    gc.collect()
+    assert identity not in resident_values
 
 
 # ------------------------------------------------------------------------------------------------ mistakes
@@ -393,6 +402,36 @@ def test_other_arrays_in_values_are_found(strategy: ms.Strategy, make: Any) -> N
     inner[:] = [mine]
     strategy.reduce("SUM", arena)
     assert still_works(strategy)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2,)], ids=str)
+def test_equal_arrays_in_values_are_others(strategy: ms.Strategy, shape: tuple[int, ...]) -> None:
+    arrays = [np.zeros(shape), np.zeros(shape)]
+    for like in (arrays, {"a": arrays[0], "b": [arrays[1]]}, {"a": (arrays[0], {"b": arrays[1]}), "c": arrays[0]}):
+        arena = strategy.arena(like)
+        strategy.reduce("SUM", arena)
+        values, key = (arena.values, 0) if isinstance(like, list) else (arena.values, "a")
+        mine = values[key]
+        values[key] = nest.map_structure(np.copy, mine)
+        with pytest.raises(errors.StructureError, match="written in place"):
+            strategy.reduce("SUM", arena)
+        values[key] = mine
+        strategy.reduce("SUM", arena)
+        extra: Any = {"another": 1}
+        if isinstance(values, dict):
+            values.update(extra)
+            with pytest.raises(errors.StructureError):
+                strategy.reduce("SUM", arena)
+
+
+def test_values_may_be_records(strategy: ms.Strategy) -> None:
+    arena = strategy.arena(Record(np.zeros(2), np.zeros(())))
+    filled(arena, 0)
+    assert strategy.reduce("SUM", arena) is arena.values
+    np.testing.assert_array_equal(arena.values.weights, wanted("SUM", arena.values.weights, 0))
+    arena.values.scale = np.zeros(())
+    with pytest.raises(errors.StructureError):
+        strategy.reduce("SUM", arena)
 
 
 def test_an_arena_belongs_to_its_strategy(strategy: ms.Strategy) -> None:

@@ -25,6 +25,7 @@ FLOORS = [
     {
         "arena",
         "arena_layout",
+        "intact",
         "context",
         "async_reduce",
         "replica_context",
