@@ -2,9 +2,8 @@
 
 A step takes one of two paths, with the same results.  *Plain*: the gradients are reduced to every rank, and each rank
 updates all of its copies.  *Sliced*: where variables, slots and gradients live in memory that the ranks of the node
-share, each rank reduces and updates its share, in every copy (`mpistrategy.sliced_update`).  In both, the optimizers
-of this package update in place, piece by piece (`mpistrategy.optimizer_kernels`); a subclass that overrides `change`
-or `update` has these called for whole variables, on the plain path.
+share, each rank reduces and updates its share, in every copy (`mpistrategy.sliced_update`).  In both they update in
+place, in pieces (`optimizer_kernels`); a subclass that overrides `change` or `update` is asked, on the plain path.
 """
 
 from __future__ import annotations
@@ -161,7 +160,8 @@ class Optimizer:
         )
 
     def _gradients_of(self, variables: Iterable[Variable], method: str, options: str = "") -> GradientArena:
-        where, listed = f"{type(self).__name__}.{method}", tuple(variables)
+        where = f"{type(self).__name__}.{method}"
+        listed: tuple[Any, ...] = tuple(variables)
         strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
         with strategy.extended.communicator.guard.call(where) as call:
             for var in listed:
@@ -281,8 +281,7 @@ class Optimizer:
             reduced, _ = clip_by_global_norm(reduced, self.global_clipnorm)
         rows = [total.indices if self._names_rows(total) else None for total in totals]
         if has_current_kernel(self, Optimizer):
-            # One update context for all: entering one takes longer than the update of a small variable.
-            extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows))
+            extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows))  # one for all
         else:
             for gradient, var, named in zip(reduced, variables, rows, strict=True):
                 extended.update(var, self.update, args=(gradient, self.slots_of(var), named))
