@@ -472,6 +472,20 @@ def test_arrays_outlive_the_strategy() -> None:
     assert result.sum() == 3000
 
 
+def test_arenas_that_are_dropped_leave_nothing_open(strategy: ms.Strategy) -> None:
+    gc.collect()
+    files = len(os.listdir("/proc/self/fd"))
+    for number in range(150):
+        arena = strategy.arena([np.zeros(5000)], shared_result=number % 2 == 0)
+        arena.leaves[0][...] = RANK
+        assert strategy.reduce("MAX", arena)[0][-1] == SIZE - 1
+        if number % 3:
+            arena.close()
+    del arena
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
 # ------------------------------------------------------------------------------------- without shared memory
 
 
