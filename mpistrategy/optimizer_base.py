@@ -237,7 +237,7 @@ class Optimizer:
         totals: Sequence[Array] | None,
         call: Call,
     ) -> None:
-        counter = self._step_counter()
+        self._step_counter()
         if not target.has_slots:
             self._slots.make(target.variables, self.slot_values)
             target.has_slots = True
@@ -252,24 +252,24 @@ class Optimizer:
             pairs = list(zip(gradients, target.variables, strict=True))
             self._update_all(strategy, strategy.extended.batch_reduce_to(self.aggregation, pairs), target)
             self.latest_path = "plain"
-        strategy.extended.update(counter, lambda steps: steps.assign_add(1))
 
     def _update_shares(self, strategy: Strategy, gradients: Sequence[Array], target: Target, call: Call) -> bool:
         """Take the sliced path; return False where there is none, which all ranks find alike."""
-        if (
-            strategy.num_replicas_in_sync == 1
-            or self.global_clipnorm is not None
-            or not has_current_kernel(self, Optimizer)
-        ):
+        if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None:
             return False
-        kernel = self.kernel()
+        kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
         step = None if kernel is None else self._sliced.step(strategy, target, self.slots_of, kernel, call)
         if kernel is None or step is None:
             return False
         step.collect(gradients)
         # The gradients have their variables' shapes and dtypes, and which variables they are is in call.structure.
         call.agree("update", op=self.aggregation.value, options="each rank its share")
-        strategy.extended.update(target.variables[0], lambda _: step.update.run(kernel, self.aggregation))
+
+        def update(steps: Variable) -> None:
+            step.update.run(kernel, self.aggregation)
+            steps.assign_add(1)
+
+        strategy.extended.update(self._step_counter(), update)
         return True
 
     def _update_all(self, strategy: Strategy, results: Sequence[Any], target: Target) -> None:
@@ -279,15 +279,14 @@ class Optimizer:
         reduced = [as_dense(total, var) for total, var in zip(totals, variables, strict=True)]
         if self.global_clipnorm is not None:
             reduced, _ = clip_by_global_norm(reduced, self.global_clipnorm)
-        rows = [total.indices if self._names_rows(total) else None for total in totals]
+        names_rows = self.only_named_rows
+        rows = [total.indices if names_rows and isinstance(total, IndexedSlices) else None for total in totals]
         if has_current_kernel(self, Optimizer):
             extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows))  # one for all
         else:
             for gradient, var, named in zip(reduced, variables, rows, strict=True):
                 extended.update(var, self.update, args=(gradient, self.slots_of(var), named))
-
-    def _names_rows(self, total: Any) -> bool:
-        return self.only_named_rows and isinstance(total, IndexedSlices)
+        extended.update(self._step_counter(), lambda steps: steps.assign_add(1))
 
     def _update_in_place(
         self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None]

@@ -16,6 +16,8 @@ from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
 
+#: How many variables of a step are named when ranks compare their calls.
+_IN_WORDS = 12
 _PAIRS = "an iterable of (gradient, variable) pairs"
 
 
@@ -137,8 +139,19 @@ def _new_target(pairs: list[Any], strategy: Strategy, where: str) -> Target:
     numbered = [(number, var) for number, (gradient, var) in enumerate(pairs) if gradient is not None]
     if not numbered:
         raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
-    text = ", ".join(f"{number}: {var.key}" for number, var in numbered)
+    text = _shortened([f"{number}: {var.key}" for number, var in numbered])
     return Target(tuple(var for _, var in numbered), strategy, text)
+
+
+def _shortened(names: list[str]) -> str:
+    """Return a text that tells these names from all others; of many, only some in words: it is compared every step."""
+    if len(names) <= _IN_WORDS:
+        return ", ".join(names)
+    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
+
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+    half = _IN_WORDS // 2
+    return f"{', '.join(names[:half])}, ..., {', '.join(names[-half:])} ({len(names)} variables, {digest})"
 
 
 def check_variable(var: Any, strategy: Strategy, where: str) -> None:
