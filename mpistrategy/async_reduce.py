@@ -13,12 +13,15 @@ from mpistrategy.mpi import ambient
 from mpistrategy.mpi.guard import Guard, call_site
 from mpistrategy.mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.quick_all_reduce import QuickAllReduce
+from mpistrategy.quick_cells import NOT_QUICK
 from mpistrategy.values import Mirrored, contribution
 
 if TYPE_CHECKING:
     from mpistrategy.extended import StrategyExtended
 
 _WHERE = "ReplicaContext.all_reduce_async"
+_CALL = "ReplicaContext.all_reduce"
 
 
 class AllReduceHandle:
@@ -63,6 +66,7 @@ def start_all_reduce(
     value: Any,
     options: CommunicationOptions | None,
     name: str | None,
+    out: Any,
     checked_targets: Callable[[nest.Structure], list[Array] | None],
 ) -> AllReduceHandle:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
@@ -75,7 +79,7 @@ def start_all_reduce(
     engine = engine_of(communicator, agree)
     site = call_site()
     try:
-        work = _prepared(_on(extended, engine), reduce_op, value, options, name, checked_targets)
+        work = _prepared(_on(extended, engine), reduce_op, value, options, name, out, checked_targets)
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = _failing(engine, error)
 
@@ -98,6 +102,7 @@ def _prepared(
     value: Any,
     options: CommunicationOptions | None,
     name: str | None,
+    out: Any,
     checked_targets: Callable[[nest.Structure], list[Array] | None],
 ) -> Callable[[], Any]:
     """Look at the arguments in the caller's thread and context; return the rest of the work."""
@@ -108,9 +113,14 @@ def _prepared(
     targets = checked_targets(structure)
     op = ReduceOp.parse(reduce_op, _WHERE)
     communicator = extended.communicator
+    kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
 
     def work() -> Any:
-        with ambient.working_on(communicator), communicator.guard.call(_WHERE, structure.text, name or "") as call:
+        if options is None and name is None:
+            result = extended.quick.run(reduce_op, kept, out)
+            if result is not NOT_QUICK:
+                return result
+        with ambient.working_on(communicator), communicator.guard.call(_CALL, structure.text, name or "") as call:
             results = extended.all_reduce_leaves(
                 call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
             )
@@ -121,7 +131,7 @@ def _prepared(
 
 def _failing(engine: AtOnce, error: Exception) -> Callable[[], Any]:
     def work() -> Any:
-        with engine.communicator.guard.call(_WHERE):
+        with engine.communicator.guard.call(_CALL):
             raise error
 
     return work
@@ -131,6 +141,9 @@ def _on(extended: StrategyExtended, engine: AtOnce) -> StrategyExtended:
     """Return `extended` with the engine's communicator."""
     if engine.communicator is extended.communicator:
         return extended
-    other = copy.copy(extended)
-    other.communicator = engine.communicator
+    other: StrategyExtended | None = engine.views.get(extended)
+    if other is None:
+        other = engine.views[extended] = copy.copy(extended)
+        other.communicator = engine.communicator
+        other.quick = QuickAllReduce(other.communicator, other.cross_device_ops, other.options)
     return other

@@ -21,12 +21,12 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.mpi import bfloat16
-from mpistrategy.mpi.exchange import Flight, Link, blocks_of, combined, exact
+from mpistrategy.mpi.exchange import Flight, Link, Space, blocks_of, combined, exact
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.window import share
 
-#: From here on `MpiCommunicator.allreduce` comes here; shorter ones are faster in one call of MPI (measured at 1 Gbit/s).
+#: From here on `MpiCommunicator.allreduce` comes here; one call of MPI is faster with less (measured at 1 Gbit/s).
 LEAST_BYTES = 256 * 2**10
 #: More lanes than this do not fill a network better, and make short messages.
 MOST_LANES = 4
@@ -36,7 +36,8 @@ _LEAST_BLOCK_BYTES = 32 * 2**10
 _LARGEST_PIECE_BYTES = 2**22
 #: How many pieces may be on the network at a time.
 FLIGHTS = 4
-_SLOTS = FLIGHTS + 2
+# Besides the pieces on the network, the node works on one before and one after.
+_MORE_SLOTS = 2
 _TAGS = 2**12
 
 #: Called between two looks that found nothing new, with how many there have been.
@@ -83,10 +84,28 @@ def allreduce_across(communicator: Any, buffer: Array, op: str = "SUM", *, sourc
             _in_turn(communicator, brought, flat, op, rounds)
 
 
-def across_nodes(communicator: Any, pause: Pause = eagerly) -> AcrossNodes:
+@dataclass(frozen=True)
+class Manner:
+    """How to wait for messages.
+
+    Attributes:
+        pause: called between two looks that found nothing new.
+        nudges: how often MPI is asked to move messages on after a pause, besides once for each piece under way.
+        flights: how many pieces may be on the network at a time.
+    """
+
+    pause: Pause = eagerly
+    nudges: int = 0
+    flights: int = FLIGHTS
+
+
+EAGER = Manner()
+
+
+def across_nodes(communicator: Any, manner: Manner = EAGER) -> AcrossNodes:
     """Return the two-level exchange of a communicator; the first call is collective."""
     if communicator.across is None:
-        communicator.across = AcrossNodes(communicator, pause)
+        communicator.across = AcrossNodes(communicator, manner)
     found: AcrossNodes = communicator.across
     return found
 
@@ -118,25 +137,27 @@ class AcrossNodes:
 
     Args:
         communicator: the ranks.
-        pause: how to wait.
+        manner: how to wait.
     """
 
-    def __init__(self, communicator: Ranks, pause: Pause) -> None:
+    def __init__(self, communicator: Ranks, manner: Manner) -> None:
         node = communicator.node().node
         self.lanes, link = communicator.links(MOST_LANES)
         self._link = link if link is not None and link.size > 1 else None
-        self._pause = pause
+        self._manner = manner
         nodes = max(1, communicator.size // max(1, node.size)) if link is None else link.size
         shortest = self.lanes * nodes * _LEAST_BLOCK_BYTES
         self.piece_bytes = max(PIECE_BYTES, min(shortest, _LARGEST_PIECE_BYTES))
         self._flights: deque[_Piece] = deque()
+        slice_bytes = self.piece_bytes // self.lanes + ALIGNMENT
+        # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.
+        self._spaces = [Space(2 * slice_bytes + 2 * ALIGNMENT * nodes) for _ in range(manner.flights)]
         self._number = 0
-        self._lane = node.rank if node.rank < self.lanes else None
         self._node: _Alone | _Window | _Messages = _Alone()
-        memory = communicator.shared(_Window.bytes_of(self.piece_bytes))
+        memory = communicator.shared(_Window.bytes_of(self.piece_bytes, manner.flights))
         if node.size > 1:
             self._node = (
-                _Window(memory, self.piece_bytes, self.lanes, self._until)
+                _Window(memory, self.piece_bytes, manner.flights, self.lanes, self._until)
                 if memory.is_shared
                 else _Messages(node, self.lanes)
             )
@@ -148,19 +169,25 @@ class AcrossNodes:
             piece = target[start : start + elements]
             self._number += 1
             self._node.bring(self._number, source[start : start + elements], piece)
-            if len(self._flights) == FLIGHTS:
+            if len(self._flights) == self._manner.flights:
                 self._land()
-            mine = self._node.add_up(self._number, piece, op)
-            self._flights.append(_Piece(self._number, piece, self._take_off(mine, op, rounds)))
+            brought, mine = self._node.add_up(self._number, piece, op)
+            self._flights.append(_Piece(self._number, piece, self._take_off(brought, mine, op, rounds)))
             self._advance()
         while self._flights:
             self._land()
 
-    def _take_off(self, mine: Array, op: str, rounds: bool) -> Flight:
-        if self._link is None or self._lane is None:
+    def _take_off(self, brought: Array, mine: Array, op: str, rounds: bool) -> Flight:
+        if self._link is None:
+            if mine is not brought:
+                mine[...] = brought
             return Flight(None)
         tag = 2 * (self._number % _TAGS)
-        return Flight(bfloat16.halved(self._link, mine, tag) if rounds else exact(self._link, mine, op, tag))
+        space = self._spaces[self._number % self._manner.flights]
+        space.clear()
+        if rounds:
+            return Flight(bfloat16.halved(self._link, brought, mine, tag, space))
+        return Flight(exact(self._link, brought, mine, op, tag, space))
 
     def _land(self) -> None:
         piece = self._flights[0]
@@ -177,22 +204,21 @@ class AcrossNodes:
     def _until(self, ready: Callable[[], bool]) -> None:
         looks = 0
         while not ready():
-            if self._advance():
-                looks = 0
-                continue
-            looks += 1
-            self._pause(looks)
+            if not self._advance():
+                looks += 1
+                self._manner.pause(looks)
+                for _ in range(self._manner.nudges if self._flights else 0):
+                    self._flights[0].flight.nudge()
 
 
 class _Alone:
     """The only rank of its node."""
 
     def bring(self, number: int, source: Array, target: Array) -> None:
-        if source is not target:
-            target[...] = source
+        self._source = source
 
-    def add_up(self, number: int, target: Array, op: str) -> Array:
-        return target
+    def add_up(self, number: int, target: Array, op: str) -> tuple[Array, Array]:
+        return self._source, target
 
     def hand_out(self, number: int, target: Array) -> None:
         pass
@@ -209,12 +235,13 @@ class _Messages:
         if source is not target:
             target[...] = source
 
-    def add_up(self, number: int, target: Array, op: str) -> Array:
+    def add_up(self, number: int, target: Array, op: str) -> tuple[Array, Array]:
         slices = self._slices(target)
         for lane, part in enumerate(slices):
             if part.size:
                 self._node.reduce(part, lane, op)
-        return slices[self._node.rank] if self._node.rank < self._lanes else target[:0]
+        mine = slices[self._node.rank] if self._node.rank < self._lanes else target[:0]
+        return mine, mine
 
     def hand_out(self, number: int, target: Array) -> None:
         for lane, part in enumerate(self._slices(target)):
@@ -233,39 +260,44 @@ class _Window:
     """
 
     def __init__(
-        self, memory: SharedMemory, piece_bytes: int, lanes: int, until: Callable[[Callable[[], bool]], None]
+        self,
+        memory: SharedMemory,
+        piece_bytes: int,
+        flights: int,
+        lanes: int,
+        until: Callable[[Callable[[], bool]], None],
     ) -> None:
         self._me = memory.local_rank
         self._lanes = lanes
         self._fence = memory.fence
         self._until = until
         self._counters = [
-            [memoryview(segment[line * ALIGNMENT :][:8]).cast("B").cast("q") for segment in memory.segments]
+            [segment[line * ALIGNMENT :][:8].data.cast("B").cast("q") for segment in memory.segments]
             for line in range(3)
         ]
         self._brought, self._shown, self._done = self._counters
         start = 3 * ALIGNMENT
         self._slots = [
             [segment[start + slot * piece_bytes :][:piece_bytes] for segment in memory.segments]
-            for slot in range(_SLOTS)
+            for slot in range(flights + _MORE_SLOTS)
         ]
 
     @staticmethod
-    def bytes_of(piece_bytes: int) -> int:
-        return 3 * ALIGNMENT + _SLOTS * piece_bytes
+    def bytes_of(piece_bytes: int, flights: int) -> int:
+        return 3 * ALIGNMENT + (flights + _MORE_SLOTS) * piece_bytes
 
     def bring(self, number: int, source: Array, target: Array) -> None:
-        self._wait_for(self._done, number - _SLOTS)
+        self._wait_for(self._done, number - len(self._slots))
         self._slot(number, source)[self._me][...] = source
         self._tell(self._brought, number)
 
-    def add_up(self, number: int, target: Array, op: str) -> Array:
+    def add_up(self, number: int, target: Array, op: str) -> tuple[Array, Array]:
         begin, end = self._borders(target)[self._me] if self._me < self._lanes else (0, 0)
         mine = target[begin:end]
         if mine.size:
             self._wait_for(self._brought, number)
             combined([brought[begin:end] for brought in self._slot(number, target)], op, out=mine)
-        return mine
+        return mine, mine
 
     def hand_out(self, number: int, target: Array) -> None:
         slot, borders = self._slot(number, target), self._borders(target)
@@ -283,7 +315,7 @@ class _Window:
         return [share(target.size, lane, self._lanes, target.itemsize) for lane in range(self._lanes)]
 
     def _slot(self, number: int, like: Array) -> list[Array]:
-        return [part[: like.nbytes].view(like.dtype) for part in self._slots[number % _SLOTS]]
+        return [part[: like.nbytes].view(like.dtype) for part in self._slots[number % len(self._slots)]]
 
     def _tell(self, counter: list[memoryview], number: int) -> None:
         if self._fence is not None:

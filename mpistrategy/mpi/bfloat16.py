@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.exchange import Link, Steps, blocks_of, exchange
+from mpistrategy.mpi.exchange import Link, Space, Steps, blocks_of, exchange
 
 
 @cache
@@ -53,16 +53,20 @@ def rounded(values: Array) -> Array:
     return values
 
 
-def halved(link: Link, piece: Array, tag: int) -> Steps:
+def halved(link: Link, source: Array, target: Array, tag: int, space: Space) -> Steps:
     """Do what `exchange.exact` does for a float32 sum, with bfloat16 on the wire."""
-    sent = piece.astype(bfloat16())
+    sent = space.take(source.size, bfloat16())
+    sent[...] = source
     blocks = blocks_of(sent, link.size)
 
     def add_up(parts: list[Array]) -> None:
-        total = parts[0].astype(np.float32)
-        for part in parts[1:]:
-            total += part.astype(np.float32)
-        blocks[link.rank][...] = total
+        own = blocks[link.rank]
+        total, part = space.take(own.size, source.dtype), space.take(own.size, source.dtype)
+        total[...] = parts[0]
+        for one in parts[1:]:
+            part[...] = one
+            total += part
+        own[...] = total
 
-    yield from exchange(link, blocks, add_up, tag)
-    piece[...] = sent
+    yield from exchange(link, blocks, blocks, add_up, tag, space)
+    target[...] = sent

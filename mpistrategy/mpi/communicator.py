@@ -95,7 +95,6 @@ class MpiCommunicator:
         self.least_across = LEAST_BYTES
         #: What runs all-reduces in the background, once `mpistrategy.mpi.progress` has made it.
         self.engine: Any = None
-        self.message_bytes = _MESSAGE_BYTES
         self._links: list[_Group] = []
         self.max_count = buffers.MAX_COUNT
         if MPI.COMM_WORLD.size > 1:
@@ -242,10 +241,10 @@ class MpiCommunicator:
             )
         return self._node
 
-    def links(self, most: int, message_bytes: int | None = None) -> tuple[int, _Group | None]:
+    def links(self, most: int) -> tuple[int, _Group | None]:
         """Return how many ranks of each node, up to `most`, have a counterpart on every node, and this rank's.
 
-        Collective.  The counterparts are ordered by node, and cut what they send after `message_bytes`.
+        Collective.  The counterparts are ordered by node.
         """
         count = min(most, *map(self.node_of.count, self.node_of))
         lane = self.local_rank if self.local_rank < count else MPI.UNDEFINED
@@ -253,21 +252,16 @@ class MpiCommunicator:
         if comm == MPI.COMM_NULL:
             return count, None
         link = _Group(comm, self.max_count)
-        link.message_bytes = message_bytes or _MESSAGE_BYTES
         self._links.append(link)
         return count, link
 
     def isend(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
         """Begin to send `block`, of any dtype; it must stay as it is until the requests are done."""
-        return [
-            self._comm.Isend(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), self.message_bytes)
-        ]
+        return [self._comm.Isend(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)]
 
     def irecv(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
         """Begin to receive into `block`, of any dtype."""
-        return [
-            self._comm.Irecv(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), self.message_bytes)
-        ]
+        return [self._comm.Irecv(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)]
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.arrays import COMBINE, Array
+from mpistrategy.mpi.shared_memory import ALIGNMENT
 from mpistrategy.mpi.window import share
 
 
@@ -39,36 +40,81 @@ class Link(Protocol):
         """Begin to receive into `block`."""
 
 
-def exact(link: Link, piece: Array, op: str, tag: int) -> Steps:
-    """Replace `piece` by its combination over the counterparts: sum, MIN, MAX or PROD; see `exchange`."""
-    blocks = blocks_of(piece, link.size)
-    return exchange(link, blocks, lambda parts: combined(parts, op, out=blocks[link.rank]), tag)
+class Space:
+    """Memory for what is on its way, used again and again: fresh memory costs more than the sums.
+
+    Args:
+        nbytes: how much of it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = np.empty(nbytes, np.uint8)
+        self._taken = 0
+
+    def clear(self) -> None:
+        """Forget what was taken."""
+        self._taken = 0
+
+    def take(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return so many elements of it, or of fresh memory when it is too small."""
+        nbytes = count * dtype.itemsize
+        start = -(-self._taken // ALIGNMENT) * ALIGNMENT
+        if start + nbytes > self._bytes.size:
+            return np.empty(count, dtype)
+        self._taken = start + nbytes
+        return self._bytes[start : self._taken].view(dtype)
 
 
-def exchange(link: Link, blocks: list[Array], add_up: Callable[[list[Array]], object], tag: int) -> Steps:
-    """Replace each of `blocks` by its combination; yields the messages that must be done before it goes on.
+def exact(link: Link, source: Array, target: Array, op: str, tag: int, space: Space) -> Steps:
+    """Write the combination of all counterparts' `source` (sum, MIN, MAX or PROD) into `target`, which may be the same.
+
+    See `exchange`.
+    """
+    results = blocks_of(target, link.size)
+    return exchange(
+        link,
+        blocks_of(source, link.size),
+        results,
+        lambda parts: combined(parts, op, out=results[link.rank]),
+        tag,
+        space,
+    )
+
+
+def exchange(
+    link: Link,
+    blocks: list[Array],
+    results: list[Array],
+    add_up: Callable[[list[Array]], object],
+    tag: int,
+    space: Space,
+) -> Steps:
+    """Write the combination of all counterparts' `blocks` into `results`; yields messages that must be done next.
 
     Args:
         link: the counterparts; all bring blocks of equal sizes and dtype.
         blocks: one for each counterpart, in rank order; flat and contiguous.
-        add_up: writes the combination of a list of blocks, in rank order, into this rank's own.
+        results: where the combinations go; may be the same memory as `blocks`.
+        add_up: writes the combination of a list of blocks, in rank order, into this rank's own result.
         tag: this number and the next are not in use between these ranks.
+        space: for the blocks of the others, until the last step is done.
     """
-    own = blocks[link.rank]
+    me = link.rank
     # Each rank begins with its successor: not all send to the same one at once.
-    others = [(link.rank + step) % link.size for step in range(1, link.size)]
-    parts = [own if rank == link.rank else np.empty_like(own) for rank in range(link.size)]
+    others = [(me + step) % link.size for step in range(1, link.size)]
+    size, dtype = blocks[me].size, blocks[me].dtype
+    parts = [blocks[me] if rank == me else space.take(size, dtype) for rank in range(link.size)]
     yield [
         message
         for rank in others
         for message in link.irecv(parts[rank], rank, tag) + link.isend(blocks[rank], rank, tag)
     ]
-    if own.size:
+    if size:
         add_up(parts)
     yield [
         message
         for rank in others
-        for message in link.irecv(blocks[rank], rank, tag + 1) + link.isend(own, rank, tag + 1)
+        for message in link.irecv(results[rank], rank, tag + 1) + link.isend(results[me], rank, tag + 1)
     ]
 
 
@@ -79,11 +125,12 @@ def blocks_of(piece: Array, parts: int) -> list[Array]:
 
 
 def combined(parts: list[Array], op: str, out: Array) -> None:
-    """Write the combination of `parts`, in their order, into `out`, which may be one of them."""
+    """Write the combination of `parts`, in their order, into `out`, which may be the memory of one of them."""
     combine: Any = COMBINE[op]
+    place = out.ctypes.data
+    overlaps = any(part.ctypes.data == place for part in parts)
+    spare = next(part for part in parts if part.ctypes.data != place) if overlaps else out
     total = parts[0]
-    overlaps = any(part is out for part in parts)
-    spare = next(part for part in parts if part is not out) if overlaps else out
     for part in parts[1:-1]:
         combine(total, part, out=spare)
         total = spare
@@ -101,6 +148,11 @@ class Flight:
         self._steps = steps
         self._messages: list[Request] = []
         self.is_over = steps is None
+
+    def nudge(self) -> None:
+        """Let MPI move messages on."""
+        if self._messages:
+            self._messages[-1].Test()
 
     def advance(self) -> bool:
         """Go on as far as messages have arrived; return whether anything has happened.  Never waits."""

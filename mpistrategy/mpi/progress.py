@@ -16,16 +16,21 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from mpistrategy.mpi.across_nodes import across_nodes
+from mpistrategy.mpi.across_nodes import Manner, across_nodes
 from mpistrategy.mpi.guard import ControlChannel, all_equal_patiently, growing_pauses
 
-_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 5e-4
+_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
 
 
 def patiently(looks: int) -> None:
-    """Sleep between two looks at the messages: some tens of microseconds at first, then half a millisecond."""
-    time.sleep(min(_SHORTEST_NAP * looks, _LONGEST_NAP))
+    """Sleep between two looks at the messages: shortly at first, for small values, then for some milliseconds."""
+    time.sleep(min(_SHORTEST_NAP * 2 ** min(looks, 10), _LONGEST_NAP))
+
+
+# MPICH moves a little of a message over TCP each time it is asked; long naps need much to be under way.
+_PATIENT = Manner(patiently, nudges=8, flights=8)
 
 
 class Job:
@@ -72,6 +77,7 @@ class AtOnce:
         communicator: what the jobs communicate with.
         in_background: whether a job may be under way after `submit`.
         submitted: how many jobs there have been.
+        views: of those that submit jobs, how they look with this communicator.
     """
 
     in_background = False
@@ -79,6 +85,7 @@ class AtOnce:
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
         self.submitted = 0
+        self.views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def submit(self, job: Job) -> None:
         """Do `job`."""
@@ -107,7 +114,7 @@ class Engine(AtOnce):
         self._failed: list[Job] = []
         super().__init__(communicator.duplicate(self._patient))
         self.communicator.least_across = 0
-        across_nodes(self.communicator, patiently)
+        across_nodes(self.communicator, _PATIENT)
         self._thread = threading.Thread(target=self._run, name="mpistrategy progress", daemon=True)
         self._thread.start()
 

@@ -1,0 +1,342 @@
+"""All-reduces under way while the step computes: results, order, mistakes on some ranks, and every kind of end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicas import DTYPES, RANK, RANKS, SIZE, OnNodes, context, expected, outcomes, same_everywhere, value_of
+
+import mpistrategy as ms
+from mpistrategy.async_reduce import AllReduceHandle
+from mpistrategy.errors import CollectiveMismatchError, ContextError, DTypeError, OptionTypeError, ReduceOpError
+from mpistrategy.mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.progress import AtOnce, Engine, Job
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+ODD = RANK % 2
+STRATEGIES: dict[str, Callable[[], ms.Strategy]] = {
+    "one node": ms.MirroredStrategy,
+    "every rank a node": lambda: OnNodes(list(RANKS), ms.MpiAllReduce()),
+    "odd and even": lambda: OnNodes([r % 2 for r in RANKS], ms.MpiAllReduce()),
+    "one alone, hierarchical": lambda: OnNodes([min(r, 1) for r in RANKS], ms.HierarchicalCopyAllReduce()),
+}
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def placed(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
+    made = STRATEGIES[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def apart() -> Iterator[ms.Strategy]:
+    """Ranks on nodes of their own: with an engine, from 2 ranks on."""
+    made = OnNodes(list(RANKS), ms.MpiAllReduce())
+    yield made
+    made.close()
+
+
+def started(strategy: ms.Strategy, op: Any, value: Any, **options: Any) -> AllReduceHandle:
+    return strategy.run(lambda: context().all_reduce_async(op, value, **options))
+
+
+def still_works(strategy: ms.Strategy) -> bool:
+    handles = [started(strategy, "SUM", float(factor)) for factor in (1, 2)]
+    return [handle.wait() for handle in handles] == [SIZE, 2 * SIZE] and strategy.reduce("SUM", 1.0) == SIZE
+
+
+@settings(max_examples=20)
+@given(
+    plan=st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)), min_size=1, max_size=5),
+    op=st.sampled_from(["SUM", "MEAN"]),
+    seed=st.integers(0, 99),
+)
+def test_equals_all_reduce(
+    placed: ms.Strategy, plan: Sequence[tuple[np.dtype[Any], list[int]]], op: str, seed: int
+) -> None:
+    values = [value_of(RANK, dtype, shape, seed + index) for index, (dtype, shape) in enumerate(plan)]
+    handles = [started(placed, op, {"x": value}) for value in values]
+    at_once = [placed.run(lambda v=value: context().all_reduce(op, {"x": v})) for value in values]
+    for index, ((dtype, shape), handle, same) in enumerate(zip(plan, handles, at_once, strict=True)):
+        result = handle.wait()["x"]
+        wanted = expected(op, [value_of(rank, dtype, shape, seed + index) for rank in RANKS])
+        np.testing.assert_array_equal(result, wanted)
+        np.testing.assert_array_equal(result, same["x"])
+        assert result.dtype == same["x"].dtype
+        assert same_everywhere(result)
+
+
+def test_several_large_ones_under_way_with_work_between(placed: ms.Strategy) -> None:
+    values = [np.full(400_000, RANK + 1.0 + index, np.float32) for index in range(4)]
+    handles = [started(placed, "MEAN", value) for value in values]
+    total = placed.reduce("SUM", 1.0)  # a collective of the other channel, between start and wait
+    assert total == SIZE
+    for index, handle in enumerate(handles):
+        assert (handle.wait() == np.float32((SIZE + 1) / 2 + index)).all()
+        assert handle.done()
+        assert handle.wait() is handle.wait()
+
+
+def test_in_place_into_other_memory_and_with_a_name(placed: ms.Strategy) -> None:
+    value, other = np.full(300_000, RANK + 1.0), np.zeros(300_000)
+    handle = started(placed, "SUM", [value], out=[other], name="here")
+    assert handle.wait()[0] is other
+    assert (other == SIZE * (SIZE + 1) / 2).all()
+    assert (value == RANK + 1.0).all()
+    started(placed, "SUM", value, out=value).wait()
+    assert (value == SIZE * (SIZE + 1) / 2).all()
+
+
+def test_variables_slices_numbers_and_options(placed: ms.Strategy) -> None:
+    with placed.scope():
+        variable = ms.Variable(np.arange(3.0))
+    slices = ms.IndexedSlices(np.ones((1, 2)), np.array([RANK]))
+    nest = {"v": variable, "s": slices, "n": 2, "f": 0.5}
+    result = started(placed, "SUM", nest, options=ms.CommunicationOptions(bytes_per_pack=64)).wait()
+    np.testing.assert_array_equal(result["v"], SIZE * np.arange(3.0))
+    np.testing.assert_array_equal(result["s"].indices, np.arange(SIZE))
+    assert (result["n"], result["f"]) == (2 * SIZE, 0.5 * SIZE)
+
+
+def test_the_nest_may_be_filled_anew_meanwhile(placed: ms.Strategy) -> None:
+    nest = {"a": np.ones(300_000)}
+    handle = started(placed, "SUM", nest)
+    nest["a"] = np.zeros(2)
+    assert (handle.wait()["a"] == SIZE).all()
+
+
+def test_it_is_done_some_time(placed: ms.Strategy) -> None:
+    handle = started(placed, "SUM", np.ones(3))
+    end = time.monotonic() + 60
+    while not handle.done():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+    assert (handle.wait() == SIZE).all()
+    assert "over" in repr(handle)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+MISTAKES: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception]]] = {
+    "text among the values": (lambda: {"op": "SUM", "value": "text"}, DTypeError),
+    "no operation": (lambda: {"op": "TIMES", "value": 1.0}, ReduceOpError),
+    "a name that is none": (lambda: {"op": "SUM", "value": 1.0, "name": 3}, OptionTypeError),
+    "nothing": (lambda: {"op": "SUM", "value": {}}, ValueError),
+    "out of another shape": (lambda: {"op": "SUM", "value": np.ones(2), "out": np.ones(3)}, ValueError),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("whose", ["everybody's", "the last rank's"])
+def test_a_mistake_is_raised_by_wait_on_every_rank(placed: ms.Strategy, mistake: str, whose: str) -> None:
+    if whose != "everybody's" and SIZE == 1:
+        pytest.skip("one rank is everybody")
+    make, error = MISTAKES[mistake]
+    wrong = whose == "everybody's" or RANK == SIZE - 1
+    arguments = make() if wrong else {"op": "SUM", "value": 1.0}
+    before = started(placed, "SUM", np.ones(3))
+    handle = started(placed, **arguments)
+    after = started(placed, "SUM", np.ones(3))
+    assert (before.wait() == SIZE).all()
+    for outcome in outcomes(handle.wait):
+        assert outcome.error is not None
+        assert issubclass(outcome.error, error), outcome.text
+    assert (after.wait() == SIZE).all()
+    assert still_works(placed)
+
+
+@several
+@pytest.mark.parametrize("what", ["shape", "dtype", "op", "structure", "name", "order"])
+def test_different_calls_are_refused_by_wait_on_every_rank(placed: ms.Strategy, what: str) -> None:
+    arguments: dict[str, Any] = {"op": "SUM", "value": np.ones(3), "name": "a"}
+    if what == "shape":
+        arguments["value"] = np.ones(3 + ODD)
+    elif what == "dtype":
+        arguments["value"] = np.ones(3, [np.float32, np.float64][ODD])
+    elif what == "op":
+        arguments["op"] = ["SUM", "MEAN"][ODD]
+    elif what == "structure":
+        arguments["value"] = [{"x": np.ones(3)}, [np.ones(3)]][ODD]
+    elif what == "name":
+        arguments["name"] = ["a", "b"][ODD]
+    values = [np.ones(3), np.ones(4)]
+    if what == "order":
+        handles = [started(placed, "SUM", value) for value in (values[::-1] if ODD else values)]
+    else:
+        handles = [started(placed, **arguments)]
+    for handle in handles:
+        for outcome in outcomes(handle.wait):
+            assert outcome.error is CollectiveMismatchError
+            assert "test_async.py" in outcome.text
+    assert still_works(placed)
+
+
+@several
+def test_one_rank_that_has_started_nothing_does_not_leave_the_others_waiting(apart: ms.Strategy) -> None:
+    started(apart, "SUM", 1.0).wait()
+
+    def step() -> Any:
+        return started(apart, "SUM", np.ones(3)).wait() if RANK == 0 else apart.reduce("SUM", np.ones(3))
+
+    for outcome in outcomes(step):
+        assert outcome.error is CollectiveMismatchError
+        assert "wait" in outcome.text
+    # Rank 0's is still under way, and meets the next one of the others, which is its equal.
+    if RANK != 0:
+        started(apart, "SUM", np.ones(3))
+    assert still_works(apart)
+
+
+@several
+def test_a_first_call_on_some_ranks_only_is_refused(apart: ms.Strategy) -> None:
+    def step() -> Any:
+        return started(apart, "SUM", 1.0) if RANK == 0 else apart.reduce("SUM", 1.0)
+
+    for outcome in outcomes(step):
+        assert outcome.error is CollectiveMismatchError
+    assert still_works(apart)
+
+
+@several
+def test_ranks_that_wait_for_different_ones_are_told(apart: ms.Strategy) -> None:
+    handles = [started(apart, "SUM", float(factor)) for factor in (1, 2)]
+    for outcome in outcomes(handles[ODD].wait):
+        assert outcome.error is CollectiveMismatchError
+        assert "number" in outcome.text
+    assert still_works(apart)
+
+
+def test_outside_a_step_it_is_refused_at_once(placed: ms.Strategy) -> None:
+    kept = placed.run(context)
+    with placed.scope(), pytest.raises(ContextError):
+        kept.all_reduce_async("SUM", 1.0)
+
+
+# ------------------------------------------------------------------------------------------------- ends
+
+
+def test_one_nobody_waited_for_does_not_hold_up_the_close() -> None:
+    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
+    before = threading.active_count()
+    handle = started(strategy, "SUM", np.ones(500_000))
+    strategy.close()
+    assert handle.done()
+    assert (handle.wait() == SIZE).all()
+    assert threading.active_count() == before
+
+
+@several
+def test_one_that_only_some_ranks_started_ends_with_the_close() -> None:
+    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
+    started(strategy, "SUM", 1.0).wait()
+    if RANK == 0:
+        lonely = started(strategy, "SUM", np.ones(5))
+        with pytest.warns(RuntimeWarning, match="nobody waited"):
+            strategy.close()
+        with pytest.raises(CollectiveMismatchError):
+            lonely.wait()
+    else:
+        strategy.close()
+
+
+def test_which_engine_it_is(apart: ms.Strategy, strategy: ms.MirroredStrategy) -> None:
+    for made in (apart, strategy):
+        started(made, "SUM", 1.0).wait()
+        ranks: Any = made.extended.communicator
+        assert type(ranks.engine) is (Engine if made is apart and SIZE > 1 else AtOnce)
+
+
+def test_without_threads_in_the_mpi_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    if RANK == SIZE - 1:  # one rank is enough
+        monkeypatch.setattr(MpiCommunicator, "may_use_threads", False)
+    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
+    handle = started(strategy, "SUM", np.ones(3))
+    assert handle.done()
+    assert (handle.wait() == SIZE).all()
+    ranks: Any = strategy.extended.communicator
+    assert type(ranks.engine) is AtOnce
+    strategy.close()
+
+
+def test_an_interrupt_is_no_result() -> None:
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Job(work).run()
+
+
+def test_alone_and_simulated() -> None:
+    def program() -> Any:
+        strategy = ms.MirroredStrategy()
+        return started(strategy, "SUM", 1.5).wait()
+
+    assert ms.testing.run_replicas(program, 3, nodes=[0, 0, 1]) == [4.5] * 3
+    assert started(ms.OneDeviceStrategy("CPU:0"), "MEAN", 1.5).wait() == 1.5
+
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import numpy as np
+import mpistrategy as ms
+from replicas import RANK, RANKS, OnNodes, context
+
+strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
+
+
+def start(value=None):
+    value = np.ones(300_000) if value is None else value
+    return strategy.run(lambda: context().all_reduce_async("SUM", value))
+
+
+start().wait()
+{body}
+print("end of", RANK, flush=True)
+"""
+
+ENDS = {
+    "nobody waits": ("handle = start()", 0, "end of 1"),
+    "one rank waits": (
+        "handle = start()\nif RANK == 0: handle.wait()",
+        1,
+        "CollectiveMismatchError",
+    ),
+    "one rank starts and leaves": ("handle = start() if RANK == 0 else None", 0, "end of 1"),
+    "one rank starts, the other calls": (
+        "handle = start() if RANK == 0 else strategy.reduce('SUM', 1.0)",
+        1,
+        "CollectiveMismatchError",
+    ),
+    "an exception on one rank": (
+        "handle = start()\nif RANK == 1: raise KeyError('mine')\nhandle.wait()\ntime.sleep(60)",
+        1,
+        "KeyError",
+    ),
+    "an exception before its start": (
+        "if RANK == 1: raise KeyError('mine')\nstart().wait()\ntime.sleep(60)",
+        1,
+        "KeyError",
+    ),
+    "a status on one rank": ("handle = start()\nif RANK == 1: sys.exit(5)\nhandle.wait()", 5, "status 5"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_programs_end(launch: Callable[..., launching.Finished], end: str) -> None:
+    body, status, words = ENDS[end]
+    finished = launch(2, PROGRAM.format(tests=str(launching.Path(__file__).parent), body=body), timeout=60)
+    assert (finished.returncode == 0) == (status == 0), finished
+    assert words in finished.stdout + finished.stderr, finished
