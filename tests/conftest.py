@@ -38,6 +38,7 @@ GRACE = float(os.environ.get("MPISTRATEGY_TEST_GRACE", "10"))
 PATIENCE = float(os.environ.get("MPISTRATEGY_TEST_PATIENCE", "90"))
 CUT_SHORT = ("failed", "skipped", "xfailed")
 ABORT_STATUS = 3
+os.environ.setdefault("MPISTRATEGY_PATHS", "")  # not what somebody once measured on this machine
 
 # All ranks must draw the same examples, run the same number of them, and not judge by a clock.
 hypothesis.settings.register_profile(

@@ -29,9 +29,10 @@ def draw(report: dict[str, Any], file: str) -> str:
         axes.plot(sizes, [row["median_us"] for _, row in points], line, marker=".", color=color, label=name)
         low, high = ([row[f"quartile_{n}_us"] for _, row in points] for n in (1, 3))
         axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set(
-        xscale="log", yscale="log", xlabel="bytes of each rank", ylabel="time of one call in us (median, quartiles)"
-    )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([case["bytes"] for case in cases], [case["case"] for case in cases], rotation=45, ha="right")
+    axes.set(xlabel="what each rank brings", ylabel="time of one call in us (median, quartiles)")
     axes.set_title("all_reduce, {ranks} ranks, {mpi}, {cpu}, {date}".format_map(report["environment"]), fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
