@@ -52,6 +52,7 @@ class Arena:
         buckets: for each dtype, one flat array of every rank of the node; in the order of the first array of each.
         places: where each array lies, in the order of the leaves.
         leaves: the arrays, in order.
+        in_place: whether results are written over `values`.
 
     Raises:
         EmptyBatchError: for a structure without arrays.
@@ -85,8 +86,8 @@ class Arena:
         self.leaves = self._views([bucket.mine for bucket in self.buckets])
         self._nest = IntactNest(self._structure, self.leaves)
         self._values = self._nest.value
-        self._in_place = not shared_result
-        self._results = None if self._in_place else self._structure.pack(self._result_views())
+        self.in_place = not shared_result
+        self._results = None if self.in_place else self._structure.pack(self._result_views())
         self._closed = False
         resident_values[id(self._values)] = weakref.ref(self, _forgetting(id(self._values)))
 
@@ -185,7 +186,7 @@ class Arena:
         """
         op = ReduceOp.parse(reduce_op, call.where)
         self._check(extended, call.where)
-        in_place = self._in_place or out is not None
+        in_place = self.in_place or out is not None
         if not (out is None or out is self or out is self._values or self._nest.is_like(out)):
             raise OptionError.at(
                 call.where, found="another out= with an arena", expected="out=None, or out=arena.values"

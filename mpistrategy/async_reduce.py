@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy import nest
+from mpistrategy.arena import Arena, resident
 from mpistrategy.arrays import Array
-from mpistrategy.errors import OptionTypeError
+from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi import ambient
 from mpistrategy.mpi.guard import Guard, call_site
 from mpistrategy.mpi.progress import AtOnce, Job, engine_of
@@ -79,7 +80,8 @@ def start_all_reduce(
     engine = engine_of(communicator, agree)
     site = call_site()
     try:
-        work = _prepared(_on(extended, engine), reduce_op, value, options, name, out, checked_targets)
+        mine = _on(extended, engine)
+        work = _prepared(mine, mine is extended, reduce_op, value, options, name, out, checked_targets)
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = _failing(engine, error)
 
@@ -98,6 +100,7 @@ def start_all_reduce(
 
 def _prepared(
     extended: StrategyExtended,
+    at_once: bool,
     reduce_op: Any,
     value: Any,
     options: CommunicationOptions | None,
@@ -108,6 +111,9 @@ def _prepared(
     """Look at the arguments in the caller's thread and context; return the rest of the work."""
     if name is not None and not isinstance(name, str):
         raise OptionTypeError.at(_WHERE, found=f"name={name!r}", expected="a string")
+    arena = resident(value, out)
+    if arena is not None:
+        return _of_arena(extended, at_once, arena, reduce_op, options, name, out)
     given, structure = nest.flatten(value)
     leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
     targets = checked_targets(structure)
@@ -127,6 +133,46 @@ def _prepared(
         return structure.pack(results)
 
     return work
+
+
+def _of_arena(
+    extended: StrategyExtended,
+    at_once: bool,
+    arena: Arena,
+    reduce_op: Any,
+    options: CommunicationOptions | None,
+    name: str | None,
+    out: Any,
+) -> Callable[[], Any]:
+    """Return the work for a whole arena: without a copy within a node, and bucket by bucket in the background."""
+    communicator = extended.communicator
+    op = ReduceOp.parse(reduce_op, _WHERE)
+    values = arena.values
+    if not arena.in_place and out is None:
+        raise UnsupportedError.at(
+            _WHERE,
+            found="an arena with shared_result=True",
+            expected="a reduction in place",
+            fix="Pass out=arena, or use all_reduce.",
+        )
+    if at_once:
+
+        def work() -> Any:
+            with ambient.working_on(communicator), communicator.guard.call(_CALL, name=name or "") as call:
+                return arena.all_reduce(extended, op, call, options=options, out=arena)
+
+        return work
+    buckets = [bucket.mine for bucket in arena.buckets]
+    structure = nest.flatten(values)[1].text
+
+    def work_on_buckets() -> Any:
+        with ambient.working_on(communicator), communicator.guard.call(_CALL, structure, name or "") as call:
+            extended.all_reduce_leaves(
+                call.where, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
+            )
+        return values
+
+    return work_on_buckets
 
 
 def _failing(engine: AtOnce, error: Exception) -> Callable[[], Any]:

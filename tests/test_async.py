@@ -16,7 +16,14 @@ from replicas import DTYPES, RANK, RANKS, SIZE, OnNodes, context, expected, outc
 
 import mpistrategy as ms
 from mpistrategy.async_reduce import AllReduceHandle
-from mpistrategy.errors import CollectiveMismatchError, ContextError, DTypeError, OptionTypeError, ReduceOpError
+from mpistrategy.errors import (
+    CollectiveMismatchError,
+    ContextError,
+    DTypeError,
+    OptionTypeError,
+    ReduceOpError,
+    UnsupportedError,
+)
 from mpistrategy.mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.progress import AtOnce, Engine, Job
 
@@ -114,6 +121,26 @@ def test_the_nest_may_be_filled_anew_meanwhile(placed: ms.Strategy) -> None:
     handle = started(placed, "SUM", nest)
     nest["a"] = np.zeros(2)
     assert (handle.wait()["a"] == SIZE).all()
+
+
+@pytest.mark.parametrize("how", ["the arena", "its values"])
+def test_an_arena_in_place(placed: ms.Strategy, how: str) -> None:
+    arena = placed.arena({"w": np.zeros((300, 500)), "b": np.zeros(7, np.float32), "n": np.zeros(3, np.int64)})
+    for value in arena.values.values():
+        value[...] = RANK + 1
+    given: dict[str, Any] = {"value": arena} if how == "the arena" else {"value": arena.values, "out": arena.values}
+    result = started(placed, "SUM", **given).wait()
+    assert result is arena.values
+    assert all((value == SIZE * (SIZE + 1) / 2).all() for value in arena.values.values())
+    arena.close()
+
+
+def test_an_arena_with_one_result_for_a_node_is_refused(placed: ms.Strategy) -> None:
+    arena = placed.arena([np.zeros(5)], shared_result=True)
+    with pytest.raises(UnsupportedError, match="out=arena"):
+        started(placed, "SUM", arena).wait()
+    assert (started(placed, "SUM", arena, out=arena).wait()[0] == 0).all()
+    arena.close()
 
 
 def test_it_is_done_some_time(placed: ms.Strategy) -> None:
