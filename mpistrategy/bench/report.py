@@ -62,7 +62,10 @@ def _signed(microseconds: float) -> str:
 
 def _row(case: dict[str, Any], number: int) -> str:
     row = case["variants"][number]
-    ratio = f"{row['ratio']:.2f} ({row['ratio_quartile_1']:.2f}-{row['ratio_quartile_3']:.2f})" if number else "1"
+    doubt = "~" if row["ratio_disturbed"] else ""
+    ratio = (
+        f"{doubt}{row['ratio']:.2f} ({row['ratio_quartile_1']:.2f}-{row['ratio_quartile_3']:.2f})" if number else "1"
+    )
     wrong = "" if row["right"] else " **WRONG RESULT**"
     busy = "" if row["disturbed_left_out"] else "~"
     time = time_in_words(row["median_us"])

@@ -80,7 +80,8 @@ def _measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
         "variants": [
             {
                 "name": variant.name,
-                **summary(seconds[index], seconds[0], kept[index], kept[0]),
+                **summary(seconds[index], seconds[0], kept[index], kept[0], fair=enough[index] == enough[0]),
+                "ratio_disturbed": not (enough[index] and enough[0]),
                 "batch": batches[index],
                 "disturbed": int(disturbed[index].sum()),
                 "disturbed_left_out": enough[index],
@@ -92,7 +93,9 @@ def _measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
     }
 
 
-def summary(own: Array, reference: Array, own_kept: Array, reference_kept: Array) -> dict[str, Any]:
+def summary(
+    own: Array, reference: Array, own_kept: Array, reference_kept: Array, *, fair: bool = True
+) -> dict[str, Any]:
     """Return the figures of one variant: median and quartiles, and those of the ratios to the reference by round.
 
     Args:
@@ -100,9 +103,12 @@ def summary(own: Array, reference: Array, own_kept: Array, reference_kept: Array
         reference: those of the reference.
         own_kept: which of its rounds count.
         reference_kept: which of the reference's count.
+        fair: whether the two were chosen by the same rule; else ratios are those of all rounds.
     """
     fastest, first, median, third = np.quantile(1e6 * own[own_kept], [0, 0.25, 0.5, 0.75])
-    base = 1e6 * reference[reference_kept]
+    if not fair:
+        own_kept = reference_kept = np.ones_like(own_kept)
+    base = np.median(reference[reference_kept])
     both = own_kept & reference_kept
     if not both.any():  # never both in one round
         both = np.ones_like(both)
@@ -112,11 +118,11 @@ def summary(own: Array, reference: Array, own_kept: Array, reference_kept: Array
         "quartile_1_us": first,
         "median_us": median,
         "quartile_3_us": third,
-        "ratio": median / np.median(base),
+        "ratio": np.median(own[own_kept]) / base,
         "ratio_quartile_1": ratios[0],
         "ratio_by_round": ratios[1],
         "ratio_quartile_3": ratios[2],
-        "ratio_of_fastest": fastest / base.min(),
+        "ratio_of_fastest": own.min() / reference.min(),
     }
     return {name: round(float(figure), 4) for name, figure in figures.items()}
 
