@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpistrategy.arrays import Array, to_reducible
-from mpistrategy.cross_device_ops import MpiAllReduce
+from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce
 from mpistrategy.extended import StrategyExtended
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
@@ -28,6 +28,8 @@ Slots = Mapping[str, Variable]
 
 #: Dtypes that are added in themselves, and whose sums do not depend on where the arrays lie.
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+#: Algorithms that add in rank order on one node; what others do is their own business.
+_IN_RANK_ORDER = (MpiAllReduce, HierarchicalCopyAllReduce)
 #: How many arenas an optimizer makes by itself: the second serves variables that had no gradients at first.
 _MOST_ARENAS = 2
 
@@ -165,7 +167,7 @@ def reduces_in_shares(extended: StrategyExtended) -> bool:
     kind = type(extended)
     own = kind.batch_reduce_to is StrategyExtended.batch_reduce_to and kind.update is StrategyExtended.update
     one_node = extended.communicator.size > 1 and max(extended.communicator.node_of) == 0
-    return own and one_node and type(extended.cross_device_ops) is MpiAllReduce
+    return own and one_node and type(extended.cross_device_ops) in _IN_RANK_ORDER
 
 
 def _lives_in_shared_memory(var: Variable) -> bool:
