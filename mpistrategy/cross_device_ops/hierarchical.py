@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpistrategy.arrays import Array
+from mpistrategy.cross_device_ops import packing
 from mpistrategy.cross_device_ops.destinations import Destination
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.across_nodes import allreduce_across
+from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import CommunicationOptions
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
@@ -41,7 +47,35 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        if max(communicator.node_of) > 0:
-            allreduce_across(communicator, buffer, op)
-        else:
-            communicator.allreduce(buffer, op)
+        _combine(communicator, buffer, op, None)
+
+    def reduce_arrays(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        op: str,
+        destination: Destination,
+        options: CommunicationOptions,
+        call: Call,
+    ) -> list[Array]:
+        """Return the sums of `arrays`, in their wire dtypes; an array that is a pack by itself is not copied."""
+        sums: list[Array] = [np.empty(0)] * len(arrays)
+        for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs):
+            buffer = communicator.pool.take(pack.dtype, (pack.size,))
+            first, source = arrays[pack.members[0].index], None
+            if len(pack.members) == 1 and first.dtype == pack.dtype and first.flags.c_contiguous:
+                source = first.reshape(-1)
+            else:
+                for index, view in pack.views(buffer):
+                    view[...] = arrays[index]
+            _combine(communicator, buffer, op, source)
+            for index, view in pack.views(buffer):
+                sums[index] = view
+        return sums
+
+
+def _combine(communicator: Communicator, buffer: Array, op: str, source: Array | None) -> None:
+    if max(communicator.node_of) > 0:
+        allreduce_across(communicator, buffer, op, source=source)
+    else:
+        communicator.allreduce(buffer, op, source)
