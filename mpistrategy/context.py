@@ -64,7 +64,8 @@ def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
 
 def current_frame() -> Frame | None:
     """Return the innermost context that this thread has entered, or None."""
-    return _stack.frames[-1] if _stack.frames else None
+    frames = _stack.frames
+    return frames[-1] if frames else None
 
 
 def get_strategy() -> Strategy:

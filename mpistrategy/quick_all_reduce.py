@@ -7,9 +7,9 @@ before anything has been sent.  Both ways make the same messages: one rank may g
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -66,24 +66,26 @@ class QuickAllReduce:
         guard = self._guard
         if guard.current is not None or guard.closed or self._settings is None:
             return NOT_QUICK
-        kind = type(value)
+        known, kind = self._known, type(value)
         try:
             if kind is np.ndarray:
                 key: Any = (reduce_op, value.dtype, value.shape)
             elif kind is dict:
-                key = (reduce_op, tuple(value), _layouts(value.values()))
+                key = (reduce_op, tuple(value), tuple(map(type, value.values())))
+                if known.get(key) is None:  # not numbers alone: dtypes and shapes matter, too
+                    key = (reduce_op, key[1], _layouts(value.values()))
             elif kind is list or kind is tuple:
                 key = (reduce_op, kind, _layouts(value))
             else:
                 key = (reduce_op, kind, None)
-            run = self._known.get(key, NOT_QUICK)
+            run = known.get(key, NOT_QUICK)
         except (TypeError, RecursionError):  # something that cannot be a key, a list that holds itself
             return NOT_QUICK
         if run is NOT_QUICK:
             run = self._learn(key, reduce_op, value)
         if run is None:
             return NOT_QUICK
-        guard.thread = threading.get_ident()
+        guard.thread = get_ident()
         guard.current = self._call
         try:
             return run(value, out)
@@ -134,7 +136,7 @@ class QuickAllReduce:
             if len(kinds) == 1 and kinds <= NUMBERS.keys():
                 return numbers_in_cells(program, op, agreed, where)
         dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
-        return _arrays(reduction, agreed, where, dtypes)
+        return _arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
 
 
 def _layouts(leaves: Any) -> tuple[Any, ...]:
@@ -163,13 +165,19 @@ def _is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
     return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and ordered
 
 
-def _arrays(reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: Sequence[np.dtype[Any]]) -> Run:
+def _arrays(
+    reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: Sequence[np.dtype[Any]], only_arrays: bool
+) -> Run:
     guard, digest, signature = agreed
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value)
         try:
-            arrays = [leaf if type(leaf) is np.ndarray else np.asarray(leaf, NUMBERS[type(leaf)]) for leaf in leaves]
+            arrays = (
+                leaves
+                if only_arrays
+                else [leaf if type(leaf) is np.ndarray else np.asarray(leaf, NUMBERS[type(leaf)]) for leaf in leaves]
+            )
         except OverflowError:  # an int that has no such dtype
             return NOT_QUICK
         targets: Sequence[Array | None] | None = None
@@ -185,6 +193,8 @@ def _arrays(reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: Se
                 if result.base is not target:
                     target[...] = result
             return out
+        if only_arrays:
+            return where.build(results)
         given = zip(leaves, results, strict=True)
         return where.build([result if type(leaf) is np.ndarray else result[()] for leaf, result in given])
 

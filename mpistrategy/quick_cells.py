@@ -68,7 +68,7 @@ def array_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callab
         for peer in peers:
             if peer[0] != sequence or peer[1] != digest:
                 _meet(cells, sequence, peers, agreed)
-        total = quiet(combine, first, second, out=total)
+        total = quiet(combine, first, second) if total is None else quiet(combine, first, second, out=total)
         for other in others:
             quiet(combine, total, other, out=total)
         if divisor is not None:

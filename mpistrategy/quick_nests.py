@@ -50,7 +50,7 @@ def leaves_of(value: Any) -> Leaves | None:
     in_order = nest.sorted_keys(value)
     take: Callable[[Any], Sequence[Any]] = itemgetter(*in_order) if len(names) > 1 else lambda like: (like[names[0]],)
     if names == in_order:
-        return Leaves(take, lambda results: dict(zip(names, results, strict=True)), False, structure.text)
+        return Leaves(take, lambda results: dict(zip(names, results)), False, structure.text)  # noqa: B905  # equally many
     places = itemgetter(*(in_order.index(name) for name in names))
     return Leaves(take, lambda results: dict(zip(names, places(results), strict=True)), False, structure.text)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy import nest
-from mpistrategy.arena import Arena, resident, resident_values
+from mpistrategy.arena import resident, resident_values
 from mpistrategy.arrays import Array
 from mpistrategy.async_reduce import AllReduceHandle, start_all_reduce
 from mpistrategy.context import (
@@ -138,7 +138,7 @@ class ReplicaContext:
         extended = self._strategy.extended
         if options is None and weight is None and name is None:
             frame = current_frame()
-            in_arena = type(value) is Arena or (out is not None and id(value) in resident_values)
+            in_arena = out is not None and id(value) in resident_values
             if frame is not None and frame.replica_context is self and not in_arena:
                 result = extended.quick.run(reduce_op, value, out)
                 if result is not NOT_QUICK:
@@ -203,6 +203,7 @@ class ReplicaContext:
                 value,
                 options,
                 name,
+                out,
                 lambda structure: None if out is None else _checked_targets(out, structure, where),
             )
 

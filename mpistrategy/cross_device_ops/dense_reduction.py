@@ -49,6 +49,10 @@ class DenseReduction:
         self._communicator = communicator
         self._op = op
         self._dtypes = [dtype for dtype, _ in layouts]
+        #: Whether results leave the wire as they are: no other dtype, no division of integers.
+        self._exact = all(
+            dtype == wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu") for dtype in self._dtypes
+        )
         self.program: CellProgram | None = None
         self.packs: tuple[Pack, ...] = ()
         cells = communicator.cells
@@ -85,7 +89,7 @@ class DenseReduction:
         for dtype, those in pairs.items():
             divisor = self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
             self._communicator.allreduce_many(those, self._op.on_the_wire, divisor)
-        return [self._finished(r, dtype) for r, dtype in zip(results, self._dtypes, strict=True)]
+        return results if self._exact else self._finished(results)
 
     def _one(self, pack: Pack, arrays: Sequence[Array], targets: Sequence[Array | None] | None) -> tuple[Array, Array]:
         index = pack.members[0].index
@@ -105,10 +109,12 @@ class DenseReduction:
         np.concatenate([arrays[m.index] for m in pack.members], axis=None, out=buffer, casting="unsafe")
         return buffer, buffer
 
-    def _finished(self, result: Array, dtype: np.dtype[Any]) -> Array:
-        if dtype.kind in "iu":
-            return finish(result, dtype, self._op, self._communicator.size)
-        return rounded(result, dtype)  # divided already
+    def _finished(self, results: list[Array]) -> list[Array]:
+        size = self._communicator.size
+        return [
+            finish(result, dtype, self._op, size) if dtype.kind in "iu" else rounded(result, dtype)  # divided already
+            for result, dtype in zip(results, self._dtypes, strict=True)
+        ]
 
 
 def _hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:

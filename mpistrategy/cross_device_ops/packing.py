@@ -48,7 +48,10 @@ class Pack:
 
     def views(self, buffer: Array) -> list[tuple[int, Array]]:
         """Return (index, view of `buffer` with the array's shape) for every member."""
-        return [(m.index, buffer[m.start : m.stop].reshape(m.shape)) for m in self.members]
+        return [
+            (m.index, buffer[m.start : m.stop] if len(m.shape) == 1 else buffer[m.start : m.stop].reshape(m.shape))
+            for m in self.members
+        ]
 
 
 def plan(arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 0) -> tuple[Pack, ...]:

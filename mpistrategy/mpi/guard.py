@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, TracebackType
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
@@ -29,6 +29,7 @@ _CACHED_DIGESTS = 4096
 _SETTLED = "_mpistrategy_settled_with"
 #: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
 PATIENCE_SECONDS = 2.0
+_LONG_FIELD = 64
 _SHOWN = 160
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 
@@ -98,6 +99,7 @@ class Guard:
         self.size = size
         self.thread = 0
         self._digests: dict[Signature, int] = {}
+        self._long_fields: dict[Any, str] = {}
         self.current: Call | None = None
         #: Where the program made the call, when that was in another thread.
         self.site = ""
@@ -177,12 +179,18 @@ class Guard:
     def _remember(self, signature: Signature) -> int:
         if len(self._digests) >= _CACHED_DIGESTS:
             self._digests.clear()
-        import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
-
-        raw = hashlib.blake2b(repr(tuple(signature)).encode(), digest_size=8).digest()
-        digest = int.from_bytes(raw, "little") >> 2
+            self._long_fields.clear()
+        # What is long (the variables of a step, say) stays the same while what is short (its number) changes.
+        fields = [self._field_digest(field) if len(field) > _LONG_FIELD else field for field in signature]
+        digest = int.from_bytes(_hashed(repr(fields)), "little") >> 2
         self._digests[signature] = digest
         return digest
+
+    def _field_digest(self, field: Any) -> str:
+        known = self._long_fields.get(field)
+        if known is None:
+            known = self._long_fields[field] = _hashed(repr(field)).hex()
+        return known
 
     def _exchange(self, mine: _Report) -> list[_Report]:
         assert self._channel is not None
@@ -290,6 +298,12 @@ class Call:
         guard.settled(error)
         if self._outer is None:
             error.__dict__[_SETTLED].discard(id(guard))  # the same object may be raised again, in another call
+
+
+def _hashed(text: str) -> bytes:
+    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
+
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def all_equal_patiently(channel: ControlChannel, digest: int) -> bool:

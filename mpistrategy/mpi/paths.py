@@ -10,7 +10,8 @@ class Paths:
     """The thresholds, in bytes.
 
     Attributes:
-        cell_bytes: up to here a value travels in the ranks' cells, together with the check of the call.
+        cell_bytes: up to here a value travels in the cells of two ranks, together with the check of the call; of more
+            ranks in proportion less, since every rank reads all cells.
         window_bytes: from here on a buffer is reduced through the node's window, in chunks; below it MPI does.
         chunk_bytes: what each rank has under way in the window at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
@@ -18,7 +19,7 @@ class Paths:
         source: where the thresholds come from, in words.
     """
 
-    cell_bytes: int = 8 * 2**10
+    cell_bytes: int = 32 * 2**10
     window_bytes: int = 8 * 2**10
     chunk_bytes: int = 256 * 2**10
     pack_bytes: int = 64 * 2**10

@@ -1,11 +1,14 @@
 """Reduction of ordinary arrays through the node's window, in chunks that stay in the cache.
 
 Every rank owns one slice of every chunk.  It shows its peers the slices that they own, adds up its own (in rank
-order, so that equal runs give equal bits), and shows the sum; one chunk later everybody copies the other sums out.
-No array is copied whole, and nothing is allocated.
+order, so that equal runs give equal bits), and shows the sum, which the others copy out.  No array is copied whole,
+and nothing is allocated.
 
-Each rank has two staging buffers of two parts, in turn: what it brings, and what it has added up.  A part is written
-again only after all peers have said that they are done with the chunk after it, or have come that far.
+A chunk is brought one turn before it is added up, and copied out two turns after: nobody waits for a peer that is
+less than a turn behind.  So there are three staging buffers, each of two parts: what a rank brings, and what it has
+added up.  In turn c a rank copies out chunk c - 2, brings c + 1 into the same buffer, and adds up c.  Both writes are
+safe: it has seen that all have added up c - 2, so nobody reads what was brought then; and that all have brought c,
+which they do after they have copied out c - 3.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.waiting import Waiting
 
 _COUNTERS = 3
-_BUFFERS = 2
+_BUFFERS = 3
 #: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
 _LEAST_SLICE_BYTES = 16 * 2**10
 _LARGEST_CHUNK_BYTES = 2**20
@@ -106,42 +109,49 @@ class NodeWindow:
         combine = COMBINE[op]
         me, size, itemsize = self.local_rank, self.size, dtype.itemsize
         elements = self._chunk_bytes // itemsize
-        number = self._chunks
-        waiting: tuple[Array, list[Array], list[tuple[int, int]]] | None = None
-        for source, target, count in _chunks(pairs, elements):
-            brought, added = stages[number & 1]
-            number += 1
-            borders = [share(count, rank, size, itemsize) for rank in range(size)]
-            begin, end = borders[me]
-            if begin > 0:
-                brought[me][:begin] = source[:begin]
-            if end < count:
-                brought[me][end:count] = source[end:]
-            self._tell(self._brought, number)
-            if waiting is not None:
-                self._copy_out(*waiting, number - 1)
-            self._wait_for(self._brought, number)
-            if end > begin:
-                total, mine = added[me][begin:end], source[begin:end]
-                parts = [mine if rank == me else brought[rank][begin:end] for rank in range(size)]
-                combine(parts[0], parts[1], out=total)
-                for part in parts[2:]:
-                    combine(total, part, out=total)
-                if divisor != 1:
-                    np.true_divide(total, dtype.type(divisor), out=total)
-            self._tell(self._added, number)
-            if end > begin:
-                target[begin:end] = total
-            waiting = (target, added, borders)
-        if waiting is not None:
-            self._copy_out(*waiting, number)
-        self._chunks = number
-
-    def _copy_out(self, target: Array, added: list[Array], borders: list[tuple[int, int]], number: int) -> None:
-        self._wait_for(self._added, number)
-        for rank, (begin, end) in enumerate(borders):
-            if rank != self.local_rank and end > begin:
-                target[begin:end] = added[rank][begin:end]
+        chunks = list(_chunks(pairs, elements))
+        shares = {
+            count: [share(count, rank, size, itemsize) for rank in range(size)]
+            for count in {source.size for source, _ in chunks}
+        }
+        first = self._chunks + 1  # chunks are counted from 1 on, over all reductions
+        for turn in range(-1, len(chunks) + 2):
+            if turn >= 2:
+                target = chunks[turn - 2][1]
+                number = first + turn - 2
+                added = stages[number % _BUFFERS][1]
+                self._wait_for(self._added, number)
+                for rank, (begin, end) in enumerate(shares[target.size]):
+                    if rank != me and end > begin:
+                        target[begin:end] = added[rank][begin:end]
+            if turn + 1 < len(chunks):
+                source = chunks[turn + 1][0]
+                number = first + turn + 1
+                brought = stages[number % _BUFFERS][0][me]
+                begin, end = shares[source.size][me]
+                if begin > 0:
+                    brought[:begin] = source[:begin]
+                if end < source.size:
+                    brought[end : source.size] = source[end:]
+                self._tell(self._brought, number)
+            if 0 <= turn < len(chunks):
+                source, target = chunks[turn]
+                number = first + turn
+                everybodys, added = stages[number % _BUFFERS]
+                begin, end = shares[source.size][me]
+                self._wait_for(self._brought, number)
+                if end > begin:
+                    total, mine = added[me][begin:end], source[begin:end]
+                    parts = [mine if rank == me else everybodys[rank][begin:end] for rank in range(size)]
+                    combine(parts[0], parts[1], out=total)
+                    for part in parts[2:]:
+                        combine(total, part, out=total)
+                    if divisor != 1:
+                        np.true_divide(total, dtype.type(divisor), out=total)
+                self._tell(self._added, number)
+                if end > begin:
+                    target[begin:end] = total
+        self._chunks += len(chunks)
 
     def _tell(self, counter: list[memoryview], number: int) -> None:
         if self._fence is not None:
@@ -156,11 +166,10 @@ class NodeWindow:
             self._fence()
 
 
-def _chunks(pairs: Sequence[tuple[Array, Array]], elements: int) -> Iterator[tuple[Array, Array, int]]:
+def _chunks(pairs: Sequence[tuple[Array, Array]], elements: int) -> Iterator[tuple[Array, Array]]:
     for source, target in pairs:
         if source.size <= elements:
-            yield source, target, source.size
+            yield source, target
             continue
         for start in range(0, source.size, elements):
-            piece = source[start : start + elements]
-            yield piece, target[start : start + elements], piece.size
+            yield source[start : start + elements], target[start : start + elements]
