@@ -142,6 +142,8 @@ class SlicedSteps:
         if gradients is None and self._made < _MOST_ARENAS:
             self._made += 1
             gradients = self.arena(strategy, variables)
+            if not gradients.arena.is_shared:
+                self._arenas.remove(gradients)  # of no use here: its memory comes free
         if self._failures is None:
             self._failures = communicator.shared(ALIGNMENT)
         if gradients is None or not (gradients.arena.is_shared and self._failures.is_shared):

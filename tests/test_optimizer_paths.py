@@ -235,6 +235,24 @@ def test_strategies_that_take_the_plain_path(what: str) -> None:
         made.close()
 
 
+@pytest.mark.parametrize("when", ["before the variables", "before the slots", "before the arena"])
+def test_without_shared_memory_it_is_the_plain_path(when: str) -> None:
+    made = ms.MirroredStrategy()
+    ranks: Any = made.extended.communicator
+    optimizer, shapes = Adam(0.1), [((200_000,), "float32"), ((3,), "float32")]
+    ranks._can_share = ranks._can_share and when != "before the variables"
+    variables = model(made, shapes)
+    ranks._can_share = ranks._can_share and when != "before the slots"
+    with made.scope():
+        optimizer.build(variables)
+    ranks._can_share = False
+    for step in range(2):
+        apply(made, optimizer, gradients_for(variables, step), variables)
+        assert optimizer.latest_path == "plain"
+    assert same_everywhere(variables)
+    made.close()
+
+
 # ------------------------------------------------------------------------------------------------- mistakes
 
 
