@@ -28,9 +28,10 @@ _CALL = "ReplicaContext.all_reduce"
 class AllReduceHandle:
     """An all-reduce that was started; `ReplicaContext.all_reduce_async` makes it."""
 
-    def __init__(self, job: Job, number: int, guard: Guard | None) -> None:
+    def __init__(self, job: Job, engine: AtOnce, guard: Guard) -> None:
         self._job = job
-        self._number = number
+        self._number = engine.submitted
+        self._engine = engine
         self._guard = guard
 
     def done(self) -> bool:
@@ -41,20 +42,23 @@ class AllReduceHandle:
         return self._job.is_over()
 
     def wait(self) -> Any:
-        """Return what `all_reduce` would have returned.  Collective: every rank waits here, in the same order.
+        """Return what `all_reduce` would have returned.  Collective: every rank waits, having started equally many.
 
         A second call returns the same again, and is no collective.
 
         Raises:
             CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or one of them
-                does something else than wait for this one.
+                does something else than wait.
             MpiStrategyError: on every rank, for bad input on any rank; of the kind raised there.
         """
-        guard, self._guard = self._guard, None
-        # The peers may never come to the all-reduce itself; who waits for what is compared where they do come.
-        if guard is not None and not guard.closed:
-            with guard.call("AllReduceHandle.wait", name=f"all_reduce_async number {self._number}") as call:
+        engine, guard = self._engine, self._guard
+        # A peer that comes elsewhere may never start its part, which is found out where it does come.  Once all ranks
+        # have said how many they have started, each of these comes to an end.
+        if self._number > engine.known_to_all and not guard.closed:
+            started = engine.submitted
+            with guard.call("AllReduceHandle.wait", name=f"{started} all_reduce_async started") as call:
                 call.agree("wait", patiently=True)
+            engine.known_to_all = started
         return self._job.result()
 
     def __repr__(self) -> str:
@@ -95,7 +99,7 @@ def start_all_reduce(
 
     job = Job(with_site)
     engine.submit(job)
-    return AllReduceHandle(job, engine.submitted, communicator.guard if engine.in_background else None)
+    return AllReduceHandle(job, engine, communicator.guard)
 
 
 def _prepared(

@@ -219,7 +219,7 @@ def test_one_rank_that_has_started_nothing_does_not_leave_the_others_waiting(apa
 
     for outcome in outcomes(step):
         assert outcome.error is CollectiveMismatchError
-        assert "wait" in outcome.text
+        assert "AllReduceHandle.wait" in outcome.text
     # Rank 0's is still under way, and meets the next one of the others, which is its equal.
     if RANK != 0:
         started(apart, "SUM", np.ones(3))
@@ -237,11 +237,24 @@ def test_a_first_call_on_some_ranks_only_is_refused(apart: ms.Strategy) -> None:
 
 
 @several
-def test_ranks_that_wait_for_different_ones_are_told(apart: ms.Strategy) -> None:
-    handles = [started(apart, "SUM", float(factor)) for factor in (1, 2)]
-    for outcome in outcomes(handles[ODD].wait):
+def test_ranks_may_wait_in_any_order_once_all_have_started_all(apart: ms.Strategy) -> None:
+    handles = [started(apart, "SUM", float(factor)) for factor in (1, 2, 3)]
+    order = [1, 2, 0] if ODD else [0, 1, 2]
+    results = {index: handles[index].wait() for index in order}
+    assert [results[index] for index in range(3)] == [SIZE, 2 * SIZE, 3 * SIZE]
+    assert still_works(apart)
+
+
+@several
+def test_ranks_that_wait_having_started_unequally_many_are_told(apart: ms.Strategy) -> None:
+    handle = started(apart, "SUM", 1.0)
+    more = [started(apart, "SUM", 2.0)] if ODD else []
+    for outcome in outcomes(handle.wait):
         assert outcome.error is CollectiveMismatchError
-        assert "number" in outcome.text
+        assert "1 all_reduce_async started" in outcome.text
+        assert "2 all_reduce_async started" in outcome.text
+    more = more or [started(apart, "SUM", 2.0)]
+    assert [handle.wait(), more[0].wait()] == [SIZE, 2 * SIZE]
     assert still_works(apart)
 
 

@@ -32,6 +32,7 @@ PATIENCE_SECONDS = 2.0
 _LONG_FIELD = 64
 _SHOWN = 160
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
+_LOOKS = 8
 
 E = TypeVar("E", bound=BaseException)
 
@@ -309,10 +310,12 @@ def _hashed(text: str) -> bytes:
 def all_equal_patiently(channel: ControlChannel, digest: int) -> bool:
     """Do `ControlChannel.all_equal` without keeping a core busy."""
     channel.start(digest)
-    pauses = growing_pauses()
-    while (answer := channel.finished()) is None:
-        time.sleep(next(pauses))
-    return answer
+    for pause in growing_pauses():
+        for _ in range(_LOOKS):  # an MPI may need several to get on
+            if (answer := channel.finished()) is not None:
+                return answer
+        time.sleep(pause)
+    raise AssertionError("pauses end")
 
 
 def growing_pauses() -> Iterator[float]:

@@ -75,21 +75,21 @@ class AtOnce:
 
     Attributes:
         communicator: what the jobs communicate with.
-        in_background: whether a job may be under way after `submit`.
         submitted: how many jobs there have been.
+        known_to_all: how many of them all ranks are known to have submitted.
         views: of those that submit jobs, how they look with this communicator.
     """
-
-    in_background = False
 
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
         self.submitted = 0
+        self.known_to_all = 0
         self.views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def submit(self, job: Job) -> None:
         """Do `job`."""
         self.submitted += 1
+        self.known_to_all = self.submitted
         job.run()
 
     def stop(self) -> None:
@@ -102,8 +102,6 @@ class Engine(AtOnce):
     Args:
         communicator: the strategy's; all its ranks make an engine at the same time.
     """
-
-    in_background = True
 
     def __init__(self, communicator: Any) -> None:
         self._idle = threading.Event()
