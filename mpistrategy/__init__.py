@@ -4,6 +4,8 @@ Importing it starts no MPI; the first `MirroredStrategy` does.
 """
 
 from mpistrategy import errors, gradients, metrics, optimizers, testing
+from mpistrategy.arena import Arena
+from mpistrategy.async_reduce import AllReduceHandle
 from mpistrategy.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -19,6 +21,7 @@ from mpistrategy.cross_device_ops import (
 )
 from mpistrategy.datasets import Dataset
 from mpistrategy.extended import StrategyExtended
+from mpistrategy.gradient_buckets import GradientBuckets
 from mpistrategy.input import DistributedDataset
 from mpistrategy.input_context import InputContext, InputOptions, InputReplicationMode
 from mpistrategy.input_iterators import DistributedIterator
@@ -40,6 +43,8 @@ from mpistrategy.variables import Variable
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllReduceHandle",
+    "Arena",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",
@@ -47,6 +52,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "GradientBuckets",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "InputContext",

@@ -22,6 +22,7 @@ from mpistrategy.errors import (
     StructureError,
 )
 from mpistrategy.intact import IntactNest
+from mpistrategy.mpi import wire
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.replicas import broadcast_replicas, reduce_replicas
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -206,16 +207,16 @@ class Arena:
                 targets=self.leaves if in_place else None,
             )
             return self._values if in_place else self._structure.pack(results)
-        if options is not None:
-            extended.options.merge(options)
+        sent = extended.options.merge(options).wire
+        wire.check(sent)
         call.agree(
             "reduce an arena",
             op=op.value,
             values=self._summary,
             destination=destination,
-            options=f"arena {self._number}, {in_place=}",
+            options=f"arena {self._number}, {in_place=}, wire={sent}",
         )
-        communicator = self._communicator
+        communicator = wire.on(self._communicator, sent)
         divisor = communicator.size if op is ReduceOp.MEAN else 1
         for bucket in self.buckets:
             reduce_replicas(communicator, bucket, op.on_the_wire, divisor, into_result=not in_place)

@@ -81,6 +81,7 @@ class MpiCommunicator:
         self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
         self.window: NodeWindow | None = None
+        self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self._can_share = max(map(self.node_of.count, self.node_of)) > 1
         self.pool = Pool()
@@ -138,7 +139,9 @@ class MpiCommunicator:
             return private_memory(nbytes)
         memory = share(nbytes, self, _memory_fence())
         if isinstance(memory, str):
-            warn_without_memory(memory, self.rank)
+            if not self._has_warned:
+                warn_without_memory(memory, self.rank)
+            self._has_warned = True
             return private_memory(nbytes)
         return memory
 
