@@ -31,13 +31,15 @@ from mpistrategy.optimizer_checks import (
 from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, has_current_kernel, has_kernel
 from mpistrategy.optimizer_slots import Slots
 from mpistrategy.options import ReduceOp, VariableAggregation
-from mpistrategy.sliced_variables import GradientArena, SlicedSteps, dense_gradients
+from mpistrategy.sliced_variables import GradientArena, SlicedSteps, adds_in_rank_order, dense_gradients
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
 
 if TYPE_CHECKING:
     from mpistrategy.arena import Arena
+
+Arrays = Sequence[Array] | None
 
 
 class Optimizer:
@@ -200,12 +202,11 @@ class Optimizer:
             if self.iterations is not None:
                 check_variable(self.iterations, context.strategy, where)
             call.structure = f"{self._settings()} for {target.text}"
-            totals: list[Array] | None = None
-            if isinstance(grads_and_vars, GradientBuckets):
-                totals = self._reduced(grads_and_vars, call)
-            context.merge_call(self._merge, args=(gradients, target, ordinary, totals, call))
+            arrays = gradients if ordinary else dense_gradients(gradients, target, where)
+            totals = self._reduced(grads_and_vars, call) if isinstance(grads_and_vars, GradientBuckets) else None
+            context.merge_call(self._merge, args=(gradients, arrays, target, totals, call))
 
-    def _reduced(self, buckets: GradientBuckets, call: Call) -> list[Array] | None:
+    def _reduced(self, buckets: GradientBuckets, call: Call) -> Arrays:
         """Return the sums or means of buckets that start early; None for others, whose gradients are as any."""
         if not buckets.starts_early:
             buckets.reset()
@@ -229,36 +230,35 @@ class Optimizer:
         return f"{numbers}, global_clipnorm={self.global_clipnorm}, {self.aggregation.name}, step {steps}"
 
     def _merge(
-        self,
-        strategy: Strategy,
-        gradients: Sequence[Any],
-        target: Target,
-        ordinary: bool,
-        totals: Sequence[Array] | None,
-        call: Call,
+        self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, target: Target, totals: Arrays, call: Call
     ) -> None:
         self._step_counter()
         if not target.has_slots:
             self._slots.make(target.variables, self.slot_values)
             target.has_slots = True
         call.expect_more()
-        arrays = gradients if ordinary else dense_gradients(gradients, target, call.where)
         if totals is not None:
             self._update_all(strategy, totals, target)
             self.latest_path = "buckets"
         elif arrays is not None and self._update_shares(strategy, arrays, target, call):
             self.latest_path = "sliced"
         else:
-            pairs = list(zip(gradients, target.variables, strict=True))
-            self._update_all(strategy, strategy.extended.batch_reduce_to(self.aggregation, pairs), target)
+            self._update_all(strategy, self._totals(strategy, gradients, arrays, target), target)
             self.latest_path = "plain"
+
+    def _totals(self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, target: Target) -> Sequence[Any]:
+        alone = strategy.num_replicas_in_sync == 1 and adds_in_rank_order(strategy.extended)
+        if alone and arrays is not None and has_current_kernel(self, Optimizer):
+            return arrays  # kernels only read them; a `change` of the user's is given arrays of its own
+        pairs = list(zip(gradients, target.variables, strict=True))
+        return strategy.extended.batch_reduce_to(self.aggregation, pairs)
 
     def _update_shares(self, strategy: Strategy, gradients: Sequence[Array], target: Target, call: Call) -> bool:
         """Take the sliced path; return False where there is none, which all ranks find alike."""
         if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None:
             return False
         kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
-        step = None if kernel is None else self._sliced.step(strategy, target, self.slots_of, kernel, call)
+        step = self._sliced.step(strategy, target, self.slots_of, kernel, call) if kernel is not None else None
         if kernel is None or step is None:
             return False
         step.collect(gradients)
@@ -294,17 +294,13 @@ class Optimizer:
         kernel = self.kernel()
         assert kernel is not None
         for gradient, var, named in zip(gradients, variables, rows, strict=True):
-            if named is None and has_kernel(var.dtype):
-                self._flat_update(var).run(kernel, gradient)
-            else:
+            if named is not None or not has_kernel(var.dtype):
                 self.update(var, gradient, self.slots_of(var), named)
-
-    def _flat_update(self, var: Variable) -> FlatUpdate:
-        known = self._flat.get(id(var))
-        if known is None:
-            slots = {name: slot.updatable_storage() for name, slot in self.slots_of(var).items()}
-            known = self._flat[id(var)] = FlatUpdate(var.updatable_storage(), slots, self._scratch)
-        return known
+                continue
+            if id(var) not in self._flat:
+                slots = {name: slot.updatable_storage() for name, slot in self.slots_of(var).items()}
+                self._flat[id(var)] = FlatUpdate(var.updatable_storage(), slots, self._scratch)
+            self._flat[id(var)].run(kernel, gradient)
 
     def kernel(self) -> Kernel | None:
         """Return the next step as a kernel, which does what `change` and `update` do; None for an optimizer without.

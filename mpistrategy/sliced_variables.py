@@ -134,7 +134,8 @@ class SlicedSteps:
         self, strategy: Strategy, variables: tuple[Variable, ...], slots: Sequence[Slots], kernel: Kernel
     ) -> SlicedStep | None:
         communicator = strategy.extended.communicator
-        if not reduces_in_shares(strategy.extended) or len({*map(id, variables)}) < len(variables):
+        one_node = communicator.size > 1 and max(communicator.node_of) == 0
+        if not (one_node and adds_in_rank_order(strategy.extended)) or len({*map(id, variables)}) < len(variables):
             return None
         if not all(map(_lives_in_shared_memory, [*variables, *(slot for beside in slots for slot in beside.values())])):
             return None
@@ -164,12 +165,11 @@ class SlicedSteps:
         return SlicedStep(gradients, variables, update)
 
 
-def reduces_in_shares(extended: StrategyExtended) -> bool:
-    """Return whether a reduction by this strategy is the sum in rank order that the ranks of one node can share."""
+def adds_in_rank_order(extended: StrategyExtended) -> bool:
+    """Return whether a reduction by this strategy is our own, which one need not call to have its result."""
     kind = type(extended)
     own = kind.batch_reduce_to is StrategyExtended.batch_reduce_to and kind.update is StrategyExtended.update
-    one_node = extended.communicator.size > 1 and max(extended.communicator.node_of) == 0
-    return own and one_node and type(extended.cross_device_ops) in _IN_RANK_ORDER
+    return own and type(extended.cross_device_ops) in _IN_RANK_ORDER
 
 
 def _lives_in_shared_memory(var: Variable) -> bool:
