@@ -1,14 +1,15 @@
 """Reduction of ordinary arrays through the node's window, in chunks that stay in the cache.
 
-Every rank owns one slice of every chunk.  It shows its peers the slices that they own, adds up its own (in rank
-order, so that equal runs give equal bits), and shows the sum, which the others copy out.  No array is copied whole,
-and nothing is allocated.
+Two ranks bring their chunks whole, one chunk ahead, and each adds up everything for itself: that is two passes and
+one meeting a chunk.  Four staging buffers are used in turn; a rank brings chunk c + 4 into the buffer of chunk c after
+it has seen chunk c + 2 of its peer, which the peer brings when it has added up chunk c.
 
-A chunk is brought one turn before it is added up, and copied out two turns after: nobody waits for a peer that is
-less than a turn behind.  So there are three staging buffers, each of two parts: what a rank brings, and what it has
-added up.  In turn c a rank copies out chunk c - 2, brings c + 1 into the same buffer, and adds up c.  Both writes are
-safe: it has seen that all have added up c - 2, so nobody reads what was brought then; and that all have brought c,
-which they do after they have copied out c - 3.
+Of more ranks every one owns a slice of every chunk.  It shows its peers the slices that they own, adds up its own, and
+shows the sum; one chunk later everybody copies the other sums out.  The staging buffers are used in pairs then: what a
+rank brings, and what it has added up.  A buffer is written again only after all peers have said that they are done
+with the chunk after it, or have come that far.
+
+Sums are made in rank order, so that all ranks and equal runs have equal bits.  Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.waiting import Waiting
 
+#: What is brought, where the result goes, and how many elements it has.
+Chunk = tuple[Array, Array, int]
+
 _COUNTERS = 3
-_BUFFERS = 3
+_BUFFERS = 4
 #: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
 _LEAST_SLICE_BYTES = 16 * 2**10
 _LARGEST_CHUNK_BYTES = 2**20
@@ -36,7 +40,7 @@ def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
 
 def segment_bytes(chunk_bytes: int) -> int:
     """Return how much memory each rank's counters and staging buffers take."""
-    return _COUNTERS * ALIGNMENT + _BUFFERS * 2 * chunk_bytes
+    return _COUNTERS * ALIGNMENT + _BUFFERS * chunk_bytes
 
 
 def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
@@ -67,14 +71,12 @@ class NodeWindow:
         ]
         self._brought, self._added, self._arrived = counters
         start = _COUNTERS * ALIGNMENT
+        #: By number of the buffer and local rank.
         self._stages = [
-            [
-                [segment[start + (2 * b + part) * chunk_bytes :][:chunk_bytes] for segment in memory.segments]
-                for part in (0, 1)
-            ]
-            for b in range(_BUFFERS)
+            [segment[start + number * chunk_bytes :][:chunk_bytes] for segment in memory.segments]
+            for number in range(_BUFFERS)
         ]
-        self._typed: dict[np.dtype[Any], list[list[list[Array]]]] = {}
+        self._typed: dict[np.dtype[Any], list[list[Array]]] = {}
         self._chunks = 0
         self._barriers = 0
 
@@ -97,61 +99,78 @@ class NodeWindow:
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
         """Do `allreduce` for several pairs of one dtype, without a pause between them."""
-        # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
-        with np.errstate(all="ignore"):
-            self._allreduce_many(pairs, op, divisor)
-
-    def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int) -> None:
         dtype = pairs[0][0].dtype
         stages = self._typed.get(dtype)
         if stages is None:
-            stages = self._typed[dtype] = [[[s.view(dtype) for s in part] for part in two] for two in self._stages]
-        combine = COMBINE[op]
-        me, size, itemsize = self.local_rank, self.size, dtype.itemsize
-        elements = self._chunk_bytes // itemsize
-        chunks = list(_chunks(pairs, elements))
-        shares = {
-            count: [share(count, rank, size, itemsize) for rank in range(size)]
-            for count in {source.size for source, _ in chunks}
-        }
-        first = self._chunks + 1  # chunks are counted from 1 on, over all reductions
-        for turn in range(-1, len(chunks) + 2):
-            if turn >= 2:
-                target = chunks[turn - 2][1]
-                number = first + turn - 2
-                added = stages[number % _BUFFERS][1]
-                self._wait_for(self._added, number)
-                for rank, (begin, end) in enumerate(shares[target.size]):
-                    if rank != me and end > begin:
-                        target[begin:end] = added[rank][begin:end]
-            if turn + 1 < len(chunks):
-                source = chunks[turn + 1][0]
-                number = first + turn + 1
-                brought = stages[number % _BUFFERS][0][me]
-                begin, end = shares[source.size][me]
-                if begin > 0:
-                    brought[:begin] = source[:begin]
-                if end < source.size:
-                    brought[end : source.size] = source[end:]
-                self._tell(self._brought, number)
-            if 0 <= turn < len(chunks):
-                source, target = chunks[turn]
-                number = first + turn
-                everybodys, added = stages[number % _BUFFERS]
-                begin, end = shares[source.size][me]
-                self._wait_for(self._brought, number)
-                if end > begin:
-                    total, mine = added[me][begin:end], source[begin:end]
-                    parts = [mine if rank == me else everybodys[rank][begin:end] for rank in range(size)]
-                    combine(parts[0], parts[1], out=total)
-                    for part in parts[2:]:
-                        combine(total, part, out=total)
-                    if divisor != 1:
-                        np.true_divide(total, dtype.type(divisor), out=total)
-                self._tell(self._added, number)
-                if end > begin:
-                    target[begin:end] = total
-        self._chunks += len(chunks)
+            stages = self._typed[dtype] = [[segment.view(dtype) for segment in stage] for stage in self._stages]
+        # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
+        with np.errstate(all="ignore"):
+            work = self._by_pair if self.size == 2 else self._by_slices
+            work(stages, list(_chunks(pairs, self._chunk_bytes // dtype.itemsize)), COMBINE[op], divisor)
+
+    def _by_pair(self, stages: list[list[Array]], chunks: list[Chunk], combine: np.ufunc, divisor: int) -> None:
+        me, counters = self.local_rank, self._brought
+        mine, theirs, fence = counters[me], counters[1 - me], self._fence
+        number, count = self._chunks, len(chunks)
+        for turn in range(-1, count):
+            if turn + 1 < count:
+                source, _, size = chunks[turn + 1]
+                stages[(number + 1) % _BUFFERS][me][:size] = source
+                if fence is not None:
+                    fence()
+                mine[0] = number + 1
+            if turn >= 0:
+                source, target, size = chunks[turn]
+                if theirs[0] < number:
+                    self._waiting.until(theirs, number)
+                if fence is not None:
+                    fence()
+                other = stages[number % _BUFFERS][1 - me][:size]
+                combine(*((other, source) if me else (source, other)), out=target)
+                if divisor != 1:
+                    np.true_divide(target, target.dtype.type(divisor), out=target)
+            number += 1
+        self._chunks = number - 1
+
+    def _by_slices(self, stages: list[list[Array]], chunks: list[Chunk], combine: np.ufunc, divisor: int) -> None:
+        me, size, dtype = self.local_rank, self.size, stages[0][0].dtype
+        number = self._chunks
+        waiting: tuple[Array, list[Array], list[tuple[int, int]]] | None = None
+        for source, target, count in chunks:
+            pair = 2 * (number & 1)
+            brought, added = stages[pair], stages[pair + 1]
+            number += 1
+            borders = [share(count, rank, size, dtype.itemsize) for rank in range(size)]
+            begin, end = borders[me]
+            if begin > 0:
+                brought[me][:begin] = source[:begin]
+            if end < count:
+                brought[me][end:count] = source[end:]
+            self._tell(self._brought, number)
+            if waiting is not None:
+                self._copy_out(*waiting, number - 1)
+            self._wait_for(self._brought, number)
+            if end > begin:
+                total, mine = added[me][begin:end], source[begin:end]
+                parts = [mine if rank == me else brought[rank][begin:end] for rank in range(size)]
+                combine(parts[0], parts[1], out=total)
+                for part in parts[2:]:
+                    combine(total, part, out=total)
+                if divisor != 1:
+                    np.true_divide(total, dtype.type(divisor), out=total)
+            self._tell(self._added, number)
+            if end > begin:
+                target[begin:end] = total
+            waiting = (target, added, borders)
+        if waiting is not None:
+            self._copy_out(*waiting, number)
+        self._chunks = number
+
+    def _copy_out(self, target: Array, added: list[Array], borders: list[tuple[int, int]], number: int) -> None:
+        self._wait_for(self._added, number)
+        for rank, (begin, end) in enumerate(borders):
+            if rank != self.local_rank and end > begin:
+                target[begin:end] = added[rank][begin:end]
 
     def _tell(self, counter: list[memoryview], number: int) -> None:
         if self._fence is not None:
@@ -166,10 +185,11 @@ class NodeWindow:
             self._fence()
 
 
-def _chunks(pairs: Sequence[tuple[Array, Array]], elements: int) -> Iterator[tuple[Array, Array]]:
+def _chunks(pairs: Sequence[tuple[Array, Array]], elements: int) -> Iterator[Chunk]:
     for source, target in pairs:
         if source.size <= elements:
-            yield source, target
+            yield source, target, source.size
             continue
         for start in range(0, source.size, elements):
-            yield source[start : start + elements], target[start : start + elements]
+            piece = source[start : start + elements]
+            yield piece, target[start : start + elements], piece.size
