@@ -186,14 +186,14 @@ class Arena:
             DTypeError: for a MEAN of integers, which has another dtype than they, and MIN and MAX of complex numbers.
         """
         op = ReduceOp.parse(reduce_op, call.where)
-        self._check(extended, call.where)
+        self.check(extended, call.where)
         in_place = self.in_place or out is not None
         if not (out is None or out is self or out is self._values or self._nest.is_like(out)):
             raise OptionError.at(
                 call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
             )
         call.structure = self._structure.text
-        ordinary = weight is not None or type(extended.cross_device_ops) not in _OWN_ALGORITHMS
+        ordinary = weight is not None or self.is_ordinary(extended)
         if in_place or not ordinary:
             check_dtypes(self.buckets, op, call.where)
         if ordinary:
@@ -238,7 +238,7 @@ class Arena:
     def broadcast(self, extended: StrategyExtended, destinations: Any, call: Call) -> Any:
         """Write replica 0's arrays into everybody's, and return `values`; the caller has entered the guard's call."""
         destination = self._destination(destinations, call.where)
-        self._check(extended, call.where)
+        self.check(extended, call.where)
         call.structure = self._structure.text
         call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
         for bucket in self.buckets:
@@ -262,9 +262,18 @@ class Arena:
         self.buckets, self.leaves, self._values, self._results = (), [], None, None
         del self._nest
 
+    def is_ordinary(self, extended: StrategyExtended) -> bool:
+        """Return whether the strategy's algorithm gets the arrays like any others."""
+        return type(extended.cross_device_ops) not in _OWN_ALGORITHMS
+
     # -------------------------------------------------------------------------------------------------- checks
 
-    def _check(self, extended: StrategyExtended, where: str) -> None:
+    def check(self, extended: StrategyExtended, where: str) -> None:
+        """Raise unless a strategy can reduce the arena as it is.
+
+        Raises:
+            ContextError, OptionTypeError, StructureError: see `all_reduce`.
+        """
         self._require_open(where)
         if extended.communicator is not self._communicator:
             raise OptionTypeError.at(

@@ -160,7 +160,7 @@ class StrategyExtended(Placement):
         chosen = self.options.merge(options)
         values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
         dense = weight is not None or targets is not None
-        arrays = _checked_leaves(values, paths, dense, where)
+        arrays = checked_leaves(values, paths, dense, where)
         if targets is not None:
             if len({id(target) for target in targets}) < len(targets):
                 raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
@@ -290,9 +290,14 @@ class StrategyExtended(Placement):
         return context.cross_replica(self._container_strategy)
 
 
-def _checked_leaves(
+def checked_leaves(
     values: Sequence[DistributedValues], paths: Callable[[], list[str]], dense: bool, where: str
 ) -> list[Any]:
+    """Return the array of every leaf, or its IndexedSlices unless `dense` ones are needed.
+
+    Raises:
+        LeafError, DTypeError, UnsupportedError: for what cannot be reduced; names the leaf.
+    """
     try:
         return [_checked(value, "", dense, where) for value in values]
     except MpiStrategyError:

@@ -15,7 +15,7 @@ import numpy as np
 from mpistrategy.arrays import Array, wire_dtype
 from mpistrategy.cross_device_ops.cell_program import CellProgram, fits
 from mpistrategy.cross_device_ops.mean import finish, rounded
-from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
+from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Member, Pack, plan_layouts
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 
@@ -81,9 +81,14 @@ class DenseReduction:
         results = [np.empty(0)] * len(arrays)
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack in self.packs:
-            source, target = self._one(pack, arrays, targets) if len(pack.members) == 1 else self._many(pack, arrays)
-            for index, view in pack.views(target):
-                results[index] = view
+            if len(pack.members) == 1:
+                (member,) = pack.members
+                result = results[member.index] = self._place(pack, member, targets)
+                source, target = self._one(pack, arrays, result)
+            else:
+                source = target = self._many(pack, arrays)
+                for index, view in pack.views(target):
+                    results[index] = view
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for dtype, those in pairs.items():
@@ -91,23 +96,25 @@ class DenseReduction:
             self._communicator.allreduce_many(those, self._op.on_the_wire, divisor)
         return results if self._exact else self._finished(results)
 
-    def _one(self, pack: Pack, arrays: Sequence[Array], targets: Sequence[Array | None] | None) -> tuple[Array, Array]:
-        index = pack.members[0].index
-        array = arrays[index]
-        given = targets[index] if targets is not None else None
+    def _place(self, pack: Pack, member: Member, targets: Sequence[Array | None] | None) -> Array:
+        """Return where the result of a lone array goes: its target, or memory that is used again."""
+        given = targets[member.index] if targets is not None else None
         if given is not None and given.dtype == pack.dtype:
-            target = given.reshape(-1)
-        else:
-            target = self._communicator.pool.take(pack.dtype, (pack.size,))
-        if array.dtype == pack.dtype and array.flags.c_contiguous:
+            return given
+        return self._communicator.pool.take(pack.dtype, member.shape)
+
+    def _one(self, pack: Pack, arrays: Sequence[Array], result: Array) -> tuple[Array, Array]:
+        target = result.reshape(-1)
+        array = arrays[pack.members[0].index]
+        if pack.is_array(arrays):
             return array.reshape(-1), target
-        np.copyto(target.reshape(array.shape), array, casting="unsafe")
+        np.copyto(result, array, casting="unsafe")
         return target, target
 
-    def _many(self, pack: Pack, arrays: Sequence[Array]) -> tuple[Array, Array]:
+    def _many(self, pack: Pack, arrays: Sequence[Array]) -> Array:
         buffer = self._communicator.pool.take(pack.dtype, (pack.size,))
         np.concatenate([arrays[m.index] for m in pack.members], axis=None, out=buffer, casting="unsafe")
-        return buffer, buffer
+        return buffer
 
     def _finished(self, results: list[Array]) -> list[Array]:
         size = self._communicator.size

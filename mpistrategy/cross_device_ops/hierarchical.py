@@ -15,6 +15,7 @@ from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.across_nodes import allreduce_across
 from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions
 
@@ -47,7 +48,11 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        _combine(communicator, buffer, op, None)
+        self._combine(communicator, buffer, op, None)
+
+    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way a buffer of so many bytes takes: on several nodes all do alike."""
+        return "across" if max(communicator.node_of) > 0 else communicator.way(nbytes, dtype, op)
 
     def reduce_arrays(
         self,
@@ -62,20 +67,19 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         sums: list[Array] = [np.empty(0)] * len(arrays)
         for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs):
             buffer = communicator.pool.take(pack.dtype, (pack.size,))
-            first, source = arrays[pack.members[0].index], None
-            if len(pack.members) == 1 and first.dtype == pack.dtype and first.flags.c_contiguous:
-                source = first.reshape(-1)
+            source = None
+            if pack.is_array(arrays):
+                source = arrays[pack.members[0].index].reshape(-1)
             else:
                 for index, view in pack.views(buffer):
                     view[...] = arrays[index]
-            _combine(communicator, buffer, op, source)
+            self._combine(communicator, buffer, op, source)
             for index, view in pack.views(buffer):
                 sums[index] = view
         return sums
 
-
-def _combine(communicator: Communicator, buffer: Array, op: str, source: Array | None) -> None:
-    if max(communicator.node_of) > 0:
-        allreduce_across(communicator, buffer, op, source=source)
-    else:
-        communicator.allreduce(buffer, op, source)
+    def _combine(self, communicator: Communicator, buffer: Array, op: str, source: Array | None) -> None:
+        if self.way(communicator, buffer.nbytes, buffer.dtype, op) == "across":
+            allreduce_across(communicator, buffer, op, source=source)
+        else:
+            communicator.allreduce(buffer, op, source)

@@ -14,12 +14,13 @@ from mpistrategy.arrays import Array, dtype_name, to_reducible
 from mpistrategy.cross_device_ops import destinations as placing
 from mpistrategy.cross_device_ops import packing, sparse
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
-from mpistrategy.cross_device_ops.dense_reduction import dense_reduction
+from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_reduction
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK, Destination
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi import wire
 from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.values import IndexedSlices, Mirrored, contribution
@@ -40,6 +41,19 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
         return f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
+
+    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way `reduce_buffer` takes with a buffer for every rank."""
+        return communicator.way(nbytes, dtype, op)
+
+    def list_reduction(
+        self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions
+    ) -> DenseReduction | None:
+        """Return the laid-out reduction of these values to every rank; None where `reduce_arrays` does it."""
+        if not self.reduces_lists or not all(isinstance(value, np.ndarray) for value in values):
+            return None
+        layouts = tuple((value.dtype, value.shape) for value in values)
+        return dense_reduction(communicator, layouts, op, options.bytes_per_pack)
 
     def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
         """Replace `buffer` by its combination over the ranks, at least on the destination's ranks.
@@ -88,12 +102,12 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             wire.check(options.wire)
             communicator: Communicator = wire.on(ranks, options.wire)
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
-            values = [_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            values = [checked_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
             reduction = None
             everywhere = all(target is EVERY_RANK for target in targets)
-            if self.reduces_lists and everywhere and all(isinstance(value, np.ndarray) for value in values):
-                layouts = tuple((value.dtype, value.shape) for value in values)
-                reduction = dense_reduction(communicator, layouts, reduce_op, options.bytes_per_pack)
+            if everywhere:
+                reduction = self.list_reduction(communicator, values, reduce_op, options)
+            if reduction is not None:
                 reduction.prepare(values)
             call.agree(
                 "reduce",
@@ -132,7 +146,12 @@ def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
         )
 
 
-def _component(value: Any, op: ReduceOp, where: str) -> Any:
+def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return what this rank brings of one value: an array, IndexedSlices, or the value itself when it is Mirrored.
+
+    Raises:
+        OptionError, LeafError, DTypeError, UnsupportedError, ShapeError: for what `op` cannot reduce.
+    """
     refuse_mirrored_sum(value, op, where)
     if isinstance(value, Mirrored):
         return value

@@ -39,6 +39,11 @@ class Pack:
     size: int
     members: tuple[Member, ...]
 
+    def is_array(self, arrays: Sequence[Array]) -> bool:
+        """Return whether the buffer can be the one array in it as it is."""
+        array = arrays[self.members[0].index]
+        return len(self.members) == 1 and array.dtype == self.dtype and array.flags.c_contiguous
+
     def fill(self, arrays: Sequence[Array]) -> Array:
         """Return a new buffer with the arrays' values, converted to the wire dtype."""
         buffer = np.empty(self.size, self.dtype)

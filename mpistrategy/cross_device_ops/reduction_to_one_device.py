@@ -14,6 +14,7 @@ from mpistrategy.cross_device_ops.destinations import Destination, ranks_of
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions
 
@@ -55,6 +56,10 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         """What must be equal on all ranks for their messages to fit together."""
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super().configuration}, {how} on {self.reduce_to_device}"
+
+    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return "root", whatever the size."""
+        return "root"
 
     def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
         """Replace `buffer` by its combination over the ranks."""

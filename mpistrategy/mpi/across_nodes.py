@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +39,17 @@ FLIGHTS = 4
 # Besides the pieces on the network, the node works on one before and one after.
 _MORE_SLOTS = 2
 _TAGS = 2**12
+
+
+def lanes_of(node_of: Sequence[int], most: int = MOST_LANES) -> int:
+    """Return how many ranks of each node have a counterpart on every node, up to `most`."""
+    return min(most, *map(node_of.count, node_of))
+
+
+def piece_bytes_for(lanes: int, nodes: int) -> int:
+    """Return how much of a buffer is one piece."""
+    return max(PIECE_BYTES, min(lanes * nodes * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
+
 
 #: Called between two looks that found nothing new, with how many there have been.
 Pause = Callable[[int], None]
@@ -145,9 +156,8 @@ class AcrossNodes:
         self.lanes, link = communicator.links(MOST_LANES)
         self._link = link if link is not None and link.size > 1 else None
         self._manner = manner
-        nodes = max(1, communicator.size // max(1, node.size)) if link is None else link.size
-        shortest = self.lanes * nodes * _LEAST_BLOCK_BYTES
-        self.piece_bytes = max(PIECE_BYTES, min(shortest, _LARGEST_PIECE_BYTES))
+        nodes = max(communicator.node_of) + 1  # the same on ranks that have no counterparts
+        self.piece_bytes = piece_bytes_for(self.lanes, nodes)
         self._flights: deque[_Piece] = deque()
         slice_bytes = self.piece_bytes // self.lanes + ALIGNMENT
         # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.

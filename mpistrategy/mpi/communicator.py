@@ -17,14 +17,14 @@ from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
 from mpistrategy.mpi import abort, buffers
-from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across
+from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across, lanes_of
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import ControlChannel, Guard
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
-from mpistrategy.mpi.path_files import agreed
-from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.mpi.path_files import agreed, library_name
+from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import Fence, SharedMemory, private_memory, share
 from mpistrategy.mpi.transport import NodeGroups
 from mpistrategy.mpi.waiting import Waiting
@@ -78,6 +78,7 @@ class MpiCommunicator:
         self.local_size: int = self._inside.size
         leaders = [int(text) for text in self.allgather_text(self.text_of_leader(str(self.rank)))]
         self.node_of = tuple(sorted(set(leaders)).index(leader) for leader in leaders)
+        self.library = library_name(MPI.Get_library_version())
         self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
         self.window: NodeWindow | None = None
@@ -160,17 +161,24 @@ class MpiCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
 
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way `allreduce` takes with so many bytes."""
+        if self.window is not None and self.local_size == self.size and nbytes >= self.paths.window_bytes:
+            return "window"
+        return "across" if nbytes >= self.least_across and max(self.node_of) > 0 else "mpi"
+
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
         What this rank brings is in `source`, which stays as it is; None means in `buffer`.  The result is divided by
         `divisor`, which must be 1 unless the dtype is a floating one.
         """
-        if self.window is not None and self.local_size == self.size and buffer.nbytes >= self.paths.window_bytes:
+        way = self.way(buffer.nbytes, buffer.dtype, op)
+        if self.window is not None and way == "window":
             flat = buffer.reshape(-1)
             self.window.allreduce(flat if source is None else source.reshape(-1), flat, op, divisor)
             return
-        if buffer.nbytes >= self.least_across and max(self.node_of) > 0:
+        if way == "across":
             allreduce_across(self, buffer, op, source=source)
             divide_by(divisor, buffer)
             return
@@ -184,7 +192,7 @@ class MpiCommunicator:
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
         """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype."""
         nbytes = sum(target.nbytes for _, target in pairs)
-        if self.window is not None and self.local_size == self.size and nbytes >= self.paths.window_bytes:
+        if self.window is not None and self.way(nbytes, pairs[0][1].dtype, op) == "window":
             self.window.allreduce_many(pairs, op, divisor)
             return
         for source, target in pairs:
@@ -249,7 +257,7 @@ class MpiCommunicator:
 
         Collective.  The counterparts are ordered by node.
         """
-        count = min(most, *map(self.node_of.count, self.node_of))
+        count = lanes_of(self.node_of, most)
         lane = self.local_rank if self.local_rank < count else MPI.UNDEFINED
         comm = self._comm.Split(lane, self.node_of[self.rank])
         if comm == MPI.COMM_NULL:
@@ -339,12 +347,9 @@ class _Group(MpiCommunicator):
         self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
         self.paths = DEFAULT
         self.cells, self.window = None, window
-        self.pool = Pool()
-        self.compiled: dict[Any, Any] = {}
-        self._control = None
-        self.guard = Guard()
-        self.devices = ()
-        self._node = None
+        self.pool, self.compiled = Pool(), {}
+        self.guard, self.devices = Guard(), ()
         self.across, self.engine, self._links = None, None, []
+        self._control = self._node = None
         self.least_across = LEAST_BYTES
         self.max_count = max_count

@@ -7,6 +7,7 @@ strategy looks for its own.  MPISTRATEGY_PATHS=FILE names another file; MPISTRAT
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import Protocol
 
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.mpi.paths import DEFAULT, Paths, Rates
 
 VARIABLE = "MPISTRATEGY_PATHS"
 _FORMAT = 1
-_NAMES = tuple(field.name for field in fields(Paths) if field.name != "source")
+_NAMES = tuple(DEFAULT.thresholds())
+_RATES = tuple(field.name for field in fields(Rates))
 _LARGEST = 2**40
 #: Parts of buffers: too small ones would be nothing but overhead, and they are cut at cache lines.
 _LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "cell_bytes": 64}
@@ -89,8 +91,13 @@ def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
         OSError: when it cannot be written.
     """
     file = file or machine.file
-    known = {name: value for name, value in asdict(paths).items() if name in _NAMES}
-    content = {"format": _FORMAT, "machine": asdict(machine), "source": paths.source, "paths": known}
+    content = {
+        "format": _FORMAT,
+        "machine": asdict(machine),
+        "source": paths.source,
+        "paths": paths.thresholds(),
+        "rates": asdict(paths.rates),
+    }
     check_can_save(file)
     # A strategy that starts meanwhile, maybe on another node with the same home, reads the old file or the new one.
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as draft:
@@ -118,7 +125,13 @@ def load(file: Path) -> Paths:
         least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
         if type(value) is not int or not least <= value <= most or value % 64:
             raise ValueError(f"{name} is {value!r}, expected a multiple of 64 from {least} to {most}")
-    return Paths(**values, source=str(file))
+    rates = content.get("rates", {})  # they only tell how long a call will take: the file may be without
+    if not isinstance(rates, dict) or not set(rates) <= set(_RATES):
+        raise ValueError(f"its rates are {rates!r}, expected some of {', '.join(_RATES)}")
+    for name, value in rates.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}, expected a positive number")
+    return Paths(**values, source=str(file), rates=Rates(**rates))
 
 
 def agreed(version: str, ranks: Ranks) -> Paths:
@@ -173,5 +186,5 @@ def trying(paths: Paths) -> Iterator[None]:
         _tried.pop()
 
 
-def _values(paths: Paths) -> list[int]:
-    return [getattr(paths, name) for name in _NAMES]
+def _values(paths: Paths) -> list[float]:
+    return [*paths.thresholds().values(), *asdict(paths.rates).values()]

@@ -69,6 +69,11 @@ def joined(memory: SharedMemory) -> Array:
     return np.lib.stride_tricks.as_strided(memory.segments[0], (count * nbytes,), (1,))
 
 
+def is_in_place(communicator: Communicator, replicas: Replicas) -> bool:
+    """Return whether `reduce_replicas` combines the ranks' arrays where they are; else they are sent."""
+    return replicas.is_shared and max(communicator.node_of) == 0
+
+
 def reduce_replicas(
     communicator: Communicator, replicas: Replicas, op: str = "SUM", divisor: int = 1, *, into_result: bool = False
 ) -> None:
@@ -83,19 +88,16 @@ def reduce_replicas(
     """
     # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
     with np.errstate(all="ignore"):
-        if not replicas.is_shared:
-            target = _result(replicas) if into_result else replicas.mine
-            _allreduce(communicator, replicas.mine, target, op, divisor)
-        elif max(communicator.node_of) == 0:
+        if is_in_place(communicator, replicas):
             targets = (_result(replicas),) if into_result else replicas.arrays
             combine_share(replicas, targets, op, divisor)
-        elif into_result:
+        elif not into_result:
+            _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
+        else:
             # All ranks take part in the exchange between nodes; the first of each shows its node what came out.
-            shown = replicas.local_rank == 0
+            shown = replicas.local_rank == 0 or not replicas.is_shared
             target = _result(replicas) if shown else np.empty_like(replicas.mine)
             _allreduce(communicator, replicas.mine, target, op, divisor)
-        else:
-            _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
 
 
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard, call_site
-from mpistrategy.mpi.paths import DEFAULT
+from mpistrategy.mpi.paths import DEFAULT, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 from mpistrategy.mpi.transport import NodeGroups
 
@@ -136,6 +138,7 @@ class SimulatedCommunicator:
         numbers = list(dict.fromkeys(self._nodes))
         self.node_of = tuple(numbers.index(node) for node in self._nodes)
         self.local_rank = self.node_of[:rank].count(self.node_of[rank])
+        self.library = ""
         self.paths = DEFAULT
         self.cells: Cells | None = None
         self.pool = Pool()
@@ -153,6 +156,10 @@ class SimulatedCommunicator:
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(self._meeting.exchange(self.rank, "share_device", device))
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return "threads", whatever the size."""
+        return "threads"
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""

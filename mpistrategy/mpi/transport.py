@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpistrategy.arrays import Array
 from mpistrategy.devices import Device
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard
-from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 
 
@@ -29,6 +31,7 @@ class Communicator(Protocol):
         devices: the device that each rank drives, in rank order.
         node_of: the number of the node of each rank, from 0 on.
         local_rank: this rank's index among the ranks of its node.
+        library: the MPI library and its version, in words; "" without one.
         paths: which way a buffer takes, by its size.
         cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
         pool: memory for results.
@@ -41,10 +44,14 @@ class Communicator(Protocol):
     devices: tuple[Device, ...]
     node_of: tuple[int, ...]
     local_rank: int
+    library: str
     paths: Paths
     cells: Cells | None
     pool: Pool
     compiled: dict[Any, Any]
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way `allreduce` takes with a buffer of so many bytes."""
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
@@ -107,10 +114,15 @@ class SingleCommunicator:
     guard: Guard = field(default_factory=Guard)
     node_of: tuple[int, ...] = (0,)
     local_rank: int = 0
+    library: str = ""
     paths: Paths = DEFAULT
     cells: Cells | None = None
     pool: Pool = field(default_factory=Pool)
     compiled: dict[Any, Any] = field(default_factory=dict)
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return "none": nothing goes anywhere."""
+        return "none"
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Leave `buffer`, or copy `source` to it: its sum over one rank is itself."""

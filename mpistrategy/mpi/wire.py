@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpistrategy.arrays import Array
 from mpistrategy.mpi.across_nodes import allreduce_across
 from mpistrategy.mpi.bfloat16 import bfloat16, travels
 from mpistrategy.mpi.buffers import divide_by
+from mpistrategy.mpi.paths import Way
 
 
 def check(wire: str | None) -> None:
@@ -55,6 +58,13 @@ class _Rounding:
     @across.setter
     def across(self, state: Any) -> None:
         self._communicator.across = state
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way `allreduce` takes: what is rounded goes the one on which that happens."""
+        if travels(dtype, op):
+            return "across"
+        way: Way = self._communicator.way(nbytes, dtype, op)
+        return way
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the combination over the ranks."""
