@@ -93,11 +93,12 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
         keys = sorted_keys(nest)
         children = [_visit(nest[key], leaves) for key in keys]
         original = list(nest)
+        like = None if kind is dict else nest  # a structure may be kept: it holds no leaves of a plain dictionary
 
         def build_mapping(values: list[Any]) -> Any:
             by_key = dict(zip(keys, values, strict=True))
             items = {key: by_key[key] for key in original}
-            return items if kind is dict else _like_mapping(nest, items)
+            return items if like is None else _like_mapping(like, items)
 
         opening = "{" if kind is dict else f"{kind.__name__}{{"
         texts = [f"{key!r}:{c.text}" for key, c in zip(keys, children, strict=True)]

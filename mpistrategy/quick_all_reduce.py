@@ -169,6 +169,7 @@ def _arrays(
     reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: Sequence[np.dtype[Any]], only_arrays: bool
 ) -> Run:
     guard, digest, signature = agreed
+    some_go_alone = any(len(pack.members) == 1 for pack in reduction.packs)
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value)
@@ -182,7 +183,7 @@ def _arrays(
             return NOT_QUICK
         targets: Sequence[Array | None] | None = None
         if out is not None:
-            targets = direct_targets(out, where, arrays, dtypes)
+            targets = direct_targets(out, where, arrays, dtypes, some_go_alone)
             if targets is None:
                 return NOT_QUICK
         reduction.prepare(arrays)
@@ -190,7 +191,7 @@ def _arrays(
         results = reduction.run(arrays, targets)
         if out is not None:
             for target, result in zip(where.take(out), results, strict=True):
-                if result.base is not target:
+                if result is not target:
                     target[...] = result
             return out
         if only_arrays:

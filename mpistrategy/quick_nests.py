@@ -56,12 +56,12 @@ def leaves_of(value: Any) -> Leaves | None:
 
 
 def direct_targets(
-    out: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[Any]
+    out: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[Any], useful: bool
 ) -> list[Array | None] | None:
     """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
 
-    None in the place of a leaf means that its result must be copied there at the end; None altogether, that `out` needs
-    the checks of the general way.
+    None in the place of a leaf means that its result must be copied there at the end (everywhere, unless `useful`);
+    None altogether, that `out` needs the checks of the general way.
     """
     if _plain(out) is False or nest.flatten(out)[1].text != where.text:
         return None
@@ -72,11 +72,14 @@ def direct_targets(
             return None
     if len({id(target) for target in targets}) < len(targets):
         return None
-    direct = [target if target.flags.c_contiguous else None for target in targets]
-    if all(target is array for target, array in zip(targets, arrays, strict=True)):
-        return direct
-    sources = (array for target, array in zip(targets, arrays, strict=True) if target is not array)
-    return direct if _apart([*targets, *sources]) else [None] * len(direct)
+    if not useful:
+        return [None] * len(targets)
+    sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
+    # Arrays that own their memory share none with each other; a single one in place has nobody to share it with.
+    alone = not sources and (len(targets) == 1 or all(target.base is None for target in targets))
+    if alone or _apart([*targets, *sources]):
+        return [target if target.flags.c_contiguous else None for target in targets]
+    return [None] * len(targets)
 
 
 def _apart(arrays: Sequence[Array]) -> bool:

@@ -26,14 +26,14 @@ def wrapped(total: Array, dtype: np.dtype[Any]) -> Array:
 
 def rounded(result: Array, dtype: np.dtype[Any]) -> Array:
     """Return `result` in `dtype`; no copy where it is that already."""
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return result.astype(dtype, copy=False)
 
 
 def divide(total: Array, count: int | float) -> Array:
     """Return ``total / count`` in the dtype of a mean; in place where it is the same dtype."""
     target = mean_dtype(total.dtype)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         if target == total.dtype:
             np.true_divide(total, total.dtype.type(count), out=total)
             return total
@@ -81,7 +81,7 @@ class WeightedMean:
     def finish(self, totals: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
         """Turn the sums of `contributions` into the means; NaN where all weights are 0."""
         weight = float(totals[-1])
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             return [
                 divide(total, weight).astype(mean_dtype(array.dtype), copy=False)
                 for total, array in zip(totals, arrays, strict=False)
