@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import launching
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -151,3 +152,37 @@ def test_parts_are_combined_in_order_whichever_is_overwritten(count: int) -> Non
     apart = np.empty(50, np.float32)
     combined(parts, "SUM", out=apart)
     assert apart.tobytes() == wanted.tobytes()
+
+
+PRETENDED = {
+    "odd and even": {"MPIR_CVAR_NUM_CLIQUES": "2"},
+    "blocks, uneven": {"MPIR_CVAR_NUM_CLIQUES": "2", "MPIR_CVAR_CLIQUES_BY_BLOCK": "1"},
+    "three": {"MPIR_CVAR_NUM_CLIQUES": "3"},
+    "every rank": {"MPIR_CVAR_NOLOCAL": "1"},
+}
+PROGRAM = """
+import numpy as np
+import mpistrategy as ms
+
+for algorithm in (ms.MpiAllReduce(), ms.HierarchicalCopyAllReduce()):
+    with ms.MirroredStrategy(cross_device_ops=algorithm) as strategy:
+        communicator = strategy.extended.communicator
+        assert max(communicator.node_of) > 0, communicator.node_of
+        n = communicator.size
+
+        def step():
+            context = ms.get_replica_context()
+            values = [np.full(size, communicator.rank + 1.0) for size in (3, 70_000, 1_000_000)]
+            handles = [context.all_reduce_async("SUM", value) for value in values]
+            return [context.all_reduce("SUM", value) for value in values] + [handle.wait() for handle in handles]
+
+        for result in strategy.run(step):
+            assert (result == n * (n + 1) / 2).all()
+"""
+
+
+@pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes")
+@pytest.mark.parametrize("nodes", PRETENDED)
+def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finished], nodes: str) -> None:
+    finished = launch(3, PROGRAM, env=PRETENDED[nodes])
+    assert finished.returncode == 0, finished

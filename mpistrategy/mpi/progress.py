@@ -154,7 +154,7 @@ class Engine(AtOnce):
         while (job := self._jobs.get()) is not None:
             job.run(BaseException)
             if job.error is not None:
-                self._failed.append(job)
+                self._failed = [*(failed for failed in self._failed if not failed.was_waited_for), job]
             del job
             with self._lock:
                 self._unfinished -= 1
