@@ -19,6 +19,7 @@ from mpistrategy.cross_device_ops.gathering import checked_axis
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.explain import Explained
 from mpistrategy.extended import StrategyExtended, as_given
 from mpistrategy.mpi.guard import Call
 from mpistrategy.options import ReduceOp
@@ -65,7 +66,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-class Strategy(InputMethods, OldNames):
+class Strategy(Explained, InputMethods, OldNames):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:

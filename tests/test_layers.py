@@ -25,6 +25,8 @@ FLOORS = [
     {
         "arena",
         "arena_layout",
+        "explain",
+        "explain_ways",
         "intact",
         "context",
         "async_reduce",

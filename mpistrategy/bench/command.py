@@ -169,7 +169,8 @@ def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, repo
     if failed(lambda: check_can_save(file)):
         return 1
     tell = _tell if ranks.rank == 0 else lambda line: None
-    search = Search(ranks, machine.ranks_on_node > 1, tell, *((QUICK_SEARCH, 1) if options.quick else (EFFORT, 3)))
+    effort, trials = (QUICK_SEARCH, 1) if options.quick else (EFFORT, 3)
+    search = Search(ranks, machine.ranks_on_node > 1, machine.nodes, tell, effort, trials)
     paths = replace(search.run(), source=f"measured {environment['date']} on {environment['cpu']}")
     report["cases"] = search.cases
     report["paths"] = asdict(paths)

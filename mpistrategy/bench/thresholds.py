@@ -20,7 +20,7 @@ from mpistrategy.bench.timing import Effort, measure
 from mpistrategy.context import get_replica_context
 from mpistrategy.mirrored_strategy import MirroredStrategy
 from mpistrategy.mpi.path_files import trying
-from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.mpi.paths import DEFAULT, Paths, Rates
 from mpistrategy.strategy import Strategy
 
 EFFORT = Effort(seconds=0.3, least=7, most=31)
@@ -46,16 +46,24 @@ class Search:
     Args:
         ranks: who measures.
         share_memory: whether ranks of a node reduce through shared memory at all.
+        nodes: how many nodes there are.
         tell: is given a line about each measurement.
         effort: for each case.
         trials: how often each comparison is made, with new strategies.
     """
 
     def __init__(
-        self, ranks: Ranks, share_memory: bool, tell: Callable[[str], None], effort: Effort = EFFORT, trials: int = 3
+        self,
+        ranks: Ranks,
+        share_memory: bool,
+        nodes: int,
+        tell: Callable[[str], None],
+        effort: Effort = EFFORT,
+        trials: int = 3,
     ) -> None:
         self.ranks = ranks
         self.share_memory = share_memory
+        self.nodes = nodes
         self.tell = tell
         self.effort = effort
         self.trials = trials
@@ -63,14 +71,36 @@ class Search:
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Paths:
-        """Measure all thresholds; return them.  Collective."""
+        """Measure all thresholds, and how fast the ways are with them; return them.  Collective."""
         if self.share_memory:
             self._best("chunk_bytes", CHUNKS, replace(DEFAULT, cell_bytes=64, window_bytes=64))
             self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
             self._up_to_size("cell_bytes", CELL_SIZES, _one)
         self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER))
         self._up_to_size("pack_bytes", PACK_SIZES, _many)
+        self.paths = replace(self.paths, rates=self._rates())
         return self.paths
+
+    def _rates(self) -> Rates:
+        """Measure how fast the ways are with these thresholds: one small value, and one large one each."""
+        rates, size = self.paths.rates, LARGE[-1]
+        with _strategies([self.paths, replace(self.paths, window_bytes=NEVER)]) as strategies:
+            [small] = _seconds(self._case("rates", 8, ["small"], strategies[:1], _one))
+            if self.nodes > 1:
+                [large] = _seconds(self._case("rates", size, ["between nodes"], strategies[:1], _one))
+                sent = 2 * (self.nodes - 1) / self.nodes * size
+                # A small value crosses the network twice: for the check of the call, and to be added up.
+                return replace(rates, message_seconds=small / 2, link_bytes_per_second=sent / large)
+            large, by_mpi = _seconds(self._case("rates", size, ["large", "MPI"], strategies, _one))
+            # MPI works on a copy.
+            by_mpi = max(by_mpi - size / rates.copy_bytes_per_second, by_mpi / 2)
+            rates = replace(rates, cell_seconds=small, mpi_bytes_per_second=size / by_mpi)
+            if not self.share_memory:
+                return rates
+            arena = strategies[0].arena(_one(size)[0])
+            variant = Variant("arena", _sum(strategies[0], [arena]), [arena.values])
+            [in_arena] = _seconds(measure(Case("rates", "arena", size, [variant]), self.ranks, self.effort))
+            return replace(rates, window_bytes_per_second=size / large, arena_bytes_per_second=size / in_arena)
 
     def _best(self, name: str, candidates: Sequence[int], base: Paths) -> None:
         """Find the value that is fastest over all large sizes."""
@@ -143,6 +173,10 @@ class Search:
         return case
 
 
+def _seconds(case: dict[str, Any]) -> list[float]:
+    return [variant["median_us"] / 1e6 for variant in case["variants"]]
+
+
 def _with(paths: Paths, name: str, value: int) -> Paths:
     changes: dict[str, Any] = {name: value}
     return replace(paths, **changes)
@@ -159,7 +193,7 @@ def _many(nbytes: int) -> list[Array]:
     return [np.zeros(nbytes // 4 - 1, np.float32) for _ in range(PACKED_ARRAYS)]
 
 
-def _sum(strategy: Strategy, operands: list[Array]) -> Callable[[], Any]:
+def _sum(strategy: Strategy, operands: Sequence[Any]) -> Callable[[], Any]:
     value = operands[0] if len(operands) == 1 else operands
 
     def step() -> Any:

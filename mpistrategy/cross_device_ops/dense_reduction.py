@@ -6,6 +6,7 @@ dtype, and large ones go as they are: no array is copied that need not be, and r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -16,10 +17,12 @@ from mpistrategy.arrays import Array, wire_dtype
 from mpistrategy.cross_device_ops.cell_program import CellProgram, fits
 from mpistrategy.cross_device_ops.mean import finish, rounded
 from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Member, Pack, plan_layouts
+from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 
 _REMEMBERED = 512
+_FEW_ELEMENTS = 64
 
 
 def dense_reduction(
@@ -60,6 +63,23 @@ class DenseReduction:
             self.program = CellProgram(cells, layouts, op.on_the_wire)
         else:
             self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
+        #: Lone numbers in packs: their results must not keep the memory of a pack.
+        self._lone = [
+            m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1
+        ]
+
+    def ways(self) -> list[Way]:
+        """Return the way of each of `packs`: through the window go all of a dtype together, else each by itself."""
+        ranks, op = self._communicator, self._op.on_the_wire
+        together: Counter[np.dtype[Any]] = Counter()
+        for pack in self.packs:
+            together[pack.dtype] += pack.nbytes
+        return [
+            "window"
+            if ranks.way(together[pack.dtype], pack.dtype, op) == "window"
+            else ranks.way(pack.nbytes, pack.dtype, op)
+            for pack in self.packs
+        ]
 
     def prepare(self, arrays: Sequence[Any]) -> None:
         """Do what must be done before the ranks agree on the call."""
@@ -94,6 +114,8 @@ class DenseReduction:
         for dtype, those in pairs.items():
             divisor = self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
             self._communicator.allreduce_many(those, self._op.on_the_wire, divisor)
+        for index in self._lone:
+            results[index] = results[index].copy()
         return results if self._exact else self._finished(results)
 
     def _place(self, pack: Pack, member: Member, targets: Sequence[Array | None] | None) -> Array:

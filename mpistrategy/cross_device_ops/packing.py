@@ -39,6 +39,11 @@ class Pack:
     size: int
     members: tuple[Member, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """The length of the buffer in bytes."""
+        return self.size * self.dtype.itemsize
+
     def is_array(self, arrays: Sequence[Array]) -> bool:
         """Return whether the buffer can be the one array in it as it is."""
         array = arrays[self.members[0].index]

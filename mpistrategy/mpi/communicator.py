@@ -84,7 +84,7 @@ class MpiCommunicator:
         self.window: NodeWindow | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
-        self._can_share = max(map(self.node_of.count, self.node_of)) > 1
+        self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
         usual = self._share_node_memory() if self.size > 1 else None
@@ -108,7 +108,7 @@ class MpiCommunicator:
         """Make the cells and the window of this node; return the channel on which the ranks compare their calls."""
         assert self._control is not None
         shared = self.shared(NodeMemory.bytes_for(self.local_size, self.paths))
-        self._can_share = shared.is_shared
+        self.shares_memory = shared.is_shared
         if shared.is_shared and self.local_size > 1:
             control = self._control
             node = NodeMemory(shared, self.paths, Waiting(self.local_size, control.progress))
@@ -136,7 +136,7 @@ class MpiCommunicator:
 
         Where one node has no room for them, all ranks get private memory, and rank 0 warns.
         """
-        if not self._can_share:
+        if not self.shares_memory:
             return private_memory(nbytes)
         memory = share(nbytes, self, _memory_fence())
         if isinstance(memory, str):

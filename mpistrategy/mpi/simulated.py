@@ -138,7 +138,7 @@ class SimulatedCommunicator:
         numbers = list(dict.fromkeys(self._nodes))
         self.node_of = tuple(numbers.index(node) for node in self._nodes)
         self.local_rank = self.node_of[:rank].count(self.node_of[rank])
-        self.library = ""
+        self.library, self.shares_memory = "", False
         self.paths = DEFAULT
         self.cells: Cells | None = None
         self.pool = Pool()

@@ -32,6 +32,7 @@ class Communicator(Protocol):
         node_of: the number of the node of each rank, from 0 on.
         local_rank: this rank's index among the ranks of its node.
         library: the MPI library and its version, in words; "" without one.
+        shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
         paths: which way a buffer takes, by its size.
         cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
         pool: memory for results.
@@ -45,6 +46,7 @@ class Communicator(Protocol):
     node_of: tuple[int, ...]
     local_rank: int
     library: str
+    shares_memory: bool
     paths: Paths
     cells: Cells | None
     pool: Pool
@@ -115,6 +117,7 @@ class SingleCommunicator:
     node_of: tuple[int, ...] = (0,)
     local_rank: int = 0
     library: str = ""
+    shares_memory: bool = False
     paths: Paths = DEFAULT
     cells: Cells | None = None
     pool: Pool = field(default_factory=Pool)
