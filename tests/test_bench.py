@@ -118,12 +118,15 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(launch: Launch, t
     saved = json.loads(file.read_text())["paths"]
     source = """
         import mpistrategy as ms
-        print(ms.MirroredStrategy().extended.communicator.paths)
+        strategy = ms.MirroredStrategy()
+        print(strategy.extended.communicator.paths)
+        strategy.explain(1.0)
     """
     program = launching.program(source, tmp_path)
     printed = launch(2, [program], env={"MPISTRATEGY_PATHS": str(file)}).check().stdout
     for name, value in saved.items():
         assert printed.count(f"{name}={value},") == 2
+    assert f"thresholds: {file}; rates: {file}" in printed
 
 
 def test_save_that_cannot_write(launch: Launch, tmp_path: Path) -> None:

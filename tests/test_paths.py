@@ -15,7 +15,7 @@ import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi import path_files
 from mpistrategy.mpi.path_files import VARIABLE, Machine
-from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.mpi.paths import DEFAULT, Paths, Rates
 
 MEASURED = Paths(64, 2**16, 2**17, 2**12, 2**21, "a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
@@ -112,6 +112,33 @@ def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[s
     assert str(file) in text
     assert what in text
     assert "mpistrategy bench --save" in text
+
+
+@pytest.mark.parametrize(
+    ("rates", "what"),
+    [
+        ([], "its rates are"),
+        ({"extra": 1.0}, "its rates are"),
+        ({"cell_seconds": 0}, "cell_seconds is 0, expected a positive number"),
+        ({"cell_seconds": float("nan")}, "cell_seconds is nan"),
+        ({"link_bytes_per_second": "fast"}, "link_bytes_per_second is 'fast'"),
+    ],
+)
+def test_spoiled_rates_mean_the_defaults(rates: object, what: str) -> None:
+    file = path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rates": rates}))
+    with pytest.warns(FallbackWarning, match=what):
+        assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+
+
+def test_rates_are_kept_and_may_be_missing() -> None:
+    measured = replace(MEASURED, rates=Rates(cell_seconds=1e-6))
+    file = path_files.save(measured, Machine.of(VERSION, (0, 0)))
+    assert path_files.load(file) == replace(measured, source=str(file))
+    content = json.loads(file.read_text())
+    del content["rates"]
+    file.write_text(json.dumps(content))
+    assert path_files.load(file) == replace(MEASURED, source=str(file))
 
 
 def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
