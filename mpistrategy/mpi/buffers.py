@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[list[Any]]] = {}
+        self._bytes = 0
         self._taken = 0
         self._tidy_at = _KEPT_FOR
 
@@ -48,26 +50,36 @@ class Pool:
             if sys.getrefcount(entry[0]) == _FREE:
                 entry[1] = self._taken
                 return np.ndarray(shape, dtype, entry[0])
-        if self._taken > self._tidy_at:
+        if self._taken > self._tidy_at or self._bytes > _MOST_FREE_BYTES:
             self._tidy()
         block = np.empty(nbytes, np.uint8)
+        self._bytes += nbytes
         self._blocks.setdefault(nbytes, []).append([block, self._taken])
         return np.ndarray(shape, dtype, block)
 
     def clear(self) -> None:
         """Forget all blocks; those in use live on with their views."""
         self._blocks.clear()
+        self._bytes = 0
 
     def _tidy(self) -> None:
-        """Forget the blocks that have not been asked for in a long time."""
+        """Forget the blocks that have not been asked for in a long time, and the oldest of too many free ones."""
         long_ago, self._tidy_at = self._taken - _KEPT_FOR, self._taken + _KEPT_FOR
-        for nbytes, entries in list(self._blocks.items()):
-            entries[:] = [entry for entry in entries if entry[1] > long_ago]
-            if not entries:
-                del self._blocks[nbytes]
+        latest_first = sorted((e for same in self._blocks.values() for e in same), key=itemgetter(1), reverse=True)
+        self._blocks.clear()
+        self._bytes = free = 0
+        for entry in latest_first:
+            nbytes = entry[0].nbytes
+            is_free = sys.getrefcount(entry[0]) == _FREE
+            free += nbytes * is_free
+            if entry[1] > long_ago and not (is_free and free > _MOST_FREE_BYTES):
+                self._blocks.setdefault(nbytes, []).append(entry)
+                self._bytes += nbytes
 
 
 _LEAST_POOLED = 64 * 2**10
+#: What may lie idle when yet another size is asked for: arrays of ever new sizes must not pile up.
+_MOST_FREE_BYTES = 2**28
 _KEPT_FOR = 4096  # results asked for since a block was last used
 
 
