@@ -50,7 +50,7 @@ class Paths:
 
     cell_bytes: int = 32 * 2**10
     window_bytes: int = 8 * 2**10
-    chunk_bytes: int = 256 * 2**10
+    chunk_bytes: int = 512 * 2**10
     pack_bytes: int = 64 * 2**10
     piece_bytes: int = 2**20
     source: str = "the defaults"

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_SPINS = 4000
+#: Looks before the core is given away: about 2 and 140 microseconds.
+_FEWEST_LOOKS, _MOST_LOOKS = 64, 4096
 _POLITE_AFTER_SECONDS = 3e-3
 _NAP_SECONDS = 2e-5
 
@@ -20,9 +21,10 @@ def cores() -> int:
 class Waiting:
     """Waits until ``numbers[0]`` has reached a value.
 
-    It looks some thousand times at once (a peer that is on its way comes within microseconds), then gives its core
-    away between two looks, and after some milliseconds naps.  Where ranks outnumber cores the peer may need this very
-    core, so that it is given away from the first look on.
+    It looks many times at once (a peer that is on its way comes within microseconds), then gives its core away between
+    two looks, and after some milliseconds naps.  A wait that outlasts the looks halves their number for the next one,
+    and one that does not doubles it: where other programs take a core, the peer may need this very one.  Where ranks
+    outnumber cores it is given away after the first look.
 
     Args:
         ranks: how many ranks share the cores of this node.
@@ -30,14 +32,18 @@ class Waiting:
     """
 
     def __init__(self, ranks: int, progress: Callable[[], Any]) -> None:
-        self._spins = _SPINS if ranks <= cores() else 1
+        crowded = ranks > cores()
+        self._fewest, self._most = (1, 1) if crowded else (_FEWEST_LOOKS, _MOST_LOOKS)
+        self._looks = self._most
         self._progress = progress
 
     def until(self, numbers: memoryview, value: int) -> None:
         """Return when ``numbers[0] >= value``; the writer only ever raises it."""
-        for _ in range(self._spins):
+        for _ in range(self._looks):
             if numbers[0] >= value:
+                self._looks = min(2 * self._looks, self._most)
                 return
+        self._looks = max(self._looks // 2, self._fewest)
         polite_from = time.monotonic() + _POLITE_AFTER_SECONDS
         while numbers[0] < value:
             self._progress()

@@ -1,15 +1,11 @@
 """Reduction of ordinary arrays through the node's window, in chunks that stay in the cache.
 
-Two ranks bring their chunks whole, one chunk ahead, and each adds up everything for itself: that is two passes and
-one meeting a chunk.  Four staging buffers are used in turn; a rank brings chunk c + 4 into the buffer of chunk c after
-it has seen chunk c + 2 of its peer, which the peer brings when it has added up chunk c.
+Every rank owns one slice of every chunk.  It shows its peers the slices that they own, adds up its own (in rank
+order, so that equal runs give equal bits), and shows the sum; one chunk later everybody copies the other sums out.
+No array is copied whole, and nothing is allocated.
 
-Of more ranks every one owns a slice of every chunk.  It shows its peers the slices that they own, adds up its own, and
-shows the sum; one chunk later everybody copies the other sums out.  The staging buffers are used in pairs then: what a
-rank brings, and what it has added up.  A buffer is written again only after all peers have said that they are done
-with the chunk after it, or have come that far.
-
-Sums are made in rank order, so that all ranks and equal runs have equal bits.  Nothing is allocated.
+Each rank has two staging buffers of two parts, in turn: what it brings, and what it has added up.  A part is written
+again only after all peers have said that they are done with the chunk after it, or have come that far.
 """
 
 from __future__ import annotations
@@ -23,11 +19,8 @@ from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.waiting import Waiting
 
-#: What is brought, where the result goes, and how many elements it has.
-Chunk = tuple[Array, Array, int]
-
 _COUNTERS = 3
-_BUFFERS = 4
+_BUFFERS = 2
 #: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
 _LEAST_SLICE_BYTES = 16 * 2**10
 _LARGEST_CHUNK_BYTES = 2**20
@@ -40,7 +33,7 @@ def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
 
 def segment_bytes(chunk_bytes: int) -> int:
     """Return how much memory each rank's counters and staging buffers take."""
-    return _COUNTERS * ALIGNMENT + _BUFFERS * chunk_bytes
+    return _COUNTERS * ALIGNMENT + _BUFFERS * 2 * chunk_bytes
 
 
 def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
@@ -71,12 +64,14 @@ class NodeWindow:
         ]
         self._brought, self._added, self._arrived = counters
         start = _COUNTERS * ALIGNMENT
-        #: By number of the buffer and local rank.
         self._stages = [
-            [segment[start + number * chunk_bytes :][:chunk_bytes] for segment in memory.segments]
-            for number in range(_BUFFERS)
+            [
+                [segment[start + (2 * b + part) * chunk_bytes :][:chunk_bytes] for segment in memory.segments]
+                for part in (0, 1)
+            ]
+            for b in range(_BUFFERS)
         ]
-        self._typed: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._typed: dict[np.dtype[Any], list[list[list[Array]]]] = {}
         self._chunks = 0
         self._barriers = 0
 
@@ -99,48 +94,24 @@ class NodeWindow:
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
         """Do `allreduce` for several pairs of one dtype, without a pause between them."""
+        # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
+        with np.errstate(all="ignore"):
+            self._allreduce_many(pairs, op, divisor)
+
+    def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int) -> None:
         dtype = pairs[0][0].dtype
         stages = self._typed.get(dtype)
         if stages is None:
-            stages = self._typed[dtype] = [[segment.view(dtype) for segment in stage] for stage in self._stages]
-        # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
-        with np.errstate(all="ignore"):
-            work = self._by_pair if self.size == 2 else self._by_slices
-            work(stages, list(_chunks(pairs, self._chunk_bytes // dtype.itemsize)), COMBINE[op], divisor)
-
-    def _by_pair(self, stages: list[list[Array]], chunks: list[Chunk], combine: np.ufunc, divisor: int) -> None:
-        me, counters = self.local_rank, self._brought
-        mine, theirs, fence = counters[me], counters[1 - me], self._fence
-        number, count = self._chunks, len(chunks)
-        for turn in range(-1, count):
-            if turn + 1 < count:
-                source, _, size = chunks[turn + 1]
-                stages[(number + 1) % _BUFFERS][me][:size] = source
-                if fence is not None:
-                    fence()
-                mine[0] = number + 1
-            if turn >= 0:
-                source, target, size = chunks[turn]
-                if theirs[0] < number:
-                    self._waiting.until(theirs, number)
-                if fence is not None:
-                    fence()
-                other = stages[number % _BUFFERS][1 - me][:size]
-                combine(*((other, source) if me else (source, other)), out=target)
-                if divisor != 1:
-                    np.true_divide(target, target.dtype.type(divisor), out=target)
-            number += 1
-        self._chunks = number - 1
-
-    def _by_slices(self, stages: list[list[Array]], chunks: list[Chunk], combine: np.ufunc, divisor: int) -> None:
-        me, size, dtype = self.local_rank, self.size, stages[0][0].dtype
+            stages = self._typed[dtype] = [[[s.view(dtype) for s in part] for part in two] for two in self._stages]
+        combine = COMBINE[op]
+        me, size, itemsize = self.local_rank, self.size, dtype.itemsize
+        elements = self._chunk_bytes // itemsize
         number = self._chunks
         waiting: tuple[Array, list[Array], list[tuple[int, int]]] | None = None
-        for source, target, count in chunks:
-            pair = 2 * (number & 1)
-            brought, added = stages[pair], stages[pair + 1]
+        for source, target, count in _chunks(pairs, elements):
+            brought, added = stages[number & 1]
             number += 1
-            borders = [share(count, rank, size, dtype.itemsize) for rank in range(size)]
+            borders = [share(count, rank, size, itemsize) for rank in range(size)]
             begin, end = borders[me]
             if begin > 0:
                 brought[me][:begin] = source[:begin]
@@ -185,7 +156,7 @@ class NodeWindow:
             self._fence()
 
 
-def _chunks(pairs: Sequence[tuple[Array, Array]], elements: int) -> Iterator[Chunk]:
+def _chunks(pairs: Sequence[tuple[Array, Array]], elements: int) -> Iterator[tuple[Array, Array, int]]:
     for source, target in pairs:
         if source.size <= elements:
             yield source, target, source.size
