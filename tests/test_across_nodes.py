@@ -186,3 +186,14 @@ for algorithm in (ms.MpiAllReduce(), ms.HierarchicalCopyAllReduce()):
 def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finished], nodes: str) -> None:
     finished = launch(3, PROGRAM, env=PRETENDED[nodes])
     assert finished.returncode == 0, finished
+
+
+def test_pieces_are_as_long_on_ranks_without_counterparts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(across_nodes, "_LEAST_BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(across_nodes, "_LARGEST_PIECE_BYTES", 2**15)
+    made = MpiCommunicator(MPI.COMM_WORLD, node_key=int(RANK == SIZE - 1))
+    result = np.arange(30_000.0)
+    allreduce_across(made, result)
+    np.testing.assert_array_equal(result, SIZE * np.arange(30_000.0))
+    assert same_everywhere(made.across.piece_bytes)
+    made.free()
