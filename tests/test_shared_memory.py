@@ -63,6 +63,7 @@ def test_private_memory_has_the_same_alignment() -> None:
 @pytest.mark.mpi(min_size=2)
 def test_nothing_is_left_behind() -> None:
     """The file has no name from the beginning on; the mapping goes with the last array in it."""
+    gc.collect()  # strategies of other tests
     mapped, files = mappings(), len(os.listdir("/proc/self/fd"))
     strategy = ms.MirroredStrategy()
     ranks = strategy.extended.communicator

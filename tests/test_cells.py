@@ -1,0 +1,326 @@
+"""The ranks' cells, and waiting for a peer: what it costs the others, and how it ends when the peer does not come."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+from replicas import RANK, RANKS, SIZE, context, still_works
+
+import mpistrategy as ms
+from mpistrategy.arrays import Array
+from mpistrategy.mpi import cells as cells_module
+from mpistrategy.mpi import waiting
+from mpistrategy.mpi.cells import Cells
+from mpistrategy.mpi.shared_memory import SharedMemory
+from mpistrategy.mpi.waiting import Waiting
+
+Launch = Callable[..., launching.Finished]
+pytestmark = pytest.mark.mpi
+
+
+def idle(loops: int) -> None:
+    for _ in range(loops):
+        pass
+
+
+class RefusedError(Exception):
+    """Raised instead of waiting."""
+
+
+class NoWaiting(Waiting):
+    """For cells whose ranks take turns in one thread: nobody may have to wait."""
+
+    def __init__(self) -> None:
+        super().__init__(1, lambda: None)
+
+    def until(self, numbers: memoryview, value: int) -> None:
+        if numbers[0] < value:
+            raise RefusedError
+
+
+# ------------------------------------------------------------------------------------- the protocol, rank by rank
+
+
+def all_cells(ranks: int, payload: int, fence: Callable[[], object] | None = None) -> list[Cells]:
+    segments = tuple(np.zeros(cells_module.segment_bytes(payload), np.uint8) for _ in range(ranks))
+    return [Cells(SharedMemory(segments, rank, True, fence), payload, NoWaiting()) for rank in range(ranks)]
+
+
+@settings(max_examples=100)
+@given(
+    ranks=st.integers(2, 5),
+    payload=st.sampled_from([16, 48, 64, 100, 1024]),
+    digests=st.lists(st.tuples(st.integers(-5, 2**62), st.integers(0, 4)), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_every_rank_learns_the_same_and_sees_all_payloads(
+    ranks: int, payload: int, digests: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    them = all_cells(ranks, payload)
+    for number, (digest, odd_one) in enumerate(digests):
+        order = data.draw(st.permutations(range(ranks)))
+        for come, rank in enumerate(order):
+            cells = them[rank]
+            cells.next_slot().payloads[rank][:] = (7 * number + rank) % 251
+            cells.start(digest + 1 if rank == odd_one else digest)
+            assert (cells.finished() is None) == (come < ranks - 1)
+        for rank in data.draw(st.permutations(range(ranks))):
+            cells = them[rank]
+            assert cells.finished() == (odd_one >= ranks)
+            assert cells.sequence == number + 1
+            for peer, seen in enumerate(cells.slots[cells.sequence & 1].payloads):
+                assert np.all(seen == (7 * number + peer) % 251)
+
+
+def test_a_payload_is_seen_until_all_have_come_to_the_next_call() -> None:
+    """A rank that is one call ahead writes into the other slot."""
+    first, second = all_cells(2, 64)
+    for number in range(1, 6):
+        for cells in (first, second):
+            cells.next_slot().payloads[cells.local_rank][:] = number
+            cells.start(1)
+        first.next_slot().payloads[0][:] = 99
+        first.start(1)  # ahead
+        assert np.all(second.slots[second.sequence & 1].payloads[0] == number)
+        assert second.finished()
+        second.start(1)
+        assert second.finished()
+        assert first.finished()
+
+
+def test_the_data_are_written_before_the_number_and_read_after_it() -> None:
+    """Where processors reorder writes, a fence stands on both sides."""
+    seen: list[tuple[int, int]] = []
+    them: list[Cells] = []
+    them += all_cells(2, 64, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
+    them[0].start(42)
+    assert seen == [(0, 42)], "the digest is there, the number not yet"
+    them[1].start(42)
+    seen.clear()
+    assert them[1].finished()
+    assert seen == [(1, 42)], "the number has been seen, the digest is read after this"
+
+
+def test_cells_wait_for_those_who_are_missing_only() -> None:
+    first, second, third = all_cells(3, 16)
+    second.start(5)
+    third.start(5)
+    assert first.all_equal(5)
+    with pytest.raises(RefusedError):
+        first.all_equal(5)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_many_calls_in_a_row_with_late_ranks(strategy: ms.Strategy) -> None:
+    common, own = np.random.default_rng(1), np.random.default_rng([1, RANK])
+    pairs: list[Callable[[int], tuple[Any, Any]]] = [
+        lambda n: (n + RANK, n * SIZE + sum(RANKS)),
+        lambda n: (float(n * RANK), n * sum(RANKS)),
+        lambda n: (np.full(n % 7, n + RANK), n * SIZE + sum(RANKS)),
+        lambda n: (np.full(n % 3000, float(n)), n * SIZE),
+        lambda n: ({"a": n, "b": n + 1.0}, None),
+    ]
+
+    def step(number: int) -> None:
+        idle(int(own.integers(0, 2000)) if own.integers(3) == 0 else 0)
+        value, right = pairs[common.integers(len(pairs))](number)
+        total = context().all_reduce("SUM", value)
+        if right is None:
+            assert total == {"a": number * SIZE, "b": (number + 1) * SIZE}
+        else:
+            assert np.all(total == right)
+
+    for number in range(2000):
+        strategy.run(step, (number,))
+
+
+# ------------------------------------------------------------------------------------- waiting, on a made-up clock
+
+
+class Clock:
+    """Time that passes when somebody looks or naps; the peer writes at a given second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ready: float) -> None:
+        self.now, self.yields, self.progress, self.naps = 0.0, 0, 0, 0
+        self.ready = ready
+        self.number: Array = np.zeros(1, np.int64)
+        monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(waiting.os, "sched_yield", self.sched_yield)
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.ready:
+            self.number[0] = 5
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds <= 1e-3, "a nap, so that the peer's number is seen soon"
+        self.naps += 1
+        self.pass_by(seconds)
+
+    def sched_yield(self) -> None:
+        self.yields += 1
+        self.pass_by(1e-6)
+
+    def make_progress(self) -> None:
+        self.progress += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Clock]]:
+    with monkeypatch.context() as patched:
+        yield lambda ready: Clock(patched, ready)
+
+
+@pytest.mark.parametrize("ranks", [1, 10_000])
+def test_waiting_ends_at_once_when_the_number_is_there(clock: Callable[[float], Clock], ranks: int) -> None:
+    now = clock(0)
+    now.pass_by(0)
+    for value in (3, 5):
+        Waiting(ranks, now.make_progress).until(now.number.data, value)
+    assert (now.yields, now.naps, now.progress) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 10_000])
+def test_waiting_gives_the_core_away_then_naps_and_moves_messages(clock: Callable[[float], Clock], ranks: int) -> None:
+    now = clock(0.1)
+    Waiting(ranks, now.make_progress).until(now.number.data, 5)
+    assert now.number[0] == 5
+    assert now.yields > 100
+    assert now.naps > 100
+    assert now.progress == now.yields + now.naps, "MPI is asked to go on before each pause"
+    assert now.now < 0.102, "and the end is not missed"
+
+
+def test_ranks_without_a_core_each_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    class Numbers:
+        def __getitem__(self, index: int) -> int:
+            nonlocal looks
+            looks += 1
+            return 0
+
+    class YieldedError(Exception):
+        pass
+
+    def first_yield() -> None:
+        raise YieldedError
+
+    monkeypatch.setattr(waiting.os, "sched_yield", first_yield)
+    for ranks, most in ((waiting.cores() + 1, 4), (waiting.cores(), 100_000)):
+        looks = 0
+        with pytest.raises(YieldedError):
+            Waiting(ranks, lambda: None).until(Numbers(), 1)  # type: ignore[arg-type]
+        assert looks <= most
+    assert looks > 100, "a core of its own is used"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("value", [1.0, np.ones(100_000), {"a": 1}])
+def test_a_message_of_the_users_own_moves_while_a_rank_waits(
+    strategy: ms.Strategy, comm: MPI.Intracomm, first: int, value: Any
+) -> None:
+    """A large message needs its receiver's help: rank 1 waits in a reduction until rank 0 has sent it."""
+    if first == RANK:
+        comm.Send(np.full(2**20, 3.0), 1 - first)
+        total = strategy.run(lambda: context().all_reduce("SUM", value))
+    elif 1 - first == RANK:
+        buffer = np.zeros(2**20)
+        request = comm.Irecv(buffer, first)
+        total = strategy.run(lambda: context().all_reduce("SUM", value))
+        request.Wait()
+        assert np.all(buffer == 3)
+    else:
+        total = strategy.run(lambda: context().all_reduce("SUM", value))
+    assert np.all((total["a"] if isinstance(total, dict) else total) == SIZE)
+    assert still_works(strategy)
+
+
+# ------------------------------------------------------------------------------------- whole jobs
+
+START = """
+import os, signal, sys, threading, time
+import numpy as np
+from mpi4py import MPI
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+assert strategy.extended.communicator.cells is not None
+
+
+def all_reduce(value):
+    return strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", value))
+
+
+def say_when():
+    with open(os.environ["WHEN"], "w") as file:
+        file.write(repr(time.time()))
+
+
+VALUE = {value}
+for _ in range(3):
+    all_reduce(VALUE)
+"""
+VALUES = ["1.0", "np.ones(3)", "{'a': 1, 'b': 2}", "[np.ones(100_000), np.ones(3)]"]
+ENDS = {
+    "raises": ("raise ValueError('the reason')", "the reason"),
+    "exits": ("sys.exit(3)", "sys.exit(3) was called"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    "leaves": ("sys.exit(0)", "this rank has left"),
+}
+
+
+def seconds_since(when: Path) -> float:
+    return time.time() - float(when.read_text())
+
+
+@pytest.mark.parametrize(("how", "value"), [*((how, VALUES[0]) for how in ENDS), *(("raises", v) for v in VALUES[1:])])
+def test_a_peer_that_ends_ends_those_who_wait(launch: Launch, tmp_path: Path, how: str, value: str) -> None:
+    code, said = ENDS[how]
+    source = START.replace("{value}", value) + f"if rank == 1:\n    time.sleep(0.2)\n    say_when()\n    {code}\n"
+    source += "all_reduce(VALUE)\n"
+    job = launch(2, source, timeout=30, env={"WHEN": str(tmp_path / "when")})
+    assert seconds_since(tmp_path / "when") < 5, job
+    assert job.returncode != 0, job
+    assert said in job.stderr, job
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("value", VALUES[::3])
+def test_an_interrupt_while_waiting_ends_the_job(launch: Launch, tmp_path: Path, victim: int, value: str) -> None:
+    source = START.replace("{value}", value) + (
+        f"if rank == {victim}:\n"
+        "    threading.Timer(0.3, lambda: (say_when(), os.kill(os.getpid(), signal.SIGINT))).start()\n"
+        "    all_reduce(VALUE)\n"
+        "time.sleep(60)\n"
+    )
+    job = launch(2, source, timeout=30, env={"WHEN": str(tmp_path / "when")})
+    assert seconds_since(tmp_path / "when") < 5, job
+    assert job.returncode != 0, job
+    assert "KeyboardInterrupt" in job.stderr, job
+
+
+def test_more_ranks_than_cores_get_on(launch: Launch) -> None:
+    ranks = 2 * len(os.sched_getaffinity(0)) if len(os.sched_getaffinity(0)) <= 4 else 8
+    source = START.replace("{value}", "1.0") + (
+        "MPI.COMM_WORLD.Barrier()\n"
+        "started = time.monotonic()\n"
+        "for number in range(300):\n"
+        "    assert all_reduce(float(number)) == number * size\n"
+        "assert np.all(all_reduce(np.ones(300_000)) == size)\n"
+        "assert time.monotonic() - started < 20, 'a guard against hanging, no measurement'\n"
+    )
+    launch(ranks, source, timeout=60).check()
