@@ -64,21 +64,25 @@ class QuickAllReduce:
     def run(self, reduce_op: Any, value: Any, out: Any = None) -> Any:
         """Return the reduction of `value`, or NOT_QUICK before anything has been sent."""
         guard = self._guard
-        if guard.current is not None or guard.closed or self._settings is None:
+        if guard.current is not None or guard.closed:
             return NOT_QUICK
         known, kind = self._known, type(value)
         try:
             if kind is np.ndarray:
                 key: Any = (reduce_op, value.dtype, value.shape)
+                run = known.get(key, NOT_QUICK)
             elif kind is dict:
                 key = (reduce_op, tuple(value), tuple(map(type, value.values())))
-                if known.get(key) is None:  # not numbers alone: dtypes and shapes matter, too
+                run = known.get(key)
+                if run is None:  # not numbers alone: dtypes and shapes matter, too
                     key = (reduce_op, key[1], _layouts(value.values()))
+                    run = known.get(key, NOT_QUICK)
             elif kind is list or kind is tuple:
                 key = (reduce_op, kind, _layouts(value))
+                run = known.get(key, NOT_QUICK)
             else:
                 key = (reduce_op, kind, None)
-            run = known.get(key, NOT_QUICK)
+                run = known.get(key, NOT_QUICK)
         except (TypeError, RecursionError):  # something that cannot be a key, a list that holds itself
             return NOT_QUICK
         if run is NOT_QUICK:
@@ -105,7 +109,12 @@ class QuickAllReduce:
     def _worked_out(self, op: ReduceOp, value: Any) -> Run | None:
         leaves, structure = nest.flatten(value)
         kinds = {type(leaf) for leaf in leaves}
-        if not leaves or not _only_text_keys(value) or not all(kind is np.ndarray or kind in NUMBERS for kind in kinds):
+        if (
+            self._settings is None
+            or not leaves
+            or not _only_text_keys(value)
+            or not all(kind is np.ndarray or kind in NUMBERS for kind in kinds)
+        ):
             return None
         layouts = tuple(
             (leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else (NUMBERS[type(leaf)], ()) for leaf in leaves
@@ -121,7 +130,7 @@ class QuickAllReduce:
             structure.text,
             tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
             EVERY_RANK.text,
-            self._settings or "",
+            self._settings,
             "",
             WHERE,
         )
@@ -183,7 +192,7 @@ def _arrays(
             return NOT_QUICK
         targets: Sequence[Array | None] | None = None
         if out is not None:
-            targets = direct_targets(out, where, arrays, dtypes, some_go_alone)
+            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
             if targets is None:
                 return NOT_QUICK
         reduction.prepare(arrays)

@@ -25,12 +25,14 @@ class Leaves:
         build: returns the nest with these leaves.
         single: whether the nest is its own leaf.
         text: the structure, as `nest.Structure.text`.
+        names: the keys of a flat dictionary that has them in the order of its leaves; None for other nests.
     """
 
     take: Callable[[Any], Sequence[Any]]
     build: Callable[[list[Any]], Any]
     single: bool
     text: str
+    names: list[Any] | None = None
 
 
 def leaves_of(value: Any) -> Leaves | None:
@@ -50,20 +52,21 @@ def leaves_of(value: Any) -> Leaves | None:
     in_order = nest.sorted_keys(value)
     take: Callable[[Any], Sequence[Any]] = itemgetter(*in_order) if len(names) > 1 else lambda like: (like[names[0]],)
     if names == in_order:
-        return Leaves(take, lambda results: dict(zip(names, results)), False, structure.text)  # noqa: B905  # equally many
+        return Leaves(take, lambda results: dict(zip(names, results, strict=True)), False, structure.text, names)
     places = itemgetter(*(in_order.index(name) for name in names))
     return Leaves(take, lambda results: dict(zip(names, places(results), strict=True)), False, structure.text)
 
 
 def direct_targets(
-    out: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[Any], useful: bool
+    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[Any], useful: bool
 ) -> list[Array | None] | None:
     """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
 
     None in the place of a leaf means that its result must be copied there at the end (everywhere, unless `useful`);
     None altogether, that `out` needs the checks of the general way.
     """
-    if _plain(out) is False or nest.flatten(out)[1].text != where.text:
+    alike = out is value or (where.single and type(out) is np.ndarray)
+    if not alike and (not _plain(out) or nest.flatten(out)[1].text != where.text):
         return None
     targets = where.take(out)
     for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
@@ -98,6 +101,8 @@ def _span(array: Array) -> tuple[int, int]:
 
 def _plain(value: Any) -> bool:
     kind = type(value)
+    if kind is np.ndarray:
+        return True
     if kind is dict:
         return all(map(_plain, value.values()))
     if kind is list or kind is tuple:
