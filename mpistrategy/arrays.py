@@ -5,7 +5,10 @@ CuPy is looked up in `sys.modules` and never imported: whoever passes a CuPy arr
 
 from __future__ import annotations
 
+import contextvars
 import numbers
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -125,3 +128,22 @@ def is_python_number(value: object) -> bool:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def quiet_runner() -> Callable[..., Any]:
+    """Return a function that calls ``function(*args)`` without NumPy's warnings of overflow; for one thread at a time.
+
+    MPI does not warn either.  `np.errstate` does the same, but costs more than a small sum.
+    """
+    context = contextvars.copy_context()
+    before = np.geterr()
+    context.run(partial(np.seterr, all="ignore"))
+    if np.geterr() == before:
+        return context.run
+    np.seterr(**before)  # NumPy 1 keeps this state elsewhere
+    return _with_errstate
+
+
+def _with_errstate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return function(*args, **kwargs)

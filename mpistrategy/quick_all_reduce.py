@@ -19,6 +19,7 @@ from mpistrategy.arrays import Array, dtype_name, mean_dtype
 from mpistrategy.cross_device_ops import MpiAllReduce
 from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_reduction
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK
+from mpistrategy.cross_device_ops.packing import Layout
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.guard import Signature
 from mpistrategy.mpi.transport import Communicator
@@ -145,7 +146,9 @@ class QuickAllReduce:
             if len(kinds) == 1 and kinds <= NUMBERS.keys():
                 return numbers_in_cells(program, op, agreed, where)
         dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
-        return _arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
+        general = _arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
+        only = reduction.only_array() if where.single else None
+        return general if only is None else _one_array(only, self._communicator, agreed, layouts[0], general)
 
 
 def _layouts(leaves: Any) -> tuple[Any, ...]:
@@ -172,6 +175,31 @@ def _only_text_keys(value: Any) -> bool:
 def _is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
     ordered = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
     return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and ordered
+
+
+def _one_array(
+    reduce: Callable[[Array, Array], None], communicator: Communicator, agreed: Agreed, layout: Layout, general: Run
+) -> Run:
+    """Return the all-reduce of one large array; what is not contiguous, or overlaps, goes the `general` way."""
+    guard, digest, signature = agreed
+    dtype, shape = layout
+    take = communicator.pool.take
+
+    def run(value: Array, out: Any) -> Any:
+        if not value.flags.c_contiguous:
+            return general(value, out)
+        if out is not None and out is not value:
+            fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and out.flags.c_contiguous
+            if not fits or not out.flags.writeable or np.may_share_memory(out, value):
+                return general(value, out)
+        elif out is not None and not out.flags.writeable:
+            return NOT_QUICK
+        guard.compare_digest(digest, signature)
+        target = take(dtype, shape) if out is None else out
+        reduce(value, target)
+        return target
+
+    return run
 
 
 def _arrays(

@@ -6,14 +6,10 @@ data are there as well, and every rank adds them up in rank order: the same bits
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from mpistrategy.arrays import COMBINE, Array
+from mpistrategy.arrays import COMBINE, Array, quiet_runner
 from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
 from mpistrategy.mpi.cells import Cells
 
@@ -76,25 +72,6 @@ class CellProgram:
         for part in parts[2:]:
             quiet(combine, total, part, out=total)
         return total
-
-
-def quiet_runner() -> Callable[..., Any]:
-    """Return a function that calls ``function(*args)`` without NumPy's warnings of overflow; for one thread at a time.
-
-    MPI does not warn either.  `np.errstate` does the same, but costs more than a small sum.
-    """
-    context = contextvars.copy_context()
-    before = np.geterr()
-    context.run(partial(np.seterr, all="ignore"))
-    if np.geterr() == before:
-        return context.run
-    np.seterr(**before)  # NumPy 1 keeps this state elsewhere
-    return _with_errstate
-
-
-def _with_errstate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with np.errstate(all="ignore"):
-        return function(*args, **kwargs)
 
 
 def _packs(layouts: Sequence[Layout]) -> tuple[Pack, ...]:

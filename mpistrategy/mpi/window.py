@@ -10,17 +10,18 @@ again only after all peers have said that they are done with the chunk after it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrategy.arrays import COMBINE, Array
+from mpistrategy.arrays import COMBINE, Array, quiet_runner
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.waiting import Waiting
 
 _COUNTERS = 3
 _BUFFERS = 2
+_REMEMBERED = 512
 #: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
 _LEAST_SLICE_BYTES = 16 * 2**10
 _LARGEST_CHUNK_BYTES = 2**20
@@ -41,6 +42,24 @@ def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
     step = max(1, ALIGNMENT // itemsize)
     lines = -(-count // step)
     return min(count, lines * part // parts * step), min(count, lines * (part + 1) // parts * step)
+
+
+class Layout(NamedTuple):
+    """Where a chunk of one size is, in one of the two staging buffers.
+
+    Attributes:
+        brings: which parts of the source this rank brings, and where they go: all but its own slice.
+        own: this rank's slice; None when it has none.
+        parts: what the ranks brought of that slice, in rank order; None in the place of this rank.
+        total: where it adds them up.
+        outs: the other ranks' slices, and where their sums are.
+    """
+
+    brings: list[tuple[slice, Array]]
+    own: slice | None
+    parts: list[Array | None]
+    total: Array
+    outs: list[tuple[slice, Array]]
 
 
 class NodeWindow:
@@ -71,7 +90,8 @@ class NodeWindow:
             ]
             for b in range(_BUFFERS)
         ]
-        self._typed: dict[np.dtype[Any], list[list[list[Array]]]] = {}
+        self._layouts: dict[tuple[np.dtype[Any], int], tuple[Layout, Layout]] = {}
+        self._quiet = quiet_runner()
         self._chunks = 0
         self._barriers = 0
 
@@ -90,58 +110,79 @@ class NodeWindow:
             op: "SUM", "MIN", "MAX" or "PROD".
             divisor: the result is divided by it; floating dtypes only.
         """
-        self.allreduce_many([(source, target)], op, divisor)
+        self.allreduce_many(((source, target),), op, divisor)
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
         """Do `allreduce` for several pairs of one dtype, without a pause between them."""
         # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
-        with np.errstate(all="ignore"):
-            self._allreduce_many(pairs, op, divisor)
+        self._quiet(self._allreduce_many, pairs, COMBINE[op], divisor)
 
-    def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int) -> None:
-        dtype = pairs[0][0].dtype
-        stages = self._typed.get(dtype)
-        if stages is None:
-            stages = self._typed[dtype] = [[[s.view(dtype) for s in part] for part in two] for two in self._stages]
-        combine = COMBINE[op]
-        me, size, itemsize = self.local_rank, self.size, dtype.itemsize
-        elements = self._chunk_bytes // itemsize
-        number = self._chunks
-        waiting: tuple[Array, list[Array], list[tuple[int, int]]] | None = None
-        for source, target, count in _chunks(pairs, elements):
-            brought, added = stages[number & 1]
-            number += 1
-            borders = [share(count, rank, size, itemsize) for rank in range(size)]
-            begin, end = borders[me]
-            if begin > 0:
-                brought[me][:begin] = source[:begin]
-            if end < count:
-                brought[me][end:count] = source[end:]
-            self._tell(self._brought, number)
-            if waiting is not None:
-                self._copy_out(*waiting, number - 1)
-            self._wait_for(self._brought, number)
-            if end > begin:
-                total, mine = added[me][begin:end], source[begin:end]
-                parts = [mine if rank == me else brought[rank][begin:end] for rank in range(size)]
-                combine(parts[0], parts[1], out=total)
-                for part in parts[2:]:
-                    combine(total, part, out=total)
-                if divisor != 1:
-                    np.true_divide(total, dtype.type(divisor), out=total)
-            self._tell(self._added, number)
-            if end > begin:
-                target[begin:end] = total
-            waiting = (target, added, borders)
-        if waiting is not None:
-            self._copy_out(*waiting, number)
+    def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], combine: np.ufunc, divisor: int) -> None:
+        elements = self._chunk_bytes // pairs[0][0].dtype.itemsize
+        last: tuple[Array, Layout] | None = None
+        for source, target in pairs:
+            if source.size <= elements:
+                last = self._chunk(source, target, combine, divisor, last)
+                continue
+            for start in range(0, source.size, elements):
+                stop = start + elements
+                last = self._chunk(source[start:stop], target[start:stop], combine, divisor, last)
+        if last is not None:
+            self._copy_out(*last)
+
+    def _chunk(
+        self, source: Array, target: Array, combine: np.ufunc, divisor: int, last: tuple[Array, Layout] | None
+    ) -> tuple[Array, Layout]:
+        """Bring and add up one chunk, and copy the one before it out; return what is to be copied out later."""
+        key = (source.dtype, source.size)
+        layouts = self._layouts.get(key)
+        if layouts is None:
+            if len(self._layouts) >= _REMEMBERED:
+                self._layouts.clear()
+            layouts = self._layouts[key] = (self._layout(*key, 0), self._layout(*key, 1))
+        layout = layouts[self._chunks & 1]
+        number = self._chunks + 1
+        for part, place in layout.brings:
+            place[...] = source[part]
+        self._tell(self._brought, number)
+        if last is not None:
+            self._copy_out(*last)
         self._chunks = number
+        self._wait_for(self._brought, number)
+        own = layout.own
+        if own is not None:
+            total, mine = layout.total, source[own]
+            first, second, *others = (mine if theirs is None else theirs for theirs in layout.parts)
+            combine(first, second, out=total)
+            for other in others:
+                combine(total, other, out=total)
+            if divisor != 1:
+                np.true_divide(total, total.dtype.type(divisor), out=total)
+            self._tell(self._added, number)
+            target[own] = total
+        else:
+            self._tell(self._added, number)
+        return target, layout
 
-    def _copy_out(self, target: Array, added: list[Array], borders: list[tuple[int, int]], number: int) -> None:
-        self._wait_for(self._added, number)
-        for rank, (begin, end) in enumerate(borders):
-            if rank != self.local_rank and end > begin:
-                target[begin:end] = added[rank][begin:end]
+    def _copy_out(self, target: Array, layout: Layout) -> None:
+        """Copy the peers' sums of the chunk that was brought last."""
+        self._wait_for(self._added, self._chunks)
+        for part, total in layout.outs:
+            target[part] = total
+
+    def _layout(self, dtype: np.dtype[Any], count: int, buffer: int) -> Layout:
+        """Return where everything is of a chunk of so many elements in one of the two buffers."""
+        brought, added = ([segment.view(dtype) for segment in part] for part in self._stages[buffer])
+        borders = [slice(*share(count, rank, self.size, dtype.itemsize)) for rank in range(self.size)]
+        me, own = self.local_rank, borders[self.local_rank]
+        around = [part for part in (slice(0, own.start), slice(own.stop, count)) if part.stop > part.start]
+        return Layout(
+            [(part, brought[me][part]) for part in around],
+            own if own.stop > own.start else None,
+            [None if rank == me else brought[rank][own] for rank in range(self.size)],
+            added[me][own],
+            [(part, added[r][part]) for r, part in enumerate(borders) if r != me and part.stop > part.start],
+        )
 
     def _tell(self, counter: list[memoryview], number: int) -> None:
         if self._fence is not None:
@@ -154,13 +195,3 @@ class NodeWindow:
                 self._waiting.until(numbers, number)
         if self._fence is not None:
             self._fence()
-
-
-def _chunks(pairs: Sequence[tuple[Array, Array]], elements: int) -> Iterator[tuple[Array, Array, int]]:
-    for source, target in pairs:
-        if source.size <= elements:
-            yield source, target, source.size
-            continue
-        for start in range(0, source.size, elements):
-            piece = source[start : start + elements]
-            yield piece, target[start : start + elements], piece.size
