@@ -127,7 +127,8 @@ def _of_arena(extended: StrategyExtended, arena: Arena, op: ReduceOp, options: C
         check_dtypes(arena.buckets, op, _WHERE)
     if ordinary:
         return _of_leaves(extended, arena.leaves, arena.values, op, options)
-    communicator = extended.communicator
+    wire.check(options.wire)
+    communicator = wire.on(extended.communicator, options.wire)
     counts = [sum(place.bucket == number for place in arena.places) for number in range(len(arena.buckets))]
     buffers = []
     for count, bucket in zip(counts, arena.buckets, strict=True):

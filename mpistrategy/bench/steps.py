@@ -15,6 +15,7 @@ from mpistrategy.bench.cases import Case, Variant
 from mpistrategy.bench.peers import Peer
 from mpistrategy.bench.shapes import NETWORKS
 from mpistrategy.bench.sums import Bench
+from mpistrategy.context import get_replica_context
 from mpistrategy.one_device_strategy import OneDeviceStrategy
 from mpistrategy.optimizers import SGD
 from mpistrategy.strategy import Strategy
@@ -115,6 +116,18 @@ def _by_hand(bench: Bench, widths: Any, inputs: Array, classes: Array, expected:
     step, parameters = steps(bench.ranks.sum_each_in_place)
     yield Variant("NumPy, mpi4py in place", step, [], check=_Check(bench, step, parameters, expected))
 
+    resident = network.initial(widths)
+    arena = bench.strategy.arena(resident)
+
+    def step_in_arena() -> None:
+        network.gradients(resident, inputs, classes, arena.values, scale)
+        get_replica_context().all_reduce("SUM", arena)
+        _descend(resident, arena.values)
+
+    call = partial(bench.strategy.run, step_in_arena)
+    check = _Check(bench, call, resident, expected)
+    yield Variant("NumPy, mpistrategy arena", call, [], check=check, close=arena.close)
+
 
 def _by_strategy(bench: Bench, widths: Any, inputs: Array, classes: Array, expected: list[Array]) -> Iterator[Variant]:
     scale = 1 / bench.ranks.size
@@ -129,8 +142,9 @@ def _by_strategy(bench: Bench, widths: Any, inputs: Array, classes: Array, expec
             optimizer = SGD(network.RATE)
             optimizer.build(variables)
         parameters = [np.asarray(variable) for variable in variables]  # views
-        arena = strategy.arena(parameters) if in_arena else None
-        mine = [np.zeros_like(array) for array in parameters] if arena is None else arena.values
+        mine = (
+            optimizer.gradient_arena(variables).values if in_arena else [np.zeros_like(array) for array in parameters]
+        )
 
         def step(
             parameters: list[Array] = parameters,
@@ -143,7 +157,7 @@ def _by_strategy(bench: Bench, widths: Any, inputs: Array, classes: Array, expec
 
         call = partial(strategy.run, step)
         check = (lambda: True) if name.endswith(ALONE) else _Check(bench, call, parameters, expected)
-        yield Variant(name, call, [], check=check, close=None if arena is None else arena.close)
+        yield Variant(name, call, [], check=check)
 
 
 def _by_peer(
