@@ -38,14 +38,14 @@ class Frame:
 
     def __enter__(self) -> Frame:
         ambient.enter(self.strategy.extended.communicator)
-        _stack.frames.append(self)
+        entered.frames.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ambient.leave()
-        _stack.frames.pop()
+        entered.frames.pop()
 
 
 class _Stack(threading.local):
@@ -53,7 +53,8 @@ class _Stack(threading.local):
         self.frames: list[Frame] = []
 
 
-_stack = _Stack()
+#: What the calling thread has entered: ``entered.frames``, the innermost last.
+entered = _Stack()
 _default: list[Callable[[], Strategy]] = []
 
 
@@ -64,7 +65,7 @@ def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
 
 def current_frame() -> Frame | None:
     """Return the innermost context that this thread has entered, or None."""
-    frames = _stack.frames
+    frames = entered.frames
     return frames[-1] if frames else None
 
 
@@ -107,7 +108,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if strategy is not None:
         check_strategy(strategy, "experimental_set_strategy")
     frame = current_frame()
-    if frame is not None and not (len(_stack.frames) == 1 and _stack.frames[0] is _set_frame.frame):
+    if frame is not None and not (len(entered.frames) == 1 and entered.frames[0] is _set_frame.frame):
         raise ContextError.at(
             "experimental_set_strategy",
             found=f"a call in {in_words(frame)}",

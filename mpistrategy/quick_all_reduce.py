@@ -30,6 +30,7 @@ from mpistrategy.quick_nests import Leaves, direct_targets, leaves_of
 WHERE = "ReplicaContext.all_reduce"
 
 _REMEMBERED = 1024
+_NO_NUMBERS: Any = ((), None)
 _KINDS = "fiuc"
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
 NUMBERS: dict[type, np.dtype[Any]] = {
@@ -59,6 +60,8 @@ class QuickAllReduce:
         served = type(algorithm) is MpiAllReduce and options.wire is None
         self._settings = algorithm.settings(options) if served else None
         self._known: dict[Any, Run | None] = {}
+        #: For dictionaries of numbers, by operation and keys: the types of the numbers.
+        self._of_numbers: dict[Any, tuple[tuple[type, ...], Run]] = {}
         # What a second thread finds that calls while this one is here; it raises ContextError then.
         self._call = None if communicator.guard.closed else communicator.guard.call(WHERE)
 
@@ -73,10 +76,10 @@ class QuickAllReduce:
                 key: Any = (reduce_op, value.dtype, value.shape)
                 run = known.get(key, NOT_QUICK)
             elif kind is dict:
-                key = (reduce_op, tuple(value), tuple(map(type, value.values())))
-                run = known.get(key)
-                if run is None:  # not numbers alone: dtypes and shapes matter, too
-                    key = (reduce_op, key[1], _layouts(value.values()))
+                names = tuple(value)
+                kinds, run = self._of_numbers.get((reduce_op, names), _NO_NUMBERS)
+                if tuple(map(type, value.values())) != kinds:  # dtypes and shapes matter, too
+                    key = (reduce_op, names, _layouts(value.values()))
                     run = known.get(key, NOT_QUICK)
             elif kind is list or kind is tuple:
                 key = (reduce_op, kind, _layouts(value))
@@ -100,11 +103,14 @@ class QuickAllReduce:
     def _learn(self, key: Any, reduce_op: Any, value: Any) -> Run | None:
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
+            self._of_numbers.clear()
         try:
             run = self._worked_out(ReduceOp.parse(reduce_op, WHERE), value)
         except MpiStrategyError:
             return None  # the general way says what is wrong
         self._known[key] = run
+        if run is not None and type(value) is dict and all(kind in NUMBERS for kind in key[2]):
+            self._of_numbers[key[:2]] = (key[2], run)
         return run
 
     def _worked_out(self, op: ReduceOp, value: Any) -> Run | None:

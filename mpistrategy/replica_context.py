@@ -20,6 +20,7 @@ from mpistrategy.context import (
     check_strategy,
     cross_replica,
     current_frame,
+    entered,
     get_strategy,
     in_words,
     require_same_strategy,
@@ -60,6 +61,7 @@ class ReplicaContext:
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
         self._entered: list[Frame] = []
+        self._quick: Callable[[Any, Any, Any], Any] | None = None
 
     def __enter__(self) -> ReplicaContext:
         frame = current_frame()
@@ -135,14 +137,17 @@ class ReplicaContext:
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
-        extended = self._strategy.extended
         if options is None and weight is None and name is None:
-            frame = current_frame()
+            frames = entered.frames
             in_arena = out is not None and id(value) in resident_values
-            if frame is not None and frame.replica_context is self and not in_arena:
-                result = extended.quick.run(reduce_op, value, out)
+            if frames and frames[-1].replica_context is self and not in_arena:
+                quick = self._quick
+                if quick is None:
+                    quick = self._quick = self._strategy.extended.quick.run
+                result = quick(reduce_op, value, out)
                 if result is not NOT_QUICK:
                     return result
+        extended = self._strategy.extended
         guard = extended.communicator.guard
         with self._required("all_reduce"), guard.call("ReplicaContext.all_reduce", name=name or "") as call:
             if (arena := resident(value, out)) is not None:
