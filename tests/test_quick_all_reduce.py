@@ -545,5 +545,6 @@ def test_more_kinds_of_values_than_are_remembered(strategy: ms.Strategy) -> None
         assert quick(strategy, "SUM", np.ones((1 + number % 5, 1 + number))).sum() == SIZE * (1 + number % 5) * (
             1 + number
         )
+    assert len(strategy.extended.quick._known) <= 1024
     assert quick(strategy, "SUM", {f"key {number}": 1.0 for number in range(50)})["key 7"] == SIZE
     assert still_works(strategy)
