@@ -30,6 +30,7 @@ from mpistrategy.quick_nests import Leaves, direct_targets, leaves_of
 WHERE = "ReplicaContext.all_reduce"
 
 _REMEMBERED = 1024
+_LONG, _FEW = 64, 8
 _NO_NUMBERS: Any = ((), None)
 _KINDS = "fiuc"
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
@@ -62,6 +63,8 @@ class QuickAllReduce:
         self._known: dict[Any, Run | None] = {}
         #: For dictionaries of numbers, by operation and keys: the types of the numbers.
         self._of_numbers: dict[Any, tuple[tuple[type, ...], Run]] = {}
+        #: The dtypes and shapes of long lists of arrays.
+        self._long: dict[Any, list[_LongLayouts]] = {}
         # What a second thread finds that calls while this one is here; it raises ContextError then.
         self._call = None if communicator.guard.closed else communicator.guard.call(WHERE)
 
@@ -79,10 +82,10 @@ class QuickAllReduce:
                 names = tuple(value)
                 kinds, run = self._of_numbers.get((reduce_op, names), _NO_NUMBERS)
                 if tuple(map(type, value.values())) != kinds:  # dtypes and shapes matter, too
-                    key = (reduce_op, names, _layouts(value.values()))
+                    key = (reduce_op, names, self._same_layouts((reduce_op, names), value.values()))
                     run = known.get(key, NOT_QUICK)
             elif kind is list or kind is tuple:
-                key = (reduce_op, kind, _layouts(value))
+                key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
                 run = known.get(key, NOT_QUICK)
             else:
                 key = (reduce_op, kind, None)
@@ -100,16 +103,39 @@ class QuickAllReduce:
         finally:
             guard.current = None
 
+    def _same_layouts(self, what: Any, leaves: Any) -> Any:
+        """Return what tells leaves apart; of long lists of arrays the object that was returned for the like before.
+
+        To compare a thousand shapes takes less time than to hash them.
+        """
+        if len(leaves) <= _LONG or set(map(type, leaves)) != {np.ndarray}:
+            return _layouts(leaves)
+        found = [*map(_dtype_of, leaves)], [*map(_shape_of, leaves)]
+        before = self._long.setdefault((what, len(leaves)), [])
+        for layouts in before:
+            if layouts.found == found:
+                return layouts
+        if len(before) >= _FEW:
+            before.clear()
+        before.append(_LongLayouts(found))
+        return before[-1]
+
     def _learn(self, key: Any, reduce_op: Any, value: Any) -> Run | None:
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
             self._of_numbers.clear()
+            self._long.clear()
         try:
             run = self._worked_out(ReduceOp.parse(reduce_op, WHERE), value)
         except MpiStrategyError:
             return None  # the general way says what is wrong
         self._known[key] = run
-        if run is not None and type(value) is dict and all(kind in NUMBERS for kind in key[2]):
+        if (
+            run is not None
+            and type(value) is dict
+            and type(key[2]) is tuple
+            and all(kind in NUMBERS for kind in key[2])
+        ):
             self._of_numbers[key[:2]] = (key[2], run)
         return run
 
@@ -157,10 +183,15 @@ class QuickAllReduce:
         return general if only is None else _one_array(only, self._communicator, agreed, layouts[0], general)
 
 
+class _LongLayouts:
+    """The dtypes and the shapes of many arrays; as a key, itself and no other."""
+
+    def __init__(self, found: tuple[list[Any], list[Any]]) -> None:
+        self.found = found
+
+
 def _layouts(leaves: Any) -> tuple[Any, ...]:
-    """Return what tells leaves apart: type, dtype and shape; fast for long lists of arrays."""
-    if len(leaves) > 16 and set(map(type, leaves)) == {np.ndarray}:
-        return (*map(_dtype_of, leaves), *map(_shape_of, leaves))
+    """Return what tells leaves apart: type, dtype and shape."""
     return tuple([(leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else _layout(leaf) for leaf in leaves])
 
 

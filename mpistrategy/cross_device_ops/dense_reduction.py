@@ -63,6 +63,8 @@ class DenseReduction:
             self.program = CellProgram(cells, layouts, op.on_the_wire)
         else:
             self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
+        #: Whether there is one pack, of arrays that need nothing but their place in it.
+        self._is_plain = len(self.packs) == 1 and len(layouts) > 1 and self.packs[0].is_plain
         #: Lone numbers in packs: their results must not keep the memory of a pack.
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
@@ -113,7 +115,10 @@ class DenseReduction:
         results = [np.empty(0)] * len(arrays)
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack in self.packs:
-            if len(pack.members) == 1:
+            if self._is_plain:
+                source = target = self._many(pack, arrays)
+                results = [target[part] for part in pack.slices]
+            elif len(pack.members) == 1:
                 (member,) = pack.members
                 result = results[member.index] = self._place(pack, member, targets)
                 source, target = self._one(pack, arrays, result)
@@ -147,7 +152,8 @@ class DenseReduction:
 
     def _many(self, pack: Pack, arrays: Sequence[Array]) -> Array:
         buffer = self._communicator.pool.take(pack.dtype, (pack.size,))
-        np.concatenate([arrays[m.index] for m in pack.members], axis=None, out=buffer, casting="unsafe")
+        chosen = arrays if self._is_plain else [arrays[m.index] for m in pack.members]
+        np.concatenate(chosen, axis=None, out=buffer, casting="unsafe")
         return buffer
 
     def _finished(self, results: list[Array]) -> list[Array]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -31,7 +31,7 @@ class Member:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pack:
     """One buffer: its dtype on the wire and the arrays in it."""
 
@@ -55,6 +55,16 @@ class Pack:
         for member in self.members:
             buffer[member.start : member.stop].reshape(member.shape)[...] = arrays[member.index]
         return buffer
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the pack holds the first arrays of the list, in order, and all of them have one axis."""
+        return all(m.index == at and len(m.shape) == 1 for at, m in enumerate(self.members))
+
+    @cached_property
+    def slices(self) -> list[slice]:
+        """Where the arrays are."""
+        return [slice(m.start, m.stop) for m in self.members]
 
     def views(self, buffer: Array) -> list[tuple[int, Array]]:
         """Return (index, view of `buffer` with the array's shape) for every member."""
