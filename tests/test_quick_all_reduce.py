@@ -215,17 +215,27 @@ def out_for(kind: int, op: str, value: list[Array]) -> list[Array]:
     op=st.sampled_from(["SUM", "MEAN", "MIN", "PROD"]),
     plan=st.lists(st.tuples(st.sampled_from(DTYPES[:12]), shapes), min_size=1, max_size=4),
     kind=st.integers(0, 3),
+    strided=st.sampled_from([0, 1, 2]),
     alone=st.booleans(),
     way=st.integers(0, 2**SIZE - 1),
 )
 def test_out(
-    strategies: dict[str, ms.Strategy], name: str, op: str, plan: list[Any], kind: int, alone: bool, way: int
+    strategies: dict[str, ms.Strategy],
+    name: str,
+    op: str,
+    plan: list[Any],
+    kind: int,
+    strided: int,
+    alone: bool,
+    way: int,
 ) -> None:
     if BFLOAT16 in [dtype for dtype, _ in plan]:
         kind = min(kind, 2)  # it has one byte order
     everyones = [[brought(rank, *p, seed=i + 1) for i, p in enumerate(plan)] for rank in RANKS]
     for call in (quick, general, functools.partial(either, way)):
-        value = [array.copy() for array in everyones[RANK]]
+        value = [
+            laid_out(array, strided).copy("K") if strided != 2 else laid_out(array, 2) for array in everyones[RANK]
+        ]
         out = out_for(kind, op, value)
         given_value, given_out = (value[0], out[0]) if alone else (value, out)
         result = call(strategies[name], op, given_value, out=given_out)
@@ -238,7 +248,7 @@ def test_out(
 
 @pytest.mark.parametrize("name", THRESHOLDS)
 @pytest.mark.parametrize("shift", [0, 1, 30, 300, 3000, 20000])
-@pytest.mark.parametrize("case", ["value and out", "in place", "apart but for the ends"])
+@pytest.mark.parametrize("case", ["value and out", "in place", "apart but for the ends", "one array"])
 def test_overlapping_memory(strategies: dict[str, ms.Strategy], name: str, shift: int, case: str) -> None:
     """All is read before anything is written; where results overlap, the later one is seen."""
     size = 20000
@@ -250,15 +260,32 @@ def test_overlapping_memory(strategies: dict[str, ms.Strategy], name: str, shift
             value, out = [first, memory[3 * size :]], [second, memory[shift : size + shift][::-1]]
         elif case == "in place":
             value = out = [first, second]
+        elif case == "one array":
+            value, out = memory[:size], memory[shift : size + shift]
         else:
             value, out = [first, second], [memory[2 * size :][:size], memory[3 * size - shift :][:size]]
         call(strategies[name], "SUM", value, out=out)
         results.append(memory)
     assert bits(results[0]) == bits(results[1])
     memory = np.arange(4.0 * size) * sum(rank + 1 for rank in RANKS)
+    if case == "one array":
+        assert bits(results[0][shift : size + shift]) == bits(memory[:size])
     if case == "in place":
         kept = memory[: 2 * size - shift]
         assert bits(results[0][: 2 * size - shift]) == bits(kept)
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+@pytest.mark.parametrize("size", [1, 100, 10_000, 100_000])
+@pytest.mark.parametrize("way", [quick, general])
+def test_in_place_where_the_memory_has_gaps(
+    strategies: dict[str, ms.Strategy], name: str, size: int, way: Callable[..., Any]
+) -> None:
+    for as_list in (False, True):
+        memory = np.ones((size, 2))
+        value = memory[:, 0]
+        way(strategies[name], "SUM", [value] if as_list else value, out=[value] if as_list else value)
+        assert np.all(memory == [SIZE, 1])
 
 
 BAD_OUT: dict[str, tuple[Callable[[Array], Any], type[Exception]]] = {
@@ -270,16 +297,16 @@ BAD_OUT: dict[str, tuple[Callable[[Array], Any], type[Exception]]] = {
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("bad", [*BAD_OUT, "read-only"])
+@pytest.mark.parametrize("bad", [*BAD_OUT, "read-only", "the read-only value"])
 @pytest.mark.parametrize("size", [1, 100, 100_000])
 @pytest.mark.parametrize("as_list", [False, True])
 def test_a_bad_out_on_one_rank_raises_everywhere(strategy: ms.Strategy, bad: str, size: int, as_list: bool) -> None:
     value = np.ones(size)
-    out: Any = np.empty_like(value)
+    out: Any = value if "value" in bad else np.empty_like(value)
     quick(strategy, "SUM", [value] if as_list else value, out=[out] if as_list else out)  # worked out already
     if RANK == SIZE - 1:
-        if bad == "read-only":
-            out = value.copy()
+        if "read-only" in bad:
+            out = value if "value" in bad else value.copy()
             out.flags.writeable = False
         else:
             out = BAD_OUT[bad][0](value)
