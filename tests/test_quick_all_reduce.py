@@ -282,10 +282,10 @@ def test_in_place_where_the_memory_has_gaps(
     strategies: dict[str, ms.Strategy], name: str, size: int, way: Callable[..., Any]
 ) -> None:
     for as_list in (False, True):
-        memory = np.ones((size, 2))
-        value = memory[:, 0]
+        memory = np.ones((2, size, 2))
+        value = memory[:, :, 0].T  # cannot be made flat without a copy
         way(strategies[name], "SUM", [value] if as_list else value, out=[value] if as_list else value)
-        assert np.all(memory == [SIZE, 1])
+        assert np.all(memory == [SIZE, 1]), "the result is there, and nowhere else"
 
 
 BAD_OUT: dict[str, tuple[Callable[[Array], Any], type[Exception]]] = {
