@@ -114,6 +114,9 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
             copies += [((local - 1) / local, f"{local - 1}/{local} into the window"), (1, "the result out of it")]
             read = size_in_words(2 * (local - 1) / local * nbytes)
             moved = f"each rank writes {size} there and reads {read}"
+        case "blocks":
+            way = f"where it was packed, in memory that the node shares, each rank {part} of it"
+            moved = f"each rank reads {size} and writes {size}, into every one"
         case "across":
             piece = across_nodes.piece_bytes_for(ground.lanes, ground.nodes)
             rounded = first.rounds and bfloat16.travels(first.dtype, "SUM")
@@ -165,6 +168,8 @@ def _seconds(buffer: Buffer, ground: Ground) -> float:
             return nbytes / rates.arena_bytes_per_second
         case "window":
             return before + through_window
+        case "blocks":
+            return before + nbytes / rates.arena_bytes_per_second
         case "across":  # one piece is on the network while the node works on the next
             return before + rates.message_seconds + max(link, through_window if ground.local_size > 1 else 0)
         case "mpi" | "root":

@@ -17,7 +17,9 @@ from mpistrategy.arrays import Array, wire_dtype
 from mpistrategy.cross_device_ops.cell_program import CellProgram, fits
 from mpistrategy.cross_device_ops.mean import finish, rounded
 from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Member, Pack, plan_layouts
+from mpistrategy.mpi.pack_blocks import block_bytes_for
 from mpistrategy.mpi.paths import Way
+from mpistrategy.mpi.replicas import Replicas, combine_share
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 
@@ -65,6 +67,16 @@ class DenseReduction:
             self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
         #: Whether there is one pack, of arrays that need nothing but their place in it.
         self._is_plain = len(self.packs) == 1 and len(layouts) > 1 and self.packs[0].is_plain
+        #: Whether the one pack is reduced where the ranks of the node see it, once there are blocks for that.
+        self._in_blocks = False
+        self._in_blocks = (
+            cells is not None
+            and len(self.packs) == 1
+            and len(layouts) > 1
+            and self.packs[0].nbytes <= block_bytes_for(communicator.size)
+            and self.ways() == ["window"]
+        )
+        self._pack: Array | None = None
         #: Lone numbers in packs: their results must not keep the memory of a pack.
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
@@ -74,6 +86,8 @@ class DenseReduction:
         together: Counter[np.dtype[Any]] = Counter()
         for pack in self.packs:
             together[pack.dtype] += pack.nbytes
+        if self._in_blocks:
+            return ["blocks"]
         return [
             "window"
             if ranks.way(together[pack.dtype], pack.dtype, op) == "window"
@@ -85,6 +99,12 @@ class DenseReduction:
         """Do what must be done before the ranks agree on the call."""
         if self.program is not None:
             self.program.write(arrays)
+        elif self._in_blocks and (blocks := self._communicator.pack_blocks) is not None:
+            pack = self.packs[0]
+            self._pack = None  # the one before is free when its results are
+            self._pack = blocks.take(pack.dtype, pack.size)
+            if self._pack is not None:
+                self._fill(pack, arrays, self._pack)
 
     def only_array(self) -> Callable[[Array, Array], None] | None:
         """Return what reduces one contiguous array into another of its dtype; None for other lists and ways.
@@ -112,12 +132,14 @@ class DenseReduction:
             results = self.program.read()
             size = self._communicator.size
             return [finish(r, dtype, self._op, size) for r, dtype in zip(results, self._dtypes, strict=True)]
+        if self._in_blocks and (found := self._reduced_in_blocks(arrays)) is not None:
+            return found
         results = [np.empty(0)] * len(arrays)
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack in self.packs:
             if self._is_plain:
                 source = target = self._many(pack, arrays)
-                results = [target[part] for part in pack.slices]
+                results = self._views(pack, target)
             elif len(pack.members) == 1:
                 (member,) = pack.members
                 result = results[member.index] = self._place(pack, member, targets)
@@ -131,9 +153,30 @@ class DenseReduction:
         for dtype, those in pairs.items():
             divisor = self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
             self._communicator.allreduce_many(those, self._op.on_the_wire, divisor)
-        for index in self._lone:
-            results[index] = results[index].copy()
-        return results if self._exact else self._finished(results)
+        return self._finished(results)
+
+    def _reduced_in_blocks(self, arrays: Sequence[Array]) -> list[Array] | None:
+        """Return the results where the packs of all ranks lie in memory that they see; None where they do not."""
+        ranks, pack = self._communicator, self.packs[0]
+        blocks, mine, self._pack = ranks.pack_blocks, self._pack, None
+        if blocks is None:
+            ranks.make_pack_blocks()  # for the next call on: all ranks are in this one
+            return None
+        packs = blocks.packs(pack.dtype, pack.size)
+        if packs is None or mine is None:
+            return None
+        divisor = ranks.size if self._op is ReduceOp.MEAN and pack.dtype.kind not in "iu" else 1
+        with np.errstate(all="ignore"):
+            combine_share(Replicas(packs, ranks.local_rank, True), packs, self._op.on_the_wire, divisor)
+        ranks.node_barrier()
+        return self._finished(self._views(pack, mine))
+
+    @staticmethod
+    def _views(pack: Pack, buffer: Array) -> list[Array]:
+        """Return the arrays in a pack that holds the whole list."""
+        if pack.is_plain:
+            return [buffer[part] for part in pack.slices]
+        return [view for _, view in pack.views(buffer)]
 
     def _place(self, pack: Pack, member: Member, targets: Sequence[Array | None] | None) -> Array:
         """Return where the result of a lone array goes: its target, or memory that is used again."""
@@ -152,11 +195,21 @@ class DenseReduction:
 
     def _many(self, pack: Pack, arrays: Sequence[Array]) -> Array:
         buffer = self._communicator.pool.take(pack.dtype, (pack.size,))
-        chosen = arrays if self._is_plain else [arrays[m.index] for m in pack.members]
-        np.concatenate(chosen, axis=None, out=buffer, casting="unsafe")
+        self._fill(pack, arrays, buffer)
         return buffer
 
+    @staticmethod
+    def _fill(pack: Pack, arrays: Sequence[Array], buffer: Array) -> None:
+        chosen = (
+            arrays if pack.is_plain and len(arrays) == len(pack.members) else [arrays[m.index] for m in pack.members]
+        )
+        np.concatenate(chosen, axis=None, out=buffer, casting="unsafe")
+
     def _finished(self, results: list[Array]) -> list[Array]:
+        for index in self._lone:
+            results[index] = results[index].copy()
+        if self._exact:
+            return results
         size = self._communicator.size
         return [
             finish(result, dtype, self._op, size) if dtype.kind in "iu" else rounded(result, dtype)  # divided already

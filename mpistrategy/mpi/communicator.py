@@ -16,13 +16,14 @@ from mpi4py import MPI
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
-from mpistrategy.mpi import abort, buffers
+from mpistrategy.mpi import abort, buffers, pack_blocks
 from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across, lanes_of
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import ControlChannel, Guard
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
+from mpistrategy.mpi.pack_blocks import PackBlocks
 from mpistrategy.mpi.path_files import agreed, library_name
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import Fence, SharedMemory, private_memory, share
@@ -81,8 +82,9 @@ class MpiCommunicator:
         self.library = library_name(MPI.Get_library_version())
         self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
+        self.pack_blocks: PackBlocks | None = None
         self.window: NodeWindow | None = None
-        self._has_warned = False
+        self._has_warned = self._has_tried_blocks = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
         self.pool = Pool()
@@ -145,6 +147,14 @@ class MpiCommunicator:
             self._has_warned = True
             return private_memory(nbytes)
         return memory
+
+    def make_pack_blocks(self) -> None:
+        """Set `pack_blocks`, where there are cells; tried once.  Collective; inside an agreed call."""
+        if self.cells is not None and not self._has_tried_blocks:
+            self._has_tried_blocks = True
+            memory = self.shared(pack_blocks.segment_bytes(self.local_size))
+            if memory.is_shared:
+                self.pack_blocks = PackBlocks(memory, self.cells)
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
@@ -346,7 +356,7 @@ class _Group(MpiCommunicator):
         self.local_rank, self.local_size = (self.rank, self.size) if window is not None else (0, 1)
         self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
         self.paths = DEFAULT
-        self.cells, self.window = None, window
+        self.cells, self.pack_blocks, self.window = None, None, window
         self.pool, self.compiled = Pool(), {}
         self.guard, self.devices = Guard(), ()
         self.across, self.engine, self._links = None, None, []

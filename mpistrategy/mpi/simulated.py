@@ -19,6 +19,7 @@ from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard, call_site
+from mpistrategy.mpi.pack_blocks import PackBlocks
 from mpistrategy.mpi.paths import DEFAULT, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 from mpistrategy.mpi.transport import NodeGroups
@@ -141,6 +142,7 @@ class SimulatedCommunicator:
         self.library, self.shares_memory = "", False
         self.paths = DEFAULT
         self.cells: Cells | None = None
+        self.pack_blocks: PackBlocks | None = None
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
 
@@ -226,6 +228,9 @@ class SimulatedCommunicator:
     def shared(self, nbytes: int) -> SharedMemory:
         """Return memory of this thread's own: the turns that threads take leave nobody to wait for a number."""
         return private_memory(nbytes)
+
+    def make_pack_blocks(self) -> None:
+        """Leave it: there are no cells."""
 
     def node_barrier(self) -> None:
         """Wait for the members on this node."""

@@ -17,6 +17,7 @@ from mpistrategy.devices import Device
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.pack_blocks import PackBlocks
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 
@@ -35,6 +36,7 @@ class Communicator(Protocol):
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
         paths: which way a buffer takes, by its size.
         cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
+        pack_blocks: where packs are reduced in place; None before `make_pack_blocks`, and where there are no cells.
         pool: memory for results.
         compiled: what was worked out once for values of certain layouts; a cache of the algorithms.
     """
@@ -49,6 +51,7 @@ class Communicator(Protocol):
     shares_memory: bool
     paths: Paths
     cells: Cells | None
+    pack_blocks: PackBlocks | None
     pool: Pool
     compiled: dict[Any, Any]
 
@@ -86,6 +89,9 @@ class Communicator(Protocol):
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see where they can."""
 
+    def make_pack_blocks(self) -> None:
+        """Set `pack_blocks`, where there are cells.  Collective; inside an agreed call."""
+
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
 
@@ -120,6 +126,7 @@ class SingleCommunicator:
     shares_memory: bool = False
     paths: Paths = DEFAULT
     cells: Cells | None = None
+    pack_blocks: PackBlocks | None = None
     pool: Pool = field(default_factory=Pool)
     compiled: dict[Any, Any] = field(default_factory=dict)
 
@@ -164,6 +171,9 @@ class SingleCommunicator:
     def shared(self, nbytes: int) -> SharedMemory:
         """Return memory of this rank's own."""
         return private_memory(nbytes)
+
+    def make_pack_blocks(self) -> None:
+        """Leave it: there are no cells."""
 
     def node_barrier(self) -> None:
         """Go on: nobody else is here."""
