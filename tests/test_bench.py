@@ -92,7 +92,7 @@ def test_lists(launch: Launch, tmp_path: Path) -> None:
 
 def test_steps(launch: Launch, tmp_path: Path) -> None:
     [case] = figures(launch, tmp_path, "--only", "steps", "--networks", "64-128-10")["cases"]
-    check(case, "NumPy, no communication", "NumPy, mpi4py in place", "mpistrategy SGD, no communication")
+    check(case, "NumPy, no communication", "NumPy, mpi4py in place", "NumPy, mpistrategy arena")
     assert {"NumPy, mpi4py in place", "mpistrategy SGD", "mpistrategy SGD, sliced update"} <= set(
         case["communication_us"]
     )

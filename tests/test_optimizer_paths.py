@@ -240,12 +240,12 @@ def test_without_shared_memory_it_is_the_plain_path(when: str) -> None:
     made = ms.MirroredStrategy()
     ranks: Any = made.extended.communicator
     optimizer, shapes = Adam(0.1), [((200_000,), "float32"), ((3,), "float32")]
-    ranks._can_share = ranks._can_share and when != "before the variables"
+    ranks.shares_memory = ranks.shares_memory and when != "before the variables"
     variables = model(made, shapes)
-    ranks._can_share = ranks._can_share and when != "before the slots"
+    ranks.shares_memory = ranks.shares_memory and when != "before the slots"
     with made.scope():
         optimizer.build(variables)
-    ranks._can_share = False
+    ranks.shares_memory = False
     for step in range(2):
         apply(made, optimizer, gradients_for(variables, step), variables)
         assert optimizer.latest_path == "plain"
