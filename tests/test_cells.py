@@ -218,7 +218,7 @@ def test_ranks_without_a_core_each_do_not_spin(monkeypatch: pytest.MonkeyPatch) 
         raise YieldedError
 
     monkeypatch.setattr(waiting.os, "sched_yield", first_yield)
-    for ranks, most in ((waiting.cores() + 1, 4), (waiting.cores(), 100_000)):
+    for ranks, most in ((len(waiting.cores()) + 1, 4), (len(waiting.cores()), 100_000)):
         looks = 0
         with pytest.raises(YieldedError):
             Waiting(ranks, lambda: None).until(Numbers(), 1)  # type: ignore[arg-type]

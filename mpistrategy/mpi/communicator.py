@@ -28,7 +28,7 @@ from mpistrategy.mpi.path_files import agreed, library_name
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import Fence, SharedMemory, private_memory, share
 from mpistrategy.mpi.transport import NodeGroups
-from mpistrategy.mpi.waiting import Waiting
+from mpistrategy.mpi.waiting import Waiting, cores
 from mpistrategy.mpi.window import NodeWindow
 
 
@@ -77,8 +77,11 @@ class MpiCommunicator:
             self._inside = self._comm.Split(node_key, self.rank)
         self.local_rank: int = self._inside.rank
         self.local_size: int = self._inside.size
-        leaders = [int(text) for text in self.allgather_text(self.text_of_leader(str(self.rank)))]
+        mine = f"{self.text_of_leader(str(self.rank))}:{','.join(map(str, cores()))}"
+        texts = [text.partition(":") for text in self.allgather_text(mine)]
+        leaders = [int(leader) for leader, _, _ in texts]
         self.node_of = tuple(sorted(set(leaders)).index(leader) for leader in leaders)
+        self._cores = len({core for at, _, them in texts if int(at) == leaders[self.rank] for core in them.split(",")})
         self.library = library_name(MPI.Get_library_version())
         self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
@@ -113,7 +116,7 @@ class MpiCommunicator:
         self.shares_memory = shared.is_shared
         if shared.is_shared and self.local_size > 1:
             control = self._control
-            node = NodeMemory(shared, self.paths, Waiting(self.local_size, control.progress))
+            node = NodeMemory(shared, self.paths, Waiting(self.local_size, control.progress, self._cores))
             self.window = node.window
             if self.local_size == self.size:
                 self.cells = node.cells

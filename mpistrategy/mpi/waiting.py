@@ -13,9 +13,9 @@ _POLITE_AFTER_SECONDS = 3e-3
 _NAP_SECONDS = 2e-5
 
 
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores() -> set[int]:
+    """Return the numbers of the cores that this process may use; launchers often leave a rank only one."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 class Waiting:
@@ -29,10 +29,11 @@ class Waiting:
     Args:
         ranks: how many ranks share the cores of this node.
         progress: called now and then: lets MPI move other messages that need this rank.
+        available: how many cores they have together; None means those of this process.
     """
 
-    def __init__(self, ranks: int, progress: Callable[[], Any]) -> None:
-        crowded = ranks > cores()
+    def __init__(self, ranks: int, progress: Callable[[], Any], available: int | None = None) -> None:
+        crowded = ranks > (len(cores()) if available is None else available)
         self._fewest, self._most = (1, 1) if crowded else (_FEWEST_LOOKS, _MOST_LOOKS)
         self._looks = self._most
         self._progress = progress
