@@ -109,6 +109,7 @@ def test_one_rank_ends_and_the_job_ends(
     source = PROGRAM.format(fail="\n".join(f"    {line}" for line in code.split("\n")), wait=wait, first=first, bad=bad)
     when = tmp_path / "when"
     job = launch(3, source, timeout=20, env={"WHEN": str(when)})
+    assert when.exists(), f"the job did not come to its end: {job}"
     seconds = time.time() - float(when.read_text())
 
     assert seconds < 5, job
