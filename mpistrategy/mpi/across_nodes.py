@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.mpi import bfloat16
+from mpistrategy.mpi import bfloat16, counters
+from mpistrategy.mpi.counters import Counter
 from mpistrategy.mpi.exchange import Flight, Link, Space, blocks_of, combined, exact
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.transport import Communicator
@@ -38,6 +39,7 @@ _LARGEST_PIECE_BYTES = 2**22
 FLIGHTS = 4
 # Besides the pieces on the network, the node works on one before and one after.
 _MORE_SLOTS = 2
+_COUNTERS = 3
 _TAGS = 2**12
 
 
@@ -277,16 +279,11 @@ class _Window:
         lanes: int,
         until: Callable[[Callable[[], bool]], None],
     ) -> None:
-        self._me = memory.local_rank
+        self._me, self._ranks = memory.local_rank, len(memory.segments)
         self._lanes = lanes
-        self._fence = memory.fence
         self._until = until
-        self._counters = [
-            [segment[line * ALIGNMENT :][:8].data.cast("B").cast("q") for segment in memory.segments]
-            for line in range(3)
-        ]
-        self._brought, self._shown, self._done = self._counters
-        start = 3 * ALIGNMENT
+        self._brought, self._shown, self._done = (Counter(memory, line) for line in range(_COUNTERS))
+        start = counters.bytes_of(_COUNTERS)
         self._slots = [
             [segment[start + slot * piece_bytes :][:piece_bytes] for segment in memory.segments]
             for slot in range(flights + _MORE_SLOTS)
@@ -294,18 +291,18 @@ class _Window:
 
     @staticmethod
     def bytes_of(piece_bytes: int, flights: int) -> int:
-        return 3 * ALIGNMENT + (flights + _MORE_SLOTS) * piece_bytes
+        return counters.bytes_of(_COUNTERS) + (flights + _MORE_SLOTS) * piece_bytes
 
     def bring(self, number: int, source: Array, target: Array) -> None:
-        self._wait_for(self._done, number - len(self._slots))
+        self._wait_for(self._done, number - len(self._slots), self._ranks)
         self._slot(number, source)[self._me][...] = source
-        self._tell(self._brought, number)
+        self._brought.tell(number)
 
     def add_up(self, number: int, target: Array, op: str) -> tuple[Array, Array]:
         begin, end = self._borders(target)[self._me] if self._me < self._lanes else (0, 0)
         mine = target[begin:end]
         if mine.size:
-            self._wait_for(self._brought, number)
+            self._wait_for(self._brought, number, self._ranks)
             combined([brought[begin:end] for brought in self._slot(number, target)], op, out=mine)
         return mine, mine
 
@@ -314,12 +311,12 @@ class _Window:
         if self._me < self._lanes:
             begin, end = borders[self._me]
             slot[self._me][begin:end] = target[begin:end]
-            self._tell(self._shown, number)
-        self._wait_for(self._shown[: self._lanes], number)
+            self._shown.tell(number)
+        self._wait_for(self._shown, number, self._lanes)
         for lane, (begin, end) in enumerate(borders):
             if lane != self._me:
                 target[begin:end] = slot[lane][begin:end]
-        self._tell(self._done, number)
+        self._done.tell(number)
 
     def _borders(self, target: Array) -> list[tuple[int, int]]:
         return [share(target.size, lane, self._lanes, target.itemsize) for lane in range(self._lanes)]
@@ -327,12 +324,8 @@ class _Window:
     def _slot(self, number: int, like: Array) -> list[Array]:
         return [part[: like.nbytes].view(like.dtype) for part in self._slots[number % len(self._slots)]]
 
-    def _tell(self, counter: list[memoryview], number: int) -> None:
-        if self._fence is not None:
-            self._fence()
-        counter[self._me][0] = number
-
-    def _wait_for(self, counter: list[memoryview], number: int) -> None:
-        self._until(lambda: all(theirs[0] >= number for theirs in counter))
-        if self._fence is not None:
-            self._fence()
+    def _wait_for(self, counter: Counter, number: int, ranks: int) -> None:
+        """Wait until the first `ranks` of the node have come to `number`."""
+        self._until(lambda: all(theirs[0] >= number for theirs in counter.numbers[:ranks]))
+        if counter.fence is not None:
+            counter.fence()

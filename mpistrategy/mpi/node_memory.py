@@ -44,7 +44,6 @@ class CellChannel:
     """
 
     def __init__(self, cells: Cells, allgather_text: Callable[[str], list[str]]) -> None:
-        self._cells = cells
         self.start, self.finished, self.all_equal = cells.start, cells.finished, cells.all_equal
         self.allgather_text = allgather_text
 

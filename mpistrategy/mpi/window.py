@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays import COMBINE, Array, quiet_runner
+from mpistrategy.mpi import counters
+from mpistrategy.mpi.counters import Counter
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.waiting import Waiting
 
@@ -34,7 +36,7 @@ def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
 
 def segment_bytes(chunk_bytes: int) -> int:
     """Return how much memory each rank's counters and staging buffers take."""
-    return _COUNTERS * ALIGNMENT + _BUFFERS * 2 * chunk_bytes
+    return counters.bytes_of(_COUNTERS) + _BUFFERS * 2 * chunk_bytes
 
 
 def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
@@ -74,15 +76,10 @@ class NodeWindow:
     def __init__(self, memory: SharedMemory, chunk_bytes: int, waiting: Waiting) -> None:
         self.local_rank = memory.local_rank
         self.size = len(memory.segments)
-        self._fence = memory.fence
         self._waiting = waiting
         self._chunk_bytes = chunk_bytes
-        counters = [
-            [segment[line * ALIGNMENT :][:8].data.cast("B").cast("q") for segment in memory.segments]
-            for line in range(_COUNTERS)
-        ]
-        self._brought, self._added, self._arrived = counters
-        start = _COUNTERS * ALIGNMENT
+        self._brought, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
+        start = counters.bytes_of(_COUNTERS)
         self._stages = [
             [
                 [segment[start + (2 * b + part) * chunk_bytes :][:chunk_bytes] for segment in memory.segments]
@@ -98,7 +95,7 @@ class NodeWindow:
     def barrier(self) -> None:
         """Wait for all ranks of the node; what they wrote before can be read after it."""
         self._barriers += 1
-        self._tell(self._arrived, self._barriers)
+        self._arrived.tell(self._barriers)
         self._wait_for(self._arrived, self._barriers)
 
     def allreduce(self, source: Array, target: Array, op: str = "SUM", divisor: int = 1) -> None:
@@ -144,7 +141,7 @@ class NodeWindow:
         number = self._chunks + 1
         for part, place in layout.brings:
             place[...] = source[part]
-        self._tell(self._brought, number)
+        self._brought.tell(number)
         if last is not None:
             self._copy_out(*last)
         self._chunks = number
@@ -158,10 +155,10 @@ class NodeWindow:
                 combine(total, other, out=total)
             if divisor != 1:
                 np.true_divide(total, total.dtype.type(divisor), out=total)
-            self._tell(self._added, number)
+            self._added.tell(number)
             target[own] = total
         else:
-            self._tell(self._added, number)
+            self._added.tell(number)
         return target, layout
 
     def _copy_out(self, target: Array, layout: Layout) -> None:
@@ -184,14 +181,9 @@ class NodeWindow:
             [(part, added[r][part]) for r, part in enumerate(borders) if r != me and part.stop > part.start],
         )
 
-    def _tell(self, counter: list[memoryview], number: int) -> None:
-        if self._fence is not None:
-            self._fence()
-        counter[self.local_rank][0] = number
-
-    def _wait_for(self, counter: list[memoryview], number: int) -> None:
-        for numbers in counter:
-            if numbers[0] < number:
-                self._waiting.until(numbers, number)
-        if self._fence is not None:
-            self._fence()
+    def _wait_for(self, counter: Counter, number: int) -> None:
+        for theirs in counter.numbers:
+            if theirs[0] < number:
+                self._waiting.until(theirs, number)
+        if counter.fence is not None:
+            counter.fence()
