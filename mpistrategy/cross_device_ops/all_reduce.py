@@ -16,9 +16,13 @@ class MpiAllReduce(PackedCrossDeviceOps):
 
     reduces_lists = True
 
-    def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
+    def reduce_buffer(
+        self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
+    ) -> None:
         """Replace `buffer` by its combination over the ranks."""
         if destination.only_rank is None:
-            communicator.allreduce(buffer, op)
+            communicator.allreduce(buffer, op, source)
         else:
+            if source is not None:
+                buffer[...] = source
             communicator.reduce(buffer, destination.only_rank, op)

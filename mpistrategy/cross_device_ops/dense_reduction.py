@@ -65,29 +65,28 @@ class DenseReduction:
             self.program = CellProgram(cells, layouts, op.on_the_wire)
         else:
             self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
-        #: Whether there is one pack, of arrays that need nothing but their place in it.
-        self._is_plain = len(self.packs) == 1 and len(layouts) > 1 and self.packs[0].is_plain
         #: Whether the one pack is reduced where the ranks of the node see it, once there are blocks for that.
-        self._in_blocks = False
         self._in_blocks = (
             cells is not None
             and len(self.packs) == 1
             and len(layouts) > 1
             and self.packs[0].nbytes <= block_bytes_for(communicator.size)
-            and self.ways() == ["window"]
+            and self._ways() == ["window"]
         )
         self._pack: Array | None = None
         #: Lone numbers in packs: their results must not keep the memory of a pack.
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
     def ways(self) -> list[Way]:
-        """Return the way of each of `packs`: through the window go all of a dtype together, else each by itself."""
+        """Return the way of each of `packs`."""
+        return ["blocks"] if self._in_blocks else self._ways()
+
+    def _ways(self) -> list[Way]:
+        """Return the ways without blocks: through the window go all of a dtype together, else each by itself."""
         ranks, op = self._communicator, self._op.on_the_wire
         together: Counter[np.dtype[Any]] = Counter()
         for pack in self.packs:
             together[pack.dtype] += pack.nbytes
-        if self._in_blocks:
-            return ["blocks"]
         return [
             "window"
             if ranks.way(together[pack.dtype], pack.dtype, op) == "window"
@@ -104,7 +103,7 @@ class DenseReduction:
             self._pack = None  # the one before is free when its results are
             self._pack = blocks.take(pack.dtype, pack.size)
             if self._pack is not None:
-                self._fill(pack, arrays, self._pack)
+                pack.fill(arrays, self._pack)
 
     def only_array(self) -> Callable[[Array, Array], None] | None:
         """Return what reduces one contiguous array into another of its dtype; None for other lists and ways.
@@ -132,20 +131,17 @@ class DenseReduction:
             results = self.program.read()
             size = self._communicator.size
             return [finish(r, dtype, self._op, size) for r, dtype in zip(results, self._dtypes, strict=True)]
-        if self._in_blocks and (found := self._reduced_in_blocks(arrays)) is not None:
+        if self._in_blocks and (found := self._reduced_in_blocks()) is not None:
             return found
         results = [np.empty(0)] * len(arrays)
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack in self.packs:
-            if self._is_plain:
-                source = target = self._many(pack, arrays)
-                results = self._views(pack, target)
-            elif len(pack.members) == 1:
+            if len(pack.members) == 1:
                 (member,) = pack.members
                 result = results[member.index] = self._place(pack, member, targets)
                 source, target = self._one(pack, arrays, result)
             else:
-                source = target = self._many(pack, arrays)
+                source = target = pack.fill(arrays, self._communicator.pool.take(pack.dtype, (pack.size,)))
                 for index, view in pack.views(target):
                     results[index] = view
             if pack.size:
@@ -155,7 +151,7 @@ class DenseReduction:
             self._communicator.allreduce_many(those, self._op.on_the_wire, divisor)
         return self._finished(results)
 
-    def _reduced_in_blocks(self, arrays: Sequence[Array]) -> list[Array] | None:
+    def _reduced_in_blocks(self) -> list[Array] | None:
         """Return the results where the packs of all ranks lie in memory that they see; None where they do not."""
         ranks, pack = self._communicator, self.packs[0]
         blocks, mine, self._pack = ranks.pack_blocks, self._pack, None
@@ -169,14 +165,9 @@ class DenseReduction:
         with np.errstate(all="ignore"):
             combine_share(Replicas(packs, ranks.local_rank, True), packs, self._op.on_the_wire, divisor)
         ranks.node_barrier()
-        return self._finished(self._views(pack, mine))
-
-    @staticmethod
-    def _views(pack: Pack, buffer: Array) -> list[Array]:
-        """Return the arrays in a pack that holds the whole list."""
         if pack.is_plain:
-            return [buffer[part] for part in pack.slices]
-        return [view for _, view in pack.views(buffer)]
+            return self._finished([mine[part] for part in pack.slices])
+        return self._finished([view for _, view in pack.views(mine)])
 
     def _place(self, pack: Pack, member: Member, targets: Sequence[Array | None] | None) -> Array:
         """Return where the result of a lone array goes: its target, or memory that is used again."""
@@ -192,18 +183,6 @@ class DenseReduction:
             return array.reshape(-1), target
         np.copyto(result, array, casting="unsafe")
         return target, target
-
-    def _many(self, pack: Pack, arrays: Sequence[Array]) -> Array:
-        buffer = self._communicator.pool.take(pack.dtype, (pack.size,))
-        self._fill(pack, arrays, buffer)
-        return buffer
-
-    @staticmethod
-    def _fill(pack: Pack, arrays: Sequence[Array], buffer: Array) -> None:
-        chosen = (
-            arrays if pack.is_plain and len(arrays) == len(pack.members) else [arrays[m.index] for m in pack.members]
-        )
-        np.concatenate(chosen, axis=None, out=buffer, casting="unsafe")
 
     def _finished(self, results: list[Array]) -> list[Array]:
         for index in self._lone:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.cross_device_ops import packing
 from mpistrategy.cross_device_ops.destinations import Destination
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.across_nodes import allreduce_across
-from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.options import CommunicationOptions
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
@@ -46,40 +42,15 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
             raise OptionError.at("HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0")
         self.num_packs = num_packs
 
-    def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
+    def reduce_buffer(
+        self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
+    ) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        self._combine(communicator, buffer, op, None)
-
-    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
-        """Return which way a buffer of so many bytes takes: on several nodes all do alike."""
-        return "across" if max(communicator.node_of) > 0 else communicator.way(nbytes, dtype, op)
-
-    def reduce_arrays(
-        self,
-        communicator: Communicator,
-        arrays: Sequence[Array],
-        op: str,
-        destination: Destination,
-        options: CommunicationOptions,
-        call: Call,
-    ) -> list[Array]:
-        """Return the sums of `arrays`, in their wire dtypes; an array that is a pack by itself is not copied."""
-        sums: list[Array] = [np.empty(0)] * len(arrays)
-        for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs):
-            buffer = communicator.pool.take(pack.dtype, (pack.size,))
-            source = None
-            if pack.is_array(arrays):
-                source = arrays[pack.members[0].index].reshape(-1)
-            else:
-                for index, view in pack.views(buffer):
-                    view[...] = arrays[index]
-            self._combine(communicator, buffer, op, source)
-            for index, view in pack.views(buffer):
-                sums[index] = view
-        return sums
-
-    def _combine(self, communicator: Communicator, buffer: Array, op: str, source: Array | None) -> None:
         if self.way(communicator, buffer.nbytes, buffer.dtype, op) == "across":
             allreduce_across(communicator, buffer, op, source=source)
         else:
             communicator.allreduce(buffer, op, source)
+
+    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way a buffer of so many bytes takes: on several nodes all do alike."""
+        return "across" if max(communicator.node_of) > 0 else communicator.way(nbytes, dtype, op)

@@ -55,7 +55,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         layouts = tuple((value.dtype, value.shape) for value in values)
         return dense_reduction(communicator, layouts, op, options.bytes_per_pack)
 
-    def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
+    def reduce_buffer(
+        self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
+    ) -> None:
         """Replace `buffer` by its combination over the ranks, at least on the destination's ranks.
 
         Args:
@@ -63,6 +65,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             buffer: flat and contiguous, in the wire dtype.
             op: "SUM", "MIN", "MAX" or "PROD".
             destination: the ranks that want the result.
+            source: what this rank brings, flat, where that is not in `buffer`; stays as it is.
         """
         raise NotImplementedError
 
@@ -75,11 +78,18 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
         call: Call,
     ) -> list[Array]:
-        """Return the sums of `arrays`, in their wire dtypes; undefined on ranks that are no destination."""
+        """Return the sums of `arrays`, in their wire dtypes; undefined on ranks that are no destination.
+
+        An array that is a pack by itself is not copied first.
+        """
         sums: list[Array] = [np.empty(0)] * len(arrays)
         for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs):
-            buffer = pack.fill(arrays)
-            self.reduce_buffer(communicator, buffer, op, destination)
+            buffer, source = communicator.pool.take(pack.dtype, (pack.size,)), None
+            if pack.is_array(arrays):
+                source = arrays[pack.members[0].index].reshape(-1)
+            else:
+                pack.fill(arrays, buffer)
+            self.reduce_buffer(communicator, buffer, op, destination, source)
             for index, view in pack.views(buffer):
                 sums[index] = view
         return sums

@@ -49,12 +49,12 @@ class Pack:
         array = arrays[self.members[0].index]
         return len(self.members) == 1 and array.dtype == self.dtype and array.flags.c_contiguous
 
-    def fill(self, arrays: Sequence[Array]) -> Array:
-        """Return a new buffer with the arrays' values, converted to the wire dtype."""
-        buffer = np.empty(self.size, self.dtype)
-        for member in self.members:
-            buffer[member.start : member.stop].reshape(member.shape)[...] = arrays[member.index]
-        return buffer
+    def fill(self, arrays: Sequence[Array], buffer: Array | None = None) -> Array:
+        """Return a buffer, `buffer` or a new one, with the arrays' values, converted to the wire dtype."""
+        filled = np.empty(self.size, self.dtype) if buffer is None else buffer
+        chosen = arrays if len(self.members) == len(arrays) else [arrays[member.index] for member in self.members]
+        np.concatenate(chosen, axis=None, out=filled, casting="unsafe")
+        return filled
 
     @cached_property
     def is_plain(self) -> bool:

@@ -61,8 +61,12 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         """Return "root", whatever the size."""
         return "root"
 
-    def reduce_buffer(self, communicator: Communicator, buffer: Array, op: str, destination: Destination) -> None:
+    def reduce_buffer(
+        self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
+    ) -> None:
         """Replace `buffer` by its combination over the ranks."""
+        if source is not None:
+            buffer[...] = source
         root = self._root(communicator, destination)
         communicator.reduce(buffer, root, op)
         _send_out(communicator, buffer, root, destination)
