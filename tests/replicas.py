@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -157,6 +157,14 @@ def still_works(strategy: ms.Strategy) -> bool:
 
 
 # ------------------------------------------------------------------------------------- strategies
+
+
+def made(makers: Mapping[str, Callable[[], ms.Strategy]]) -> Iterator[dict[str, ms.Strategy]]:
+    """Yield the strategies that were made, by name, and close them: what a fixture of several strategies does."""
+    strategies = {name: make() for name, make in makers.items()}
+    yield strategies
+    for strategy in strategies.values():
+        strategy.close()
 
 
 class OnNodes(ms.Strategy):

@@ -25,6 +25,7 @@ from replicas import (
     bits,
     context,
     expected,
+    made,
     outcomes,
     same_everywhere,
     still_works,
@@ -50,10 +51,7 @@ STRATEGIES: dict[str, Callable[[], ms.Strategy]] = {
 
 @pytest.fixture(scope="module")
 def strategies() -> Iterator[dict[str, ms.Strategy]]:
-    made = {name: make() for name, make in STRATEGIES.items()}
-    yield made
-    for strategy in made.values():
-        strategy.close()
+    yield from made(STRATEGIES)
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)

@@ -20,6 +20,7 @@ from replicas import (
     OnNodes,
     bits,
     laid_out,
+    made,
     outcomes,
     same_everywhere,
     still_works,
@@ -43,10 +44,7 @@ FLOATS = [dtype for dtype in DTYPES if dtype.kind == "f" or dtype == BFLOAT16]
 
 @pytest.fixture(scope="module")
 def strategies() -> Iterator[dict[str, ms.Strategy]]:
-    made = {name: make() for name, make in ALGORITHMS.items()}
-    yield made
-    for strategy in made.values():
-        strategy.close()
+    yield from made(ALGORITHMS)
 
 
 @pytest.fixture(scope="module", params=ALGORITHMS)

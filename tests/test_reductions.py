@@ -25,6 +25,7 @@ from replicas import (
     bits,
     expected,
     laid_out,
+    made,
     pieces_of,
     same_everywhere,
     value_of,
@@ -60,10 +61,7 @@ ALGORITHMS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def strategies() -> Iterator[dict[str, ms.Strategy]]:
-    made = {name: make() for name, make in ALGORITHMS.items()}
-    yield made
-    for strategy in made.values():
-        strategy.close()
+    yield from made(ALGORITHMS)
 
 
 @pytest.fixture(scope="module", params=ALGORITHMS)
