@@ -115,8 +115,9 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
             read = size_in_words(2 * (local - 1) / local * nbytes)
             moved = f"each rank writes {size} there and reads {read}"
         case "blocks":
-            way = f"where it was packed, in memory that the node shares, each rank {part} of it"
-            moved = f"each rank reads {size} and writes {size}, into every one"
+            way = f"in blocks that the node shares, where the results stay, each rank {part} of them"
+            copies.append(((local - 1) / local, f"{local - 1}/{local} into this rank's block"))
+            moved = f"each rank reads {size} and writes {size}, into every block"
         case "across":
             piece = across_nodes.piece_bytes_for(ground.lanes, ground.nodes)
             rounded = first.rounds and bfloat16.travels(first.dtype, "SUM")
@@ -169,7 +170,7 @@ def _seconds(buffer: Buffer, ground: Ground) -> float:
         case "window":
             return before + through_window
         case "blocks":
-            return before + nbytes / rates.arena_bytes_per_second
+            return before + copy * (1 - 1 / ground.local_size) + nbytes / rates.arena_bytes_per_second
         case "across":  # one piece is on the network while the node works on the next
             return before + rates.message_seconds + max(link, through_window if ground.local_size > 1 else 0)
         case "mpi" | "root":

@@ -180,7 +180,7 @@ class QuickAllReduce:
         dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
         general = _arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
         only = reduction.only_array() if where.single else None
-        return general if only is None else _one_array(only, self._communicator, agreed, layouts[0], general)
+        return general if only is None else _one_array(reduction, only, self._communicator, agreed, layouts[0], general)
 
 
 class _LongLayouts:
@@ -215,7 +215,12 @@ def _is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
 
 
 def _one_array(
-    reduce: Callable[[Array, Array], None], communicator: Communicator, agreed: Agreed, layout: Layout, general: Run
+    reduction: DenseReduction,
+    reduce: Callable[[Array, Array], None],
+    communicator: Communicator,
+    agreed: Agreed,
+    layout: Layout,
+    general: Run,
 ) -> Run:
     """Return the all-reduce of one large array; what is not contiguous, or overlaps, goes the `general` way."""
     guard, digest, signature = agreed
@@ -231,7 +236,11 @@ def _one_array(
                 return general(value, out)
         elif out is not None and not out.flags.writeable:
             return NOT_QUICK
+        reduction.prepare((value,), None if out is None else (out,))
         guard.compare_digest(digest, signature)
+        found = reduction.run_in_blocks()
+        if found is not None:
+            return found[0]
         target = take(dtype, shape) if out is None else out
         reduce(value, target)
         return target
@@ -260,7 +269,7 @@ def _arrays(
             targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
             if targets is None:
                 return NOT_QUICK
-        reduction.prepare(arrays)
+        reduction.prepare(arrays, targets)
         guard.compare_digest(digest, signature)
         results = reduction.run(arrays, targets)
         if out is not None:

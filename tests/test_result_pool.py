@@ -198,6 +198,9 @@ def test_memory_of_dropped_results_is_used_again(any_strategy: ms.Strategy) -> N
     packed = any_strategy.extended.communicator.paths.pack_bytes > 7200
     for value in (np.full(N, 1.0), {"a": np.full((2, N), 1.0)}, [np.full(900 if packed else N, 1.0)] * 20):
         seen = set()
+        for _ in range(5):  # blocks are made when they are missed
+            result = reduced(any_strategy, value)
+        del result
         for _ in range(6):
             result = reduced(any_strategy, value)
             seen.add(address(nest.flatten(result)[0][0]))

@@ -216,7 +216,7 @@ def test_the_window_of_a_strategy_takes_large_arrays_and_no_small_ones(
     limit = ranks.paths.window_bytes // 4
     for size in (limit, limit - 1, 10 * limit):
         target = np.ones(size, np.float32)
-        ranks.allreduce_many([(target, target)])
+        ranks.allreduce_many([(target, target)], nbytes=target.nbytes)
         assert np.all(target == SIZE)
     assert went == [limit, 10 * limit]
 

@@ -6,7 +6,6 @@ dtype, and large ones go as they are: no array is copied that need not be, and r
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.cross_device_ops.block_reduction import BlockReduction
 from mpistrategy.cross_device_ops.cell_program import CellProgram, fits
 from mpistrategy.cross_device_ops.mean import finish, rounded
 from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Member, Pack, plan_layouts
-from mpistrategy.mpi.pack_blocks import block_bytes_for
 from mpistrategy.mpi.paths import Way
-from mpistrategy.mpi.replicas import Replicas, combine_share
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 
@@ -65,45 +63,40 @@ class DenseReduction:
             self.program = CellProgram(cells, layouts, op.on_the_wire)
         else:
             self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
-        #: Whether the one pack is reduced where the ranks of the node see it, once there are blocks for that.
-        self._in_blocks = (
-            cells is not None
-            and len(self.packs) == 1
-            and len(layouts) > 1
-            and self.packs[0].nbytes <= block_bytes_for(communicator.size)
-            and self._ways() == ["window"]
-        )
-        self._pack: Array | None = None
-        #: Lone numbers in packs: their results must not keep the memory of a pack.
+        self._nbytes = sum(pack.nbytes for pack in self.packs)
+        #: What is done instead of the window once there are blocks; None for what takes other ways.
+        self._blocks: BlockReduction | None = None
+        if communicator.blocks is not None and set(self._ways()) == {"window"}:
+            divisors = [self._divisor(pack.dtype) for pack in self.packs]
+            self._blocks = BlockReduction(communicator, self.packs, op.on_the_wire, divisors)
+        #: Lone numbers in blocks, and in packs: their results must not keep so much memory.
+        self._numbers = [m.index for p in self.packs for m in p.members if m.stop - m.start == 1]
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
     def ways(self) -> list[Way]:
         """Return the way of each of `packs`."""
-        return ["blocks"] if self._in_blocks else self._ways()
+        if self._blocks is not None and self._blocks.is_possible:
+            return ["blocks"] * len(self.packs)
+        return self._ways()
+
+    def _divisor(self, dtype: np.dtype[Any]) -> int:
+        """Return what sums of a dtype of the wire are divided by before they leave it."""
+        return self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
 
     def _ways(self) -> list[Way]:
-        """Return the ways without blocks: through the window go all of a dtype together, else each by itself."""
+        """Return the ways without blocks: all go through the window together, or each by itself."""
         ranks, op = self._communicator, self._op.on_the_wire
-        together: Counter[np.dtype[Any]] = Counter()
-        for pack in self.packs:
-            together[pack.dtype] += pack.nbytes
         return [
-            "window"
-            if ranks.way(together[pack.dtype], pack.dtype, op) == "window"
-            else ranks.way(pack.nbytes, pack.dtype, op)
+            "window" if ranks.way(self._nbytes, pack.dtype, op) == "window" else ranks.way(pack.nbytes, pack.dtype, op)
             for pack in self.packs
         ]
 
-    def prepare(self, arrays: Sequence[Any]) -> None:
-        """Do what must be done before the ranks agree on the call."""
+    def prepare(self, arrays: Sequence[Any], targets: Sequence[Array | None] | None = None) -> None:
+        """Do what must be done before the ranks agree on the call; the arguments are those of `run`."""
         if self.program is not None:
             self.program.write(arrays)
-        elif self._in_blocks and (blocks := self._communicator.pack_blocks) is not None:
-            pack = self.packs[0]
-            self._pack = None  # the one before is free when its results are
-            self._pack = blocks.take(pack.dtype, pack.size)
-            if self._pack is not None:
-                pack.fill(arrays, self._pack)
+        elif self._blocks is not None:
+            self._blocks.prepare(arrays, wanted=targets is None or not any(target is not None for target in targets))
 
     def only_array(self) -> Callable[[Array, Array], None] | None:
         """Return what reduces one contiguous array into another of its dtype; None for other lists and ways.
@@ -116,14 +109,14 @@ class DenseReduction:
         ranks, op, pack = self._communicator, self._op.on_the_wire, self.packs[0]
         if len(pack.members) > 1 or ranks.way(pack.nbytes, pack.dtype, op) != "window":
             return None
-        divisor = ranks.size if self._op is ReduceOp.MEAN else 1
+        divisor = self._divisor(pack.dtype)
         return lambda source, target: ranks.allreduce(target, op, source, divisor)
 
     def run(self, arrays: Sequence[Array], targets: Sequence[Array | None] | None = None) -> list[Array]:
         """Return the results, after the agreement.
 
         Args:
-            arrays: this rank's, of the layouts; the same that `prepare` was given.
+            arrays: this rank's, of the layouts.
             targets: for each array memory that a result in its own dtype may be written to, contiguous and sharing
                 none with another array; or None.
         """
@@ -131,7 +124,8 @@ class DenseReduction:
             results = self.program.read()
             size = self._communicator.size
             return [finish(r, dtype, self._op, size) for r, dtype in zip(results, self._dtypes, strict=True)]
-        if self._in_blocks and (found := self._reduced_in_blocks()) is not None:
+        found = self.run_in_blocks()
+        if found is not None:
             return found
         results = [np.empty(0)] * len(arrays)
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
@@ -147,27 +141,22 @@ class DenseReduction:
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for dtype, those in pairs.items():
-            divisor = self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
-            self._communicator.allreduce_many(those, self._op.on_the_wire, divisor)
-        return self._finished(results)
+            self._communicator.allreduce_many(those, self._op.on_the_wire, self._divisor(dtype), self._nbytes)
+        return self._finished(results, self._lone)
 
-    def _reduced_in_blocks(self) -> list[Array] | None:
-        """Return the results where the packs of all ranks lie in memory that they see; None where they do not."""
-        ranks, pack = self._communicator, self.packs[0]
-        blocks, mine, self._pack = ranks.pack_blocks, self._pack, None
-        if blocks is None:
-            ranks.make_pack_blocks()  # for the next call on: all ranks are in this one
+    def run_in_blocks(self) -> list[Array] | None:
+        """Do what `run` does where all ranks have brought their arrays into blocks; None elsewhere, on all ranks."""
+        sums = None if self._blocks is None else self._blocks.run()
+        if sums is None:
             return None
-        packs = blocks.packs(pack.dtype, pack.size)
-        if packs is None or mine is None:
-            return None
-        divisor = ranks.size if self._op is ReduceOp.MEAN and pack.dtype.kind not in "iu" else 1
-        with np.errstate(all="ignore"):
-            combine_share(Replicas(packs, ranks.local_rank, True), packs, self._op.on_the_wire, divisor)
-        ranks.node_barrier()
-        if pack.is_plain:
-            return self._finished([mine[part] for part in pack.slices])
-        return self._finished([view for _, view in pack.views(mine)])
+        results: list[Array] = [np.empty(0)] * len(self._dtypes)
+        for pack, total in sums:
+            if pack.is_plain and len(sums) == 1:
+                results = [total[part] for part in pack.slices]
+                break
+            for index, view in pack.views(total):
+                results[index] = view
+        return self._finished(results, self._numbers)
 
     def _place(self, pack: Pack, member: Member, targets: Sequence[Array | None] | None) -> Array:
         """Return where the result of a lone array goes: its target, or memory that is used again."""
@@ -184,8 +173,8 @@ class DenseReduction:
         np.copyto(result, array, casting="unsafe")
         return target, target
 
-    def _finished(self, results: list[Array]) -> list[Array]:
-        for index in self._lone:
+    def _finished(self, results: list[Array], lone: Sequence[int]) -> list[Array]:
+        for index in lone:
             results[index] = results[index].copy()
         if self._exact:
             return results

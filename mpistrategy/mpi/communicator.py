@@ -16,14 +16,14 @@ from mpi4py import MPI
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
-from mpistrategy.mpi import abort, buffers, pack_blocks
+from mpistrategy.mpi import abort, buffers
 from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across, lanes_of
+from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import ControlChannel, Guard
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
-from mpistrategy.mpi.pack_blocks import PackBlocks
 from mpistrategy.mpi.path_files import agreed, library_name
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import Fence, SharedMemory, private_memory, share
@@ -85,9 +85,9 @@ class MpiCommunicator:
         self.library = library_name(MPI.Get_library_version())
         self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
-        self.pack_blocks: PackBlocks | None = None
+        self.blocks: Blocks | None = None
         self.window: NodeWindow | None = None
-        self._has_warned = self._has_tried_blocks = False
+        self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
         self.pool = Pool()
@@ -120,6 +120,7 @@ class MpiCommunicator:
             self.window = node.window
             if self.local_size == self.size:
                 self.cells = node.cells
+                self.blocks = Blocks(node.cells, self._shared_if_there_is_room)
                 return CellChannel(node.cells, control.allgather_text)
         return self._control
 
@@ -151,13 +152,10 @@ class MpiCommunicator:
             return private_memory(nbytes)
         return memory
 
-    def make_pack_blocks(self) -> None:
-        """Set `pack_blocks`, where there are cells; tried once.  Collective; inside an agreed call."""
-        if self.cells is not None and not self._has_tried_blocks:
-            self._has_tried_blocks = True
-            memory = self.shared(pack_blocks.segment_bytes(self.local_size))
-            if memory.is_shared:
-                self.pack_blocks = PackBlocks(memory, self.cells)
+    def _shared_if_there_is_room(self, nbytes: int) -> SharedMemory | None:
+        """Return shared memory for what is only faster with it: without a word where there is not plenty."""
+        memory = share(nbytes, self, _memory_fence(), sparing=True)
+        return None if isinstance(memory, str) else memory
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
@@ -202,9 +200,13 @@ class MpiCommunicator:
             self._comm.Allreduce(MPI.IN_PLACE, piece, _mpi_op(op, buffer.dtype))
         divide_by(divisor, buffer)
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
-        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype."""
-        nbytes = sum(target.nbytes for _, target in pairs)
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype.
+
+        They are part of a list of `nbytes`, which goes through the window of a node as a whole or not at all.
+        """
         if self.window is not None and self.way(nbytes, pairs[0][1].dtype, op) == "window":
             self.window.allreduce_many(pairs, op, divisor)
             return
@@ -359,7 +361,7 @@ class _Group(MpiCommunicator):
         self.local_rank, self.local_size = (self.rank, self.size) if window is not None else (0, 1)
         self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
         self.paths = DEFAULT
-        self.cells, self.pack_blocks, self.window = None, None, window
+        self.cells, self.blocks, self.window = None, None, window
         self.pool, self.compiled = Pool(), {}
         self.guard, self.devices = Guard(), ()
         self.across, self.engine, self._links = None, None, []

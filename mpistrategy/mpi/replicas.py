@@ -90,7 +90,7 @@ def reduce_replicas(
     with np.errstate(all="ignore"):
         if is_in_place(communicator, replicas):
             targets = (_result(replicas),) if into_result else replicas.arrays
-            combine_share(replicas, targets, op, divisor)
+            combine(replicas.arrays, targets, op, divisor, replicas.my_share)
         elif not into_result:
             _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
         else:
@@ -117,25 +117,23 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
         replicas.mine[...] = replicas.arrays[0]
 
 
-def combine_share(
-    replicas: Replicas, targets: Sequence[Array], op: str, divisor: int = 1, part: tuple[int, int] | None = None
-) -> None:
-    """Combine this rank's share of all arrays of the node, and write it into each of `targets`.
+def combine(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int]) -> None:
+    """Combine a part of all arrays of the node, and write it into each of `targets`.
 
     Args:
-        replicas: the arrays.
-        targets: flat arrays of the same size and dtype; may be the arrays themselves.
+        arrays: flat, by local rank.
+        targets: flat, of the same size and dtype, by local rank; may be the arrays themselves.
         op: "SUM", "MIN", "MAX" or "PROD".
         divisor: the result is divided by it; floating dtypes only.
-        part: where the elements begin and end; None means `replicas.my_share`.
+        part: where the elements begin and end.
     """
-    arrays, dtype = replicas.arrays, replicas.mine.dtype
-    begin, end = replicas.my_share if part is None else part
+    dtype = arrays[0].dtype
+    begin, end = part
     step = chunk_elements(len(arrays), dtype.itemsize)
     if dtype != wire_dtype(dtype) and dtype.kind not in "iu":  # integers wrap around in their own dtype as in a wider
         _combine_rounded(arrays, targets, op, divisor, (begin, end, step))
         return
-    combine, first = COMBINE[op], targets[0]
+    add, first = COMBINE[op], targets[0]
     scale = _scale(dtype, divisor)
     if len(arrays) == 2 and len(targets) == 1 and scale is None:
         step = max(1, end - begin)  # nothing is looked at twice
@@ -144,11 +142,11 @@ def combine_share(
         total = first[start:stop]
         if len(arrays) > 1:
             # The first target may be the first array: it has been read by then.
-            combine(arrays[0][start:stop], arrays[1][start:stop], out=total)
+            add(arrays[0][start:stop], arrays[1][start:stop], out=total)
         elif first is not arrays[0]:
             total[...] = arrays[0][start:stop]
         for array in arrays[2:]:
-            combine(total, array[start:stop], out=total)
+            add(total, array[start:stop], out=total)
         if scale is not None:
             scale[0](total, scale[1], out=total)
         for target in targets[1:]:

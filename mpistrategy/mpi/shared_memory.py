@@ -9,6 +9,7 @@ later.  The mapping lives as long as any array in it, also after the strategy is
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import tempfile
@@ -70,16 +71,17 @@ class NodePeers(Protocol):
         """Return the first text that is not empty, of all ranks of the job; "" when all are."""
 
 
-def share(nbytes: int, peers: NodePeers, fence: Fence | None = None) -> SharedMemory | str:
+def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
     """Return `nbytes` for each rank of this node, or why they cannot be had: in words, the same on every rank.
 
-    Collective over all ranks of the job; `nbytes` must be equal on the ranks of a node.
+    Collective over all ranks of the job; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the
+    file system stays free for others.
     """
     size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     leads, path, reason = peers.local_rank == 0, "", ""
     if leads:
         try:
-            path = _create(size * peers.local_size)
+            path = _create(size * peers.local_size, sparing)
         except OSError as error:
             reason = _in_words(error, size * peers.local_size)
     try:
@@ -104,7 +106,11 @@ def share(nbytes: int, peers: NodePeers, fence: Fence | None = None) -> SharedMe
     return SharedMemory(segments, peers.local_rank, True, fence)
 
 
-def _create(total: int) -> str:
+def _create(total: int, sparing: bool) -> str:
+    if sparing:
+        state = os.statvfs(FOLDER)
+        if state.f_bavail * state.f_frsize - total < state.f_blocks * state.f_frsize // 2:
+            raise OSError(errno.ENOSPC, "more than half of it would be in use")
     handle, path = tempfile.mkstemp(prefix="mpistrategy-", dir=FOLDER)
     try:
         os.ftruncate(handle, total)

@@ -16,10 +16,10 @@ import numpy as np
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
+from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard, call_site
-from mpistrategy.mpi.pack_blocks import PackBlocks
 from mpistrategy.mpi.paths import DEFAULT, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 from mpistrategy.mpi.transport import NodeGroups
@@ -142,7 +142,7 @@ class SimulatedCommunicator:
         self.library, self.shares_memory = "", False
         self.paths = DEFAULT
         self.cells: Cells | None = None
-        self.pack_blocks: PackBlocks | None = None
+        self.blocks: Blocks | None = None
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
 
@@ -170,7 +170,9 @@ class SimulatedCommunicator:
         buffer[...] = total.reshape(buffer.shape)
         divide_by(divisor, buffer)
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
         """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target)."""
         for source, target in pairs:
             self.allreduce(target, op, source, divisor)
@@ -228,9 +230,6 @@ class SimulatedCommunicator:
     def shared(self, nbytes: int) -> SharedMemory:
         """Return memory of this thread's own: the turns that threads take leave nobody to wait for a number."""
         return private_memory(nbytes)
-
-    def make_pack_blocks(self) -> None:
-        """Leave it: there are no cells."""
 
     def node_barrier(self) -> None:
         """Wait for the members on this node."""

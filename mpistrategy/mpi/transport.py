@@ -14,10 +14,10 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.devices import Device
+from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.guard import Guard
-from mpistrategy.mpi.pack_blocks import PackBlocks
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 
@@ -36,7 +36,7 @@ class Communicator(Protocol):
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
         paths: which way a buffer takes, by its size.
         cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
-        pack_blocks: where packs are reduced in place; None before `make_pack_blocks`, and where there are no cells.
+        blocks: where packs are reduced and results stay; None where there are no cells.
         pool: memory for results.
         compiled: what was worked out once for values of certain layouts; a cache of the algorithms.
     """
@@ -51,7 +51,7 @@ class Communicator(Protocol):
     shares_memory: bool
     paths: Paths
     cells: Cells | None
-    pack_blocks: PackBlocks | None
+    blocks: Blocks | None
     pool: Pool
     compiled: dict[Any, Any]
 
@@ -65,8 +65,13 @@ class Communicator(Protocol):
         `divisor`, which must be 1 unless the dtype is a floating one.
         """
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
-        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype."""
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype.
+
+        They are part of a list of `nbytes`, which goes through the window of a node as a whole or not at all.
+        """
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
@@ -88,9 +93,6 @@ class Communicator(Protocol):
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see where they can."""
-
-    def make_pack_blocks(self) -> None:
-        """Set `pack_blocks`, where there are cells.  Collective; inside an agreed call."""
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
@@ -126,7 +128,7 @@ class SingleCommunicator:
     shares_memory: bool = False
     paths: Paths = DEFAULT
     cells: Cells | None = None
-    pack_blocks: PackBlocks | None = None
+    blocks: Blocks | None = None
     pool: Pool = field(default_factory=Pool)
     compiled: dict[Any, Any] = field(default_factory=dict)
 
@@ -140,7 +142,9 @@ class SingleCommunicator:
             buffer[...] = source.reshape(buffer.shape)
         divide_by(divisor, buffer)
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
         """Copy every source to its target."""
         for source, target in pairs:
             self.allreduce(target, op, source, divisor)
@@ -171,9 +175,6 @@ class SingleCommunicator:
     def shared(self, nbytes: int) -> SharedMemory:
         """Return memory of this rank's own."""
         return private_memory(nbytes)
-
-    def make_pack_blocks(self) -> None:
-        """Leave it: there are no cells."""
 
     def node_barrier(self) -> None:
         """Go on: nobody else is here."""

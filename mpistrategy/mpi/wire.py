@@ -74,7 +74,9 @@ class _Rounding:
         allreduce_across(self, buffer, op, source=source)
         divide_by(divisor, buffer)
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
         """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target)."""
         for source, target in pairs:
             self.allreduce(target, op, source, divisor)
