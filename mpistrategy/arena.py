@@ -23,7 +23,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.intact import IntactNest
 from mpistrategy.mpi import wire
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.guard import Call, Signature
 from mpistrategy.mpi.replicas import broadcast_replicas, reduce_replicas
 from mpistrategy.options import CommunicationOptions, ReduceOp
 
@@ -54,6 +54,7 @@ class Arena:
         places: where each array lies, in the order of the leaves.
         leaves: the arrays, in order.
         in_place: whether results are written over `values`.
+        communicator: the ranks.
 
     Raises:
         EmptyBatchError: for a structure without arrays.
@@ -64,7 +65,7 @@ class Arena:
     def __init__(self, strategy: Strategy, like: Any, shared_result: bool = False) -> None:
         self.strategy = strategy
         extended = strategy.extended
-        self._communicator = communicator = extended.communicator
+        self.communicator = communicator = extended.communicator
         with communicator.guard.call("Strategy.arena") as call:
             if not isinstance(shared_result, bool):
                 raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
@@ -88,7 +89,11 @@ class Arena:
         self._nest = IntactNest(self._structure, self.leaves)
         self._values = self._nest.value
         self.in_place = not shared_result
-        self._results = None if self.in_place else self._structure.pack(self._result_views())
+        self.is_intact = self._nest.is_intact
+        #: What an all-reduce returns.
+        self.result = self._values if self.in_place else self._structure.pack(self._result_views())
+        #: What `mpistrategy.quick_all_reduce` has worked out.
+        self.quick: dict[Any, Any] = {}
         self._closed = False
         resident_values[id(self._values)] = weakref.ref(self, _forgetting(id(self._values)))
 
@@ -209,19 +214,28 @@ class Arena:
             return self._values if in_place else self._structure.pack(results)
         sent = extended.options.merge(options).wire
         wire.check(sent)
-        call.agree(
-            "reduce an arena",
-            op=op.value,
-            values=self._summary,
-            destination=destination,
-            options=f"arena {self._number}, {in_place=}, wire={sent}",
-        )
-        communicator = wire.on(self._communicator, sent)
+        call.agree_on(self.signature(op, call.where, destination, sent, call.name, in_place=in_place))
+        communicator = wire.on(self.communicator, sent)
         divisor = communicator.size if op is ReduceOp.MEAN else 1
         for bucket in self.buckets:
             reduce_replicas(communicator, bucket, op.on_the_wire, divisor, into_result=not in_place)
         communicator.node_barrier()
-        return self._values if in_place else self._results
+        return self._values if in_place else self.result
+
+    def signature(
+        self,
+        op: ReduceOp,
+        where: str,
+        destination: str = "",
+        sent: str | None = None,
+        name: str = "",
+        *,
+        in_place: bool,
+    ) -> Signature:
+        """Return what the ranks compare before they reduce the arena."""
+        options = f"arena {self._number}, {in_place=}, wire={sent}"
+        text = self._structure.text
+        return Signature("reduce an arena", op.value, text, self._summary, destination, options, name, where)
 
     def reduce_to(
         self,
@@ -242,8 +256,8 @@ class Arena:
         call.structure = self._structure.text
         call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
         for bucket in self.buckets:
-            broadcast_replicas(self._communicator, bucket)
-        self._communicator.node_barrier()
+            broadcast_replicas(self.communicator, bucket)
+        self.communicator.node_barrier()
         return self._values
 
     def close(self) -> None:
@@ -253,14 +267,15 @@ class Arena:
         """
         if self._closed:
             return
-        guard = self._communicator.guard
+        guard = self.communicator.guard
         if not guard.closed:
             with guard.call("Arena.close") as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
+        self.quick.clear()
         resident_values.pop(id(self._values), None)
-        self.buckets, self.leaves, self._values, self._results = (), [], None, None
-        del self._nest
+        self.buckets, self.leaves, self._values, self.result = (), [], None, None
+        del self._nest, self.is_intact
 
     def is_ordinary(self, extended: StrategyExtended) -> bool:
         """Return whether the strategy's algorithm gets the arrays like any others."""
@@ -275,11 +290,11 @@ class Arena:
             ContextError, OptionTypeError, StructureError: see `all_reduce`.
         """
         self._require_open(where)
-        if extended.communicator is not self._communicator:
+        if extended.communicator is not self.communicator:
             raise OptionTypeError.at(
                 where, found="an arena of another strategy", expected="one that this strategy's arena() made"
             )
-        if not self._nest.is_intact():
+        if not self.is_intact():
             raise StructureError.at(
                 where,
                 found="other arrays in arena.values than the arena's own",
@@ -290,7 +305,7 @@ class Arena:
     def _destination(self, destinations: Any, where: str) -> str:
         if destinations is self or destinations is self._values:
             return EVERY_RANK.text
-        return resolve(destinations, self._communicator, where).text
+        return resolve(destinations, self.communicator, where).text
 
     def _require_open(self, where: str) -> None:
         if self._closed:

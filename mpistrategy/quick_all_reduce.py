@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import nest
+from mpistrategy.arena import Arena
 from mpistrategy.arrays import Array, dtype_name, mean_dtype
 from mpistrategy.cross_device_ops import MpiAllReduce
 from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_reduction
@@ -24,6 +25,7 @@ from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.guard import Signature
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.quick_arena import arena_in_place
 from mpistrategy.quick_cells import NOT_QUICK, Agreed, array_in_cells, number_in_cells, numbers_in_cells
 from mpistrategy.quick_nests import Leaves, direct_targets, leaves_of
 
@@ -87,6 +89,9 @@ class QuickAllReduce:
             elif kind is list or kind is tuple:
                 key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
                 run = known.get(key, NOT_QUICK)
+            elif kind is Arena:
+                known, key = value.quick, (reduce_op, self)
+                run = known.get(key, NOT_QUICK)
             else:
                 key = (reduce_op, kind, None)
                 run = known.get(key, NOT_QUICK)
@@ -126,7 +131,12 @@ class QuickAllReduce:
             self._of_numbers.clear()
             self._long.clear()
         try:
-            run = self._worked_out(ReduceOp.parse(reduce_op, WHERE), value)
+            op = ReduceOp.parse(reduce_op, WHERE)
+            if type(value) is Arena:
+                served = self._settings is not None
+                run = value.quick[key] = arena_in_place(value, op, self._communicator, WHERE) if served else None
+                return run
+            run = self._worked_out(op, value)
         except MpiStrategyError:
             return None  # the general way says what is wrong
         self._known[key] = run

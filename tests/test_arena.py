@@ -202,9 +202,43 @@ def test_values_in_place_are_reduced_where_they_are(strategy: ms.Strategy, monke
 
     monkeypatch.setattr(Arena, "all_reduce", noted)
     strategy.run(lambda: context().all_reduce("SUM", arena.values, out=arena.values))
-    strategy.run(lambda: context().all_reduce("SUM", arena))
+    strategy.run(lambda: context().all_reduce("SUM", arena, name="here"))
     strategy.run(lambda: context().all_reduce("MEAN", arena.values, out=arena.values, weight=2))
     assert calls == [arena] * 3
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_ranks_may_write_the_call_differently(strategy: ms.Strategy, op: str) -> None:
+    """Some calls are worked out once, others are not: the messages are the same."""
+    arena = strategy.arena([np.zeros(4000), np.zeros((3, 5), np.float32), 0.0])
+    for round_ in range(6):
+        filled(arena, round_)
+        if round_ % SIZE == RANK:
+            result = strategy.run(lambda: context().all_reduce(op, arena.values, out=arena.values))
+        else:
+            result = strategy.run(lambda: context().all_reduce(op, arena))
+        assert result is arena.values
+        for number, leaf in enumerate(arena.leaves):
+            np.testing.assert_array_equal(leaf, wanted(op, leaf, round_ + number))
+
+
+def test_a_call_that_was_worked_out_is_still_checked(strategy: ms.Strategy) -> None:
+    arena, other = strategy.arena([np.zeros(400), np.zeros(3)]), strategy.arena([np.zeros(400), np.zeros(3)])
+    for _ in range(2):
+        strategy.run(lambda: context().all_reduce("SUM", arena))
+        strategy.run(lambda: context().all_reduce("SUM", other))
+    kept = arena.values[0]
+    arena.values[0] = np.zeros(400)
+    with pytest.raises(ms.errors.StructureError, match="other arrays"):
+        strategy.run(lambda: context().all_reduce("SUM", arena))
+    arena.values[0] = kept
+    if SIZE > 1:
+        with pytest.raises(ms.errors.CollectiveMismatchError):
+            strategy.run(lambda: context().all_reduce("SUM", arena if RANK else other))
+    strategy.run(lambda: context().all_reduce("SUM", arena))
+    arena.close()
+    with pytest.raises(ms.errors.ContextError, match="close"):
+        strategy.run(lambda: context().all_reduce("SUM", arena))
 
 
 def test_values_without_out_are_ordinary_arrays(strategy: ms.Strategy) -> None:

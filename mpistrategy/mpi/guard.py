@@ -273,6 +273,10 @@ class Call:
             MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
         """
         signature = Signature(verb, op, self.structure, values, destination, options, self.name, self.where)
+        self.agree_on(signature, patiently=patiently)
+
+    def agree_on(self, signature: Signature, *, patiently: bool = False) -> None:
+        """Do `agree` with a signature."""
         self._guard.compare(signature, patiently=patiently)
         self._set_agreed(True)
 

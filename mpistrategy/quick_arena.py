@@ -1,0 +1,49 @@
+"""The all-reduce of an arena whose arrays lie in memory of the node, worked out once for each operation.
+
+What is left for each call: are the arrays still the arena's, do all ranks call the same, and the sums.  After other
+work Python's own steps are out of the caches, and cost as much as the sums of a megabyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpistrategy.arena import Arena
+from mpistrategy.arena_layout import check_dtypes
+from mpistrategy.arrays import quiet_runner
+from mpistrategy.mpi.replicas import combine, is_in_place
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import ReduceOp
+from mpistrategy.quick_cells import NOT_QUICK
+
+
+def arena_in_place(
+    arena: Arena, op: ReduceOp, communicator: Communicator, where: str
+) -> Callable[[Arena, Any], Any] | None:
+    """Return a ``run(arena, out)`` that makes the messages of `Arena.all_reduce`; None for what it does not serve.
+
+    Raises:
+        DTypeError: for a dtype that `op` cannot reduce.
+    """
+    is_open, served = bool(arena.buckets), [is_in_place(communicator, each) for each in arena.buckets]
+    if arena.communicator is not communicator or not is_open or not all(served):
+        return None
+    check_dtypes(arena.buckets, op, where)
+    guard, quiet, text = communicator.guard, quiet_runner(), op.on_the_wire
+    signature = arena.signature(op, where, in_place=arena.in_place)
+    digest = guard.digest(signature)
+    divisor = communicator.size if op is ReduceOp.MEAN else 1
+    result, intact, barrier, in_place = arena.result, arena.is_intact, communicator.node_barrier, arena.in_place
+    buckets = [(each.arrays, each.arrays if in_place else (each.result,), each.my_share) for each in arena.buckets]
+
+    def run(arena: Arena, out: Any) -> Any:
+        if not intact() or (out is not None and not (out is arena and in_place)):
+            return NOT_QUICK
+        guard.compare_digest(digest, signature)
+        for arrays, targets, share in buckets:
+            quiet(combine, arrays, targets, text, divisor, share)
+        barrier()
+        return result
+
+    return run
