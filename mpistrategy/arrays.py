@@ -130,6 +130,15 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def span(array: Array) -> tuple[int, int]:
+    """Return the addresses between which the elements of an array lie."""
+    first = last = array.__array_interface__["data"][0]
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        first += min(0, (length - 1) * stride)
+        last += max(0, (length - 1) * stride)
+    return first, last + array.itemsize
+
+
 def quiet_runner() -> Callable[..., Any]:
     """Return a function that calls ``function(*args)`` without NumPy's warnings of overflow; for one thread at a time.
 

@@ -22,6 +22,7 @@ from mpistrategy.mpi.guard import Call
 from mpistrategy.optimizer_checks import (
     Target,
     Targets,
+    apart_from,
     check_variable,
     checked_count,
     checked_number,
@@ -249,7 +250,9 @@ class Optimizer:
     def _totals(self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, target: Target) -> Sequence[Any]:
         alone = strategy.num_replicas_in_sync == 1 and adds_in_rank_order(strategy.extended)
         if alone and arrays is not None and has_current_kernel(self, Optimizer):
-            return arrays  # kernels only read them; a `change` of the user's is given arrays of its own
+            # Kernels only read them; a `change` of the user's is given arrays of its own.
+            slots = [slot for var in target.variables for slot in self.slots_of(var).values()]
+            return apart_from([var.local_view for var in (*target.variables, *slots)], arrays)
         pairs = list(zip(gradients, target.variables, strict=True))
         return strategy.extended.batch_reduce_to(self.aggregation, pairs)
 
@@ -261,12 +264,12 @@ class Optimizer:
         step = self._sliced.step(strategy, target, self.slots_of, kernel, call) if kernel is not None else None
         if kernel is None or step is None:
             return False
-        step.collect(gradients)
+        elsewhere = step.collect(gradients)
         # The gradients have their variables' shapes and dtypes, and which variables they are is in call.structure.
         call.agree("update", op=self.aggregation.value, options="each rank its share")
 
         def update(steps: Variable) -> None:
-            step.update.run(kernel, self.aggregation)
+            step.update.run(kernel, self.aggregation, elsewhere)
             steps.assign_add(1)
 
         strategy.extended.update(self._step_counter(), update)

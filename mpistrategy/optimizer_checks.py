@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import dtype_name
+from mpistrategy.arrays import Array, dtype_name, span
 from mpistrategy.context import get_replica_context
 from mpistrategy.errors import ContextError, DTypeError, EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.replica_context import ReplicaContext
@@ -200,3 +200,18 @@ def _check_gradient(gradient: Any, var: Variable, where: str) -> None:
             found=f"a gradient of shape {values.shape} for {var.name!r}",
             expected=f"the variable's shape {var.shape}{', or rows of it' if sparse else ''}",
         )
+
+
+def apart_from(changed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    """Return `arrays`, with copies of those that may lie in the memory of `changed`."""
+    views = [array for array in arrays if array.base is not None]  # what owns its memory lies in no other
+    if not views:
+        return list(arrays)
+    bounds = [span(array) for array in changed]
+    low, high = min(begin for begin, _ in bounds), max(end for _, end in bounds)
+
+    def is_inside(array: Array) -> bool:
+        begin, end = span(array)
+        return begin < high and low < end
+
+    return [array.copy() if array.base is not None and is_inside(array) else array for array in arrays]

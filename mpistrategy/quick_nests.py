@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import nest
-from mpistrategy.arrays import Array
+from mpistrategy.arrays import Array, span
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -87,16 +87,8 @@ def direct_targets(
 
 def _apart(arrays: Sequence[Array]) -> bool:
     """Return whether no two arrays reach into the same span of memory."""
-    spans = sorted(_span(array) for array in arrays if array.size)
+    spans = sorted(span(array) for array in arrays if array.size)
     return all(end <= start for (_, end), (start, _) in pairwise(spans))
-
-
-def _span(array: Array) -> tuple[int, int]:
-    first = last = array.__array_interface__["data"][0]
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        first += min(0, (length - 1) * stride)
-        last += max(0, (length - 1) * stride)
-    return first, last + array.itemsize
 
 
 def _plain(value: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ class Run:
         parameter: where the variables are.
         gradient: where their gradients are.
         slots: where their slots are, by name.
+        sizes: the bytes of each variable; () means one.
     """
 
     dtype: np.dtype[Any]
@@ -61,6 +63,11 @@ class Run:
     parameter: Place
     gradient: Place
     slots: Mapping[str, Place]
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            object.__setattr__(self, "sizes", (self.nbytes,))
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -73,12 +80,24 @@ class Run:
         pairs = zip(self.places, other.places, strict=True)
         if self.dtype != other.dtype or not all(mine.is_followed_by(its, distance) for mine, its in pairs):
             return None
-        return Run(self.dtype, distance + other.nbytes, self.parameter, self.gradient, self.slots)
+        sizes = (*self.sizes, *other.sizes)
+        return Run(self.dtype, distance + other.nbytes, self.parameter, self.gradient, self.slots, sizes)
+
+    def part_of_one(self, piece: slice) -> tuple[int, slice] | None:
+        """Return which of its variables all of a piece is part of, and which; None for a piece of several."""
+        before, itemsize = 0, self.dtype.itemsize
+        for number, nbytes in enumerate(self.sizes):
+            first, last = before // itemsize, (before + nbytes) // itemsize
+            if first <= piece.start and piece.stop <= last:
+                return number, slice(piece.start - first, piece.stop - first)
+            before += _padded(nbytes)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     gradients: tuple[Array, ...]
+    of_one: tuple[int, slice] | None
     total: Array
     parameter: Array
     slots: Mapping[str, Array]
@@ -111,14 +130,32 @@ class SlicedUpdate:
         runs = list(_merged(variables, communicator.local_rank)) if merged else list(variables)
         #: How many pieces of memory without gaps the variables make.
         self.runs = len(runs)
-        self._chunks = [
-            _chunk(run, piece, communicator.local_rank, scratch)
-            for run, start, stop in _shares(runs, communicator.local_rank, communicator.size)
-            for piece in chunks(start, stop, chunk_size(run.dtype))
-        ]
+        self._chunks: list[_Chunk] = []
+        #: For each variable, what of its gradient nobody but this rank looks at, and that by itself.
+        self.lonely: list[list[slice]] = [[] for _ in variables]
+        before = dict(zip(map(id, runs), accumulate((len(run.sizes) for run in runs), initial=0), strict=False))
+        for run, start, stop in _shares(runs, communicator.local_rank, communicator.size):
+            for piece in chunks(start, stop, chunk_size(run.dtype)):
+                of_one = run.part_of_one(piece)
+                if of_one is not None:
+                    of_one = (before[id(run)] + of_one[0], of_one[1])
+                    self.lonely[of_one[0]].append(of_one[1])
+                self._chunks.append(_chunk(run, piece, of_one, communicator.local_rank, scratch))
+        self._memory = {id(m): m for run in runs for p in (run.parameter, *run.slots.values()) for m in p.memory}
 
-    def run(self, kernel: Kernel, op: ReduceOp) -> None:
+    def changes(self, array: Array) -> bool:
+        """Return whether a step may write to the memory of `array`."""
+        # What owns its memory lies in no other.
+        return array.base is not None and any(np.may_share_memory(array, each) for each in self._memory.values())
+
+    def run(self, kernel: Kernel, op: ReduceOp, elsewhere: Sequence[Array | None] = ()) -> None:
         """Combine the gradients and make one step, in every copy.  All ranks have agreed on it just before.
+
+        Args:
+            kernel: the step.
+            op: SUM or MEAN.
+            elsewhere: for each variable, the flat array that has the `lonely` parts of this rank's gradient; None
+                where they are in their place.
 
         Raises:
             RemoteError: when another rank could not finish its share.
@@ -126,7 +163,7 @@ class SlicedUpdate:
         failed = self._failures.mine
         failed[0] = 0
         try:
-            self._update(kernel, op)
+            self._update(kernel, op, elsewhere)
         except BaseException:
             failed[0] = 1
             raise
@@ -141,10 +178,14 @@ class SlicedUpdate:
                     fix="Its own message says what happened. The variables are partly updated: restore them.",
                 )
 
-    def _update(self, kernel: Kernel, op: ReduceOp) -> None:
-        mean, size = op is ReduceOp.MEAN, self._communicator.size
+    def _update(self, kernel: Kernel, op: ReduceOp, elsewhere: Sequence[Array | None]) -> None:
+        mean, size, me = op is ReduceOp.MEAN, self._communicator.size, self._communicator.local_rank
         for chunk in self._chunks:
             first, second, *others = chunk.gradients
+            if elsewhere and chunk.of_one is not None and (mine := elsewhere[chunk.of_one[0]]) is not None:
+                gradients = list(chunk.gradients)
+                gradients[me] = mine[chunk.of_one[1]]
+                first, second, *others = gradients
             total = chunk.total
             with np.errstate(over="ignore", invalid="ignore"):
                 np.add(first, second, out=total)
@@ -190,7 +231,7 @@ def _shares(runs: Sequence[Run], local_rank: int, size: int) -> Iterator[tuple[R
             yield run, start // run.dtype.itemsize, stop // run.dtype.itemsize
 
 
-def _chunk(run: Run, piece: slice, local_rank: int, scratch: Scratch) -> _Chunk:
+def _chunk(run: Run, piece: slice, of_one: tuple[int, slice] | None, local_rank: int, scratch: Scratch) -> _Chunk:
     def replicas(place: Place) -> tuple[Array, ...]:
         return place.view(piece.start * run.dtype.itemsize, piece.stop * run.dtype.itemsize, run.dtype)
 
@@ -199,6 +240,7 @@ def _chunk(run: Run, piece: slice, local_rank: int, scratch: Scratch) -> _Chunk:
     arrays = scratch.of(run.dtype, piece.stop - piece.start)
     return _Chunk(
         gradients=replicas(run.gradient),
+        of_one=of_one,
         total=arrays[SCRATCH_ARRAYS],
         parameter=mine.pop(""),
         slots=mine,

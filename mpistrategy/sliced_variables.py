@@ -80,20 +80,36 @@ class SlicedStep:
         self.update = update
         self._gradients = gradients
         self._values = [gradients.value_of(var) for var in variables]
+        self._lonely = update.lonely
+        #: For each variable, what other ranks look at of its gradient, or this one together with another's.
+        self._seen = [_gaps(parts, value.size) for parts, value in zip(self._lonely, self._values, strict=True)]
 
-    def collect(self, gradients: Sequence[Array]) -> None:
-        """Copy the variables' gradients to their places; those that are there already stay."""
-        moved: list[tuple[Array, Array]] = []
-        for value, gradient in zip(self._values, gradients, strict=True):
+    def collect(self, gradients: Sequence[Array]) -> list[Array | None]:
+        """Bring the variables' gradients to their places, as far as other ranks look at them.
+
+        Returns:
+            Where the rest is; see `SlicedUpdate.run`.
+        """
+        moved: list[tuple[int, Array]] = []
+        for number, (value, gradient) in enumerate(zip(self._values, gradients, strict=True)):
             if gradient is value:
                 continue
             if self._gradients.overlaps(gradient):
                 if _address(gradient) == _address(value) and gradient.flags.c_contiguous:
                     continue
                 gradient = gradient.copy()  # it lies in another's place, which may be overwritten first
-            moved.append((value, gradient))
-        for value, gradient in moved:
-            np.copyto(value, gradient)
+            moved.append((number, gradient))
+        elsewhere: list[Array | None] = [None] * len(self._values)
+        for number, gradient in moved:
+            value = self._values[number]
+            if not gradient.flags.c_contiguous or not self._lonely[number] or self.update.changes(gradient):
+                np.copyto(value, gradient)
+                continue
+            source, target = gradient.reshape(-1), value.reshape(-1)
+            for part in self._seen[number]:
+                target[part] = source[part]
+            elsewhere[number] = source
+        return elsewhere
 
 
 class SlicedSteps:
@@ -205,6 +221,12 @@ def dense_gradients(gradients: Sequence[Any], target: Target, where: str) -> lis
                 return None
         arrays.append(array)
     return arrays
+
+
+def _gaps(parts: Sequence[slice], size: int) -> list[slice]:
+    """Return what is not in `parts`, which are in order, of so many elements."""
+    starts, stops = [0, *(part.stop for part in parts)], [*(part.start for part in parts), size]
+    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 def _address(array: Array) -> int:

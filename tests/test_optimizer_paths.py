@@ -107,6 +107,56 @@ def test_hundreds_of_small_variables_are_one_run(strategy: ms.Strategy) -> None:
     assert one.latest_path == PATH
 
 
+LARGE: list[tuple[tuple[int, ...], str]] = [
+    ((7,), "float32"),
+    ((500, 701), "float32"),
+    ((3,), "float32"),
+    ((260_000,), "float32"),
+    ((90_001,), "float64"),
+    ((130_000,), "float32"),
+]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_large_gradients_are_read_where_they_are(strategy: ms.Strategy, name: str) -> None:
+    """Not all of them are copied to where the peers see them, and the user's arrays stay as they are."""
+    ours, theirs = model(strategy, LARGE), model(strategy, LARGE)
+    one, two = OPTIMIZERS[name](), plain(OPTIMIZERS[name]())
+    for step in range(4):
+        gradients: list[Any] = gradients_for(ours, step)
+        if step == 1:
+            gradients[1] = np.asfortranarray(gradients[1])
+            gradients[3] = np.repeat(gradients[3], 2)[::2]
+        if step == 2:
+            gradients[1].flags.writeable = False
+            gradients[3], gradients[5] = np.zeros(390_000, np.float32)[130_000:], gradients[5][::-1]
+        before = [gradient.copy() for gradient in gradients]
+        apply(strategy, one, gradients, ours)
+        apply(strategy, two, gradients, theirs)
+        for gradient, kept in zip(gradients, before, strict=True):
+            np.testing.assert_array_equal(gradient, kept)
+        assert state(one, ours) == state(two, theirs)
+        assert same_everywhere([v.local_copy() for v in ours])
+        assert one.latest_path == PATH
+
+
+def test_gradients_may_be_views_of_what_is_updated(strategy: ms.Strategy) -> None:
+    """As in a weight decay by hand: the step must not read what it has just written."""
+    shapes: list[tuple[tuple[int, ...], str]] = [((150_000,), "float32")] * 4
+    ours, theirs = model(strategy, shapes), model(strategy, shapes)
+    one, two = SGD(0.1, momentum=0.5), plain(SGD(0.1, momentum=0.5))
+    for _ in range(3):
+        for optimizer, variables in ((one, ours), (two, theirs)):
+            with strategy.scope():
+                optimizer.build(variables)
+            views = [np.asarray(v) for v in variables]
+            slot = np.asarray(next(iter(optimizer.slots_of(variables[1]).values())))
+            given = [views[1], views[0], slot, views[3]]
+            apply(strategy, optimizer, given if optimizer is one else [array.copy() for array in given], variables)
+        assert state(one, ours) == state(two, theirs)
+    assert one.latest_path == PATH
+
+
 class TestGradientArena:
     """Gradients that are written where the ranks of the node see them."""
 
