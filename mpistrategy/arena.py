@@ -214,7 +214,11 @@ class Arena:
             return self._values if in_place else self._structure.pack(results)
         sent = extended.options.merge(options).wire
         wire.check(sent)
-        call.agree_on(self.signature(op, call.where, destination, sent, call.name, in_place=in_place))
+        call.agree_on(
+            self.signature(
+                op, call.where, call.place, in_place=in_place, destination=destination, sent=sent, name=call.name
+            )
+        )
         communicator = wire.on(self.communicator, sent)
         divisor = communicator.size if op is ReduceOp.MEAN else 1
         for bucket in self.buckets:
@@ -226,16 +230,17 @@ class Arena:
         self,
         op: ReduceOp,
         where: str,
+        place: str,
+        *,
+        in_place: bool,
         destination: str = "",
         sent: str | None = None,
         name: str = "",
-        *,
-        in_place: bool,
     ) -> Signature:
         """Return what the ranks compare before they reduce the arena."""
         options = f"arena {self._number}, {in_place=}, wire={sent}"
         text = self._structure.text
-        return Signature("reduce an arena", op.value, text, self._summary, destination, options, name, where)
+        return Signature("reduce an arena", op.value, text, self._summary, destination, options, name, where, place)
 
     def reduce_to(
         self,
@@ -269,7 +274,7 @@ class Arena:
             return
         guard = self.communicator.guard
         if not guard.closed:
-            with guard.call("Arena.close") as call:
+            with guard.call("Arena.close", anywhere=True) as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         self.quick.clear()

@@ -11,7 +11,8 @@ from mpistrategy.arena import Arena, resident
 from mpistrategy.arrays import Array
 from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi import ambient
-from mpistrategy.mpi.guard import Guard, call_site
+from mpistrategy.mpi.call_sites import call_site
+from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.quick_all_reduce import QuickAllReduce
@@ -56,7 +57,7 @@ class AllReduceHandle:
         # have said how many they have started, each of these comes to an end.
         if self._number > engine.known_to_all and not guard.closed:
             started = engine.submitted
-            with guard.call("AllReduceHandle.wait", name=f"{started} all_reduce_async started") as call:
+            with guard.call("AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
             engine.known_to_all = started
         return self._job.result()
@@ -95,7 +96,7 @@ def start_all_reduce(
         try:
             return work()
         finally:
-            guard.site = ""
+            guard.site = None
 
     job = Job(with_site)
     engine.submit(job)
@@ -127,10 +128,13 @@ def _prepared(
 
     def work() -> Any:
         if options is None and name is None:
-            result = extended.quick.run(reduce_op, kept, out)
+            result = extended.quick.run(reduce_op, kept, out, None)
             if result is not NOT_QUICK:
                 return result
-        with ambient.working_on(communicator), communicator.guard.call(_CALL, structure.text, name or "") as call:
+        with (
+            ambient.working_on(communicator),
+            communicator.guard.call(_CALL, structure.text, name or "", anywhere=bool(name)) as call,
+        ):
             results = extended.all_reduce_leaves(
                 call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
             )
@@ -162,7 +166,10 @@ def _of_arena(
     if at_once:
 
         def work() -> Any:
-            with ambient.working_on(communicator), communicator.guard.call(_CALL, name=name or "") as call:
+            with (
+                ambient.working_on(communicator),
+                communicator.guard.call(_CALL, "", name or "", anywhere=bool(name)) as call,
+            ):
                 return arena.all_reduce(extended, op, call, options=options, out=arena)
 
         return work
@@ -170,7 +177,10 @@ def _of_arena(
     structure = nest.flatten(values)[1].text
 
     def work_on_buckets() -> Any:
-        with ambient.working_on(communicator), communicator.guard.call(_CALL, structure, name or "") as call:
+        with (
+            ambient.working_on(communicator),
+            communicator.guard.call(_CALL, structure, name or "", anywhere=bool(name)) as call,
+        ):
             extended.all_reduce_leaves(
                 call.where, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
             )

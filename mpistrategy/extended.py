@@ -199,7 +199,7 @@ class StrategyExtended(Placement):
         Raises:
             CollectiveMismatchError: on every rank, when another rank makes another call.
         """
-        with self.communicator.guard.call("barrier", name=name) as call:
+        with self.communicator.guard.call("barrier", name=name, anywhere=bool(name)) as call:
             call.agree("barrier")
 
     # ---------------------------------------------------------------------------------------------- updates

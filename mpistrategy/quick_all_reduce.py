@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,14 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.quick_arena import arena_in_place
 from mpistrategy.quick_cells import NOT_QUICK, Agreed, array_in_cells, number_in_cells, numbers_in_cells
 from mpistrategy.quick_nests import Leaves, direct_targets, leaves_of
+from mpistrategy.quick_places import Place, Places, Run
 
 WHERE = "ReplicaContext.all_reduce"
 
 _REMEMBERED = 1024
 _LONG, _FEW = 64, 8
 _NO_NUMBERS: Any = ((), None)
+_ndarray = np.ndarray
 _KINDS = "fiuc"
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
 NUMBERS: dict[type, np.dtype[Any]] = {
@@ -41,8 +44,6 @@ NUMBERS: dict[type, np.dtype[Any]] = {
     int: np.dtype(np.int64),
     **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
 }
-
-Run = Callable[[Any, Any], Any]
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
@@ -62,43 +63,33 @@ class QuickAllReduce:
         self._options = options
         served = type(algorithm) is MpiAllReduce and options.wire is None
         self._settings = algorithm.settings(options) if served else None
-        self._known: dict[Any, Run | None] = {}
-        #: For dictionaries of numbers, by operation and keys: the types of the numbers.
-        self._of_numbers: dict[Any, tuple[tuple[type, ...], Run]] = {}
+        self._places = Places(communicator.guard)
+        self._at = self._places.known
         #: The dtypes and shapes of long lists of arrays.
         self._long: dict[Any, list[_LongLayouts]] = {}
         # What a second thread finds that calls while this one is here; it raises ContextError then.
         self._call = None if communicator.guard.closed else communicator.guard.call(WHERE)
 
-    def run(self, reduce_op: Any, value: Any, out: Any = None) -> Any:
-        """Return the reduction of `value`, or NOT_QUICK before anything has been sent."""
+    def run(self, reduce_op: Any, value: Any, out: Any, frame: FrameType | None) -> Any:
+        """Return the reduction of `value`, or NOT_QUICK before anything has been sent.
+
+        `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
+        """
         guard = self._guard
         if guard.current is not None or guard.closed:
             return NOT_QUICK
-        known, kind = self._known, type(value)
-        try:
-            if kind is np.ndarray:
-                key: Any = (reduce_op, value.dtype, value.shape)
-                run = known.get(key, NOT_QUICK)
-            elif kind is dict:
-                names = tuple(value)
-                kinds, run = self._of_numbers.get((reduce_op, names), _NO_NUMBERS)
-                if tuple(map(type, value.values())) != kinds:  # dtypes and shapes matter, too
-                    key = (reduce_op, names, self._same_layouts((reduce_op, names), value.values()))
-                    run = known.get(key, NOT_QUICK)
-            elif kind is list or kind is tuple:
-                key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
-                run = known.get(key, NOT_QUICK)
-            elif kind is Arena:
-                known, key = value.quick, (reduce_op, self)
-                run = known.get(key, NOT_QUICK)
+        place = None if frame is None else self._at.get((id(frame.f_code), frame.f_lasti))
+        if place is None:
+            place = self._places.of(frame)
+        kind = type(value)
+        # Most places in a program only ever see one kind of value.
+        if kind is place.kind and reduce_op is place.op:
+            if kind is not _ndarray or (value.dtype is place.dtype and value.shape == place.shape):
+                run = place.run
             else:
-                key = (reduce_op, kind, None)
-                run = known.get(key, NOT_QUICK)
-        except (TypeError, RecursionError):  # something that cannot be a key, a list that holds itself
-            return NOT_QUICK
-        if run is NOT_QUICK:
-            run = self._learn(key, reduce_op, value)
+                run = self._find(place, reduce_op, value)
+        else:
+            run = self._find(place, reduce_op, value)
         if run is None:
             return NOT_QUICK
         guard.thread = get_ident()
@@ -107,6 +98,37 @@ class QuickAllReduce:
             return run(value, out)
         finally:
             guard.current = None
+
+    def _find(self, place: Place, reduce_op: Any, value: Any) -> Run | None:
+        """Return the all-reduce of a value at a place, worked out now or before; None for what is not served."""
+        known, kind = place.known, type(value)
+        try:
+            if kind is np.ndarray:
+                key: Any = (reduce_op, value.dtype, value.shape)
+                run: Run | None = known.get(key, NOT_QUICK)
+            elif kind is dict:
+                names = tuple(value)
+                kinds, run = place.of_numbers.get((reduce_op, names), _NO_NUMBERS)
+                if tuple(map(type, value.values())) != kinds:  # dtypes and shapes matter, too
+                    key = (reduce_op, names, self._same_layouts((reduce_op, names), value.values()))
+                    run = known.get(key, NOT_QUICK)
+            elif kind is list or kind is tuple:
+                key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
+                run = known.get(key, NOT_QUICK)
+            elif kind is Arena:
+                known, key = value.quick, (reduce_op, place)
+                run = known.get(key, NOT_QUICK)
+            else:
+                key = (reduce_op, kind, None)
+                run = known.get(key, NOT_QUICK)
+        except (TypeError, RecursionError):  # something that cannot be a key, a list that holds itself
+            return None
+        if run is NOT_QUICK:
+            run = self._learn(place, key, reduce_op, value)
+        if run is not None and (kind is _ndarray or kind in NUMBERS):
+            place.kind, place.op, place.run = kind, reduce_op, run
+            place.dtype, place.shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        return run
 
     def _same_layouts(self, what: Any, leaves: Any) -> Any:
         """Return what tells leaves apart; of long lists of arrays the object that was returned for the like before.
@@ -125,31 +147,32 @@ class QuickAllReduce:
         before.append(_LongLayouts(found))
         return before[-1]
 
-    def _learn(self, key: Any, reduce_op: Any, value: Any) -> Run | None:
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-            self._of_numbers.clear()
+    def _learn(self, place: Place, key: Any, reduce_op: Any, value: Any) -> Run | None:
+        if len(place.known) >= _REMEMBERED:
+            place.known.clear()
+            place.of_numbers.clear()
             self._long.clear()
         try:
             op = ReduceOp.parse(reduce_op, WHERE)
             if type(value) is Arena:
                 served = self._settings is not None
-                run = value.quick[key] = arena_in_place(value, op, self._communicator, WHERE) if served else None
+                where = (WHERE, place.text)
+                run = value.quick[key] = arena_in_place(value, op, self._communicator, where) if served else None
                 return run
-            run = self._worked_out(op, value)
+            run = self._worked_out(op, value, place.text)
         except MpiStrategyError:
             return None  # the general way says what is wrong
-        self._known[key] = run
+        place.known[key] = run
         if (
             run is not None
             and type(value) is dict
             and type(key[2]) is tuple
             and all(kind in NUMBERS for kind in key[2])
         ):
-            self._of_numbers[key[:2]] = (key[2], run)
+            place.of_numbers[key[:2]] = (key[2], run)
         return run
 
-    def _worked_out(self, op: ReduceOp, value: Any) -> Run | None:
+    def _worked_out(self, op: ReduceOp, value: Any, place: str) -> Run | None:
         leaves, structure = nest.flatten(value)
         kinds = {type(leaf) for leaf in leaves}
         if (
@@ -176,6 +199,7 @@ class QuickAllReduce:
             self._settings,
             "",
             WHERE,
+            place,
         )
         agreed = (self._guard, self._guard.digest(signature), signature)
         reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)

@@ -19,9 +19,15 @@ from mpistrategy.quick_cells import NOT_QUICK
 
 
 def arena_in_place(
-    arena: Arena, op: ReduceOp, communicator: Communicator, where: str
+    arena: Arena, op: ReduceOp, communicator: Communicator, where: tuple[str, str]
 ) -> Callable[[Arena, Any], Any] | None:
     """Return a ``run(arena, out)`` that makes the messages of `Arena.all_reduce`; None for what it does not serve.
+
+    Args:
+        arena: what is reduced.
+        op: how.
+        communicator: the ranks.
+        where: the public name of the call, and its place in the program.
 
     Raises:
         DTypeError: for a dtype that `op` cannot reduce.
@@ -29,9 +35,9 @@ def arena_in_place(
     is_open, served = bool(arena.buckets), [is_in_place(communicator, each) for each in arena.buckets]
     if arena.communicator is not communicator or not is_open or not all(served):
         return None
-    check_dtypes(arena.buckets, op, where)
+    check_dtypes(arena.buckets, op, where[0])
     guard, quiet, text = communicator.guard, quiet_runner(), op.on_the_wire
-    signature = arena.signature(op, where, in_place=arena.in_place)
+    signature = arena.signature(op, *where, in_place=arena.in_place)
     digest = guard.digest(signature)
     divisor = communicator.size if op is ReduceOp.MEAN else 1
     result, intact, barrier, in_place = arena.result, arena.is_intact, communicator.node_barrier, arena.in_place

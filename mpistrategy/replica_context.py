@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from sys import _getframe
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class ReplicaContext:
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
         self._entered: list[Frame] = []
-        self._quick: Callable[[Any, Any, Any], Any] | None = None
+        self._quick: Callable[[Any, Any, Any, FrameType], Any] | None = None
 
     def __enter__(self) -> ReplicaContext:
         frame = current_frame()
@@ -144,12 +145,15 @@ class ReplicaContext:
                 quick = self._quick
                 if quick is None:
                     quick = self._quick = self._strategy.extended.quick.run
-                result = quick(reduce_op, value, out)
+                result = quick(reduce_op, value, out, _getframe(1))
                 if result is not NOT_QUICK:
                     return result
         extended = self._strategy.extended
         guard = extended.communicator.guard
-        with self._required("all_reduce"), guard.call("ReplicaContext.all_reduce", name=name or "") as call:
+        with (
+            self._required("all_reduce"),
+            guard.call("ReplicaContext.all_reduce", name=name or "", anywhere=bool(name)) as call,
+        ):
             if (arena := resident(value, out)) is not None:
                 return arena.all_reduce(extended, reduce_op, call, options=options, weight=weight, out=out)
             leaves, structure = nest.flatten(value)

@@ -285,7 +285,7 @@ class Strategy(Explained, InputMethods, OldNames):
         communicator = self.extended.communicator
         if communicator.guard.closed:
             return
-        with communicator.guard.call("Strategy.close") as call:
+        with communicator.guard.call("Strategy.close", anywhere=True) as call:
             call.agree("close")
         communicator.free()
 

@@ -213,10 +213,8 @@ def test_ranks_may_write_the_call_differently(strategy: ms.Strategy, op: str) ->
     arena = strategy.arena([np.zeros(4000), np.zeros((3, 5), np.float32), 0.0])
     for round_ in range(6):
         filled(arena, round_)
-        if round_ % SIZE == RANK:
-            result = strategy.run(lambda: context().all_reduce(op, arena.values, out=arena.values))
-        else:
-            result = strategy.run(lambda: context().all_reduce(op, arena))
+        value, out = (arena.values, arena.values) if round_ % SIZE == RANK else (arena, None)
+        result = strategy.run(lambda value=value, out=out: context().all_reduce(op, value, out=out))
         assert result is arena.values
         for number, leaf in enumerate(arena.leaves):
             np.testing.assert_array_equal(leaf, wanted(op, leaf, round_ + number))

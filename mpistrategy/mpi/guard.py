@@ -2,8 +2,9 @@
 
 MPI adds two swapped Allreduces, or reinterprets a float64 as a float32, and exits with status 0.  Here every
 collective of the library starts with `Call.agree`: a 62-bit digest of the call (public name, operation, structure,
-dtypes, shapes, destination, name) is compared with one 16-byte Allreduce on a channel of its own.  Only when the
-digests differ do the ranks exchange their calls in words, and then every rank raises the same table.
+dtypes, shapes, destination, and its place in the program or its name) is compared on a channel of its own: in the cells
+of a node, else with one 16-byte Allreduce.  Only when the digests differ do the ranks exchange their calls in words,
+and then every rank raises the same table.
 
 A rank that cannot make the call at all (a string among its arrays, say) takes part in the comparison with its error,
 so that its peers raise too instead of waiting for it.
@@ -17,13 +18,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
+from mpistrategy.mpi.call_sites import Site, call_site
 
-_PACKAGE = __name__.partition(".")[0]
 _CACHED_DIGESTS = 4096
 
 _SETTLED = "_mpistrategy_settled_with"
@@ -48,6 +49,7 @@ class Signature(NamedTuple):
     options: str = ""
     name: str = ""
     call: str = ""
+    place: str = ""
 
     def describe(self) -> dict[str, str]:
         """Return the non-empty fields in words."""
@@ -103,12 +105,18 @@ class Guard:
         self._long_fields: dict[Any, str] = {}
         self.current: Call | None = None
         #: Where the program made the call, when that was in another thread.
-        self.site = ""
+        self.site: Site | None = None
         #: Set when the communicator has been given back.
         self.closed = False
 
-    def call(self, where: str, structure: str = "", name: str = "") -> Call:
+    def call(self, where: str, structure: str = "", name: str = "", *, anywhere: bool = False) -> Call:
         """Return a context manager for one public call that all ranks make together.
+
+        Args:
+            where: the public name.
+            structure: that of the values, in words.
+            name: what it is about: the user's name for it, or a variable's.
+            anywhere: ranks may make it at different places in the program.
 
         Raises:
             ContextError: when the strategy has been closed.
@@ -117,7 +125,7 @@ class Guard:
             raise errors.OptionTypeError.at(where, found=f"name={name!r}", expected="a string")
         if self.closed:
             raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
-        return Call(self, where, structure, name)
+        return Call(self, where, structure, name, anywhere=anywhere)
 
     def digest(self, signature: Signature) -> int:
         """Return the number that stands for a signature."""
@@ -132,7 +140,7 @@ class Guard:
     def refuse(self, signature: Signature) -> NoReturn:
         """Raise on every rank, after the digests were found to differ, outside every `call`."""
         try:
-            self._raise_mismatch(_Report(signature.describe(), self.site or call_site()))
+            self._raise_mismatch(_Report(signature.describe(), (self.site or call_site()).text))
         except MpiStrategyError as error:
             error.__dict__[_SETTLED].discard(id(self))
             raise
@@ -143,7 +151,7 @@ class Guard:
             return
         compare = partial(all_equal_patiently, self._channel) if patiently else self._channel.all_equal
         if not compare(self.digest(signature)):
-            self._raise_mismatch(_Report(signature.describe(), self.site or call_site()))
+            self._raise_mismatch(_Report(signature.describe(), (self.site or call_site()).text))
 
     def report_failure(self, where: str, error: BaseException) -> None:
         """Take part in the peers' comparison with an error instead of a call, so that they raise as well."""
@@ -161,7 +169,8 @@ class Guard:
                 )
             time.sleep(next(pauses))
         if not answer:
-            self._exchange(_Report({"call": where}, self.site or call_site(), type(error).__name__, str(error)))
+            site = (self.site or call_site()).text
+            self._exchange(_Report({"call": where}, site, type(error).__name__, str(error)))
 
     def start_leaving(self) -> None:
         """Begin to tell the peers that this rank has come to its end."""
@@ -223,21 +232,26 @@ class Call:
     The outermost call lends its name and its structure to the signatures of those inside it.
     """
 
-    __slots__ = ("_agreed", "_guard", "_outer", "name", "structure", "where")
+    __slots__ = ("_agreed", "_anywhere", "_guard", "_outer", "name", "place", "structure", "where")
 
-    def __init__(self, guard: Guard, where: str, structure: str, name: str) -> None:
+    def __init__(self, guard: Guard, where: str, structure: str, name: str, *, anywhere: bool) -> None:
         self._guard = guard
+        self._anywhere = anywhere
         self._outer: Call | None = None
         self._agreed = False
         self.where = where
         self.structure = structure
         self.name = name
+        #: Where the program makes the call; "" for one that may be made anywhere.
+        self.place = ""
 
     def __enter__(self) -> Call:
         guard, me = self._guard, threading.get_ident()
         self._outer = outer = guard.current
         if outer is None:
             guard.thread = me
+            if guard.size > 1 and not self._anywhere:
+                self.place = (guard.site or call_site()).place
         else:
             if guard.thread != me:
                 raise errors.ContextError.at(
@@ -249,6 +263,7 @@ class Call:
             self.where = outer.where
             self.structure = outer.structure or self.structure
             self.name = outer.name or self.name
+            self.place = outer.place
         guard.current = self
         return self
 
@@ -272,7 +287,7 @@ class Call:
             CollectiveMismatchError: on every rank, when the calls differ.
             MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
         """
-        signature = Signature(verb, op, self.structure, values, destination, options, self.name, self.where)
+        signature = Signature(verb, op, self.structure, values, destination, options, self.name, self.where, self.place)
         self.agree_on(signature, patiently=patiently)
 
     def agree_on(self, signature: Signature, *, patiently: bool = False) -> None:
@@ -330,12 +345,14 @@ def growing_pauses() -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def call_site() -> str:
-    """Return ``file:line`` of the first frame outside this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+_DIFFERENT = (
+    "Nothing was sent. Make every rank call the same collectives, in the same order, with equal structures,",
+    "dtypes and shapes.",
+)
+_ALIKE = (
+    "Nothing was sent. The calls are alike but stand at different places in the program, as swapped ones do. Make the",
+    "call at one place, in a function that all ranks use, or give it a name= where it takes one.",
+)
 
 
 def _first_difference(texts: list[str]) -> int:
@@ -362,8 +379,5 @@ def _table(reports: list[_Report]) -> str:
         shown = {field: _cut(report.call.get(field, "-"), starts.get(field, 0)) for field in ("call", *different)}
         words = "  ".join(f"{field}={value}" for field, value in shown.items())
         lines.append(f"  rank {rank}: {words}  at {report.site}")
-    lines.append(
-        "Nothing was sent. Make every rank call the same collectives, in the same order, with equal structures,"
-    )
-    lines.append("dtypes and shapes.")
+    lines.extend(_ALIKE if different == ["place"] else _DIFFERENT)
     return "\n".join(lines)

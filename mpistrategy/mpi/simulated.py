@@ -18,8 +18,9 @@ from mpistrategy.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
+from mpistrategy.mpi.call_sites import call_site
 from mpistrategy.mpi.cells import Cells
-from mpistrategy.mpi.guard import Guard, call_site
+from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.paths import DEFAULT, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
 from mpistrategy.mpi.transport import NodeGroups
@@ -108,7 +109,7 @@ class Meeting:
             self._brought = {}
             self._round += 1
         try:
-            self.turns.wait_for(self.members[rank], lambda: self._round > mine, f"waits at {call_site()}")
+            self.turns.wait_for(self.members[rank], lambda: self._round > mine, f"waits at {call_site().text}")
         except CollectiveMismatchError:
             self._brought.pop(rank, None)
             raise

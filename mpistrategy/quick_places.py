@@ -1,0 +1,71 @@
+"""What has been worked out for each place in the program that reduces something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from mpistrategy.mpi.call_sites import UNKNOWN, outside, site_of
+from mpistrategy.mpi.guard import Guard
+
+_REMEMBERED = 1024
+
+Run = Callable[[Any, Any], Any]
+
+
+class Place:
+    """What has been worked out for one place in the program.
+
+    Attributes:
+        text: what the ranks compare.
+        code: that of the caller; its identity is a key, so it must live.
+        known: the all-reduces, by operation, kind and layouts.
+        of_numbers: for dictionaries of numbers, by operation and keys: the types of the numbers.
+        kind, op, dtype, shape, run: the latest all-reduce of one array or number, and of what.
+    """
+
+    __slots__ = ("code", "dtype", "kind", "known", "of_numbers", "op", "run", "shape", "text")
+
+    def __init__(self, text: str, code: CodeType | None) -> None:
+        self.text = text
+        self.code = code
+        self.known: dict[Any, Run | None] = {}
+        self.of_numbers: dict[Any, tuple[tuple[type, ...], Run]] = {}
+        self.kind: type | None = None
+        self.op: Any = None
+        self.dtype: Any = None
+        self.shape: Any = None
+        self.run: Run | None = None
+
+
+class Places:
+    """The places of one program that call one strategy.
+
+    Args:
+        guard: the strategy's; it knows where calls were made that are done in another thread.
+
+    Attributes:
+        known: the places by the caller's code and instruction.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self.known: dict[tuple[int, int], Place] = {}
+        self._elsewhere: dict[str, Place] = {}
+
+    def of(self, frame: FrameType | None) -> Place:
+        """Return the place of a frame that is not in `known` itself: it is new, or the library's own, or None."""
+        caller = outside(frame)
+        if caller is None:
+            site = self._guard.site or UNKNOWN
+            if len(self._elsewhere) >= _REMEMBERED:
+                self._elsewhere.clear()
+            return self._elsewhere.setdefault(site.place, Place(site.place, None))
+        key = (id(caller.f_code), caller.f_lasti)
+        place = self.known.get(key)
+        if place is None:
+            if len(self.known) >= _REMEMBERED:
+                self.known.clear()
+            place = self.known[key] = Place(site_of(caller).place, caller.f_code)
+        return place
