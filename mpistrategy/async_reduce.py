@@ -12,6 +12,7 @@ from mpistrategy.arrays import Array
 from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi import ambient
 from mpistrategy.mpi.call_sites import call_site
+from mpistrategy.mpi.faults import collective
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -42,6 +43,7 @@ class AllReduceHandle:
         """
         return self._job.is_over()
 
+    @collective("wait")
     def wait(self) -> Any:
         """Return what `all_reduce` would have returned.  Collective: every rank waits, having started equally many.
 

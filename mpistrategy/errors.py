@@ -114,5 +114,9 @@ class CollectiveMismatchError(MpiStrategyError, RuntimeError):
     """
 
 
+class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake of anybody's)
+    """Raised on purpose, where a plan in MPISTRATEGY_INJECT says so; the other ranks are not told."""
+
+
 class RemoteError(MpiStrategyError, RuntimeError):
     """Another rank failed, with an exception of its own, in a call that all ranks make together."""

@@ -26,6 +26,7 @@ from mpistrategy.errors import (
     StructureError,
     UnsupportedError,
 )
+from mpistrategy.mpi.faults import collective, own_mirrored
 from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -83,6 +84,7 @@ class StrategyExtended(Placement):
 
     # ------------------------------------------------------------------------------------------- reductions
 
+    @collective("reduce", own=own_mirrored("value"))
     def reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
@@ -115,6 +117,7 @@ class StrategyExtended(Placement):
             pairs = [(leaf, leaf if destinations is value else destinations) for leaf in leaves]
             return structure.pack(self.cross_device_ops.batch_reduce(reduce_op, pairs, chosen))
 
+    @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
     ) -> list[Any]:
@@ -126,6 +129,7 @@ class StrategyExtended(Placement):
                 return [self.reduce_to(reduce_op, value, where, options) for value, where in pairs]
             return self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
 
+    @collective("broadcast", own=own_mirrored("tensor"))
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
 
@@ -193,6 +197,7 @@ class StrategyExtended(Placement):
         call.structure = structure.text
         return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
 
+    @collective("barrier")
     def barrier(self, name: str = "") -> None:
         """Wait until every rank has come here with the same `name`.  Collective.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpistrategy.errors import OutOfRangeError
+from mpistrategy.mpi.faults import collective
 
 END = object()
 
@@ -16,6 +17,7 @@ class DistributedIterator(Iterator[Any]):
     def __init__(self, elements: Iterator[Any]) -> None:
         self._elements = elements
 
+    @collective("next")
     def __next__(self) -> Any:
         return next(self._elements)
 
@@ -27,6 +29,7 @@ class DistributedIterator(Iterator[Any]):
         """
         return self.get_next_as_optional().get_value()
 
+    @collective("next")
     def get_next_as_optional(self) -> OptionalElement:
         """Return the next element, or that there is none, without an exception at the end."""
         return OptionalElement(next(self._elements, END))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy.cross_device_ops import CrossDeviceOps
 from mpistrategy.errors import LaunchError, MpiStrategyError, OptionTypeError
 from mpistrategy.extended import StrategyExtended
-from mpistrategy.mpi import simulated
+from mpistrategy.mpi import faults, simulated
 from mpistrategy.mpi.simulated import SimulatedCommunicator
 from mpistrategy.mpi.topology import choose_device
 from mpistrategy.options import CommunicationOptions
@@ -35,6 +35,7 @@ class MirroredStrategy(Strategy):
         LaunchError: when no MPI library can be loaded.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
         OptionTypeError: for arguments of the wrong type.
+        OptionError: for a malformed plan in MPISTRATEGY_INJECT.
         All on every rank.
     """
 
@@ -51,6 +52,8 @@ class MirroredStrategy(Strategy):
         try:
             local_rank, local_size = ranks.local_rank_and_size()
             with ranks.guard.call(where) as call:
+                if not isinstance(ranks, SimulatedCommunicator):
+                    faults.arm(*ranks.place_in_job)
                 if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
                     raise OptionTypeError.at(
                         where, found=f"cross_device_ops={cross_device_ops!r}", expected="a CrossDeviceOps"

@@ -18,6 +18,7 @@ from mpistrategy.context import get_strategy
 from mpistrategy.errors import ContextError, OptionError, UnsupportedError
 from mpistrategy.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, GradientBuckets
 from mpistrategy.gradients import as_dense, clip_by_global_norm
+from mpistrategy.mpi.faults import collective
 from mpistrategy.mpi.guard import Call
 from mpistrategy.optimizer_checks import (
     Target,
@@ -41,6 +42,14 @@ if TYPE_CHECKING:
     from mpistrategy.arena import Arena
 
 Arrays = Sequence[Array] | None
+
+
+def _first_storage(given: Mapping[str, Any]) -> Array:
+    """Return what this rank stores of the first variable that a step has written to, to be changed in place."""
+    variables = [var for _, var in given["grads_and_vars"]]
+    storage: list[Array] = []
+    variables[0].strategy.extended.update(variables[0], lambda var: storage.append(var.updatable_storage()))
+    return storage[0]
 
 
 class Optimizer:
@@ -182,6 +191,7 @@ class Optimizer:
         """
         raise UnsupportedError.at(type(self).__name__, found="no change()", expected="one in your subclass")
 
+    @collective("update", memory=_first_storage)
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]] | GradientBuckets) -> None:
         """Combine the replicas' gradients and update the variables.  Collective; called in a step function.
 

@@ -56,7 +56,7 @@ class Places:
 
     def of(self, frame: FrameType | None) -> Place:
         """Return the place of a frame that is not in `known` itself: it is new, or the library's own, or None."""
-        caller = outside(frame)
+        caller = None if self._guard.site is not None else outside(frame)
         if caller is None:
             site = self._guard.site or UNKNOWN
             if len(self._elsewhere) >= _REMEMBERED:

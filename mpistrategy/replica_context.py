@@ -27,6 +27,7 @@ from mpistrategy.context import (
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError, ShapeError, StructureError
+from mpistrategy.mpi.faults import collective, own_value
 from mpistrategy.options import ReduceOp
 from mpistrategy.quick_cells import NOT_QUICK
 
@@ -100,6 +101,7 @@ class ReplicaContext:
         """This replica's device: a tuple of one device string."""
         return self._strategy.extended.worker_devices
 
+    @collective("allreduce", own=own_value("value"))
     def all_reduce(
         self,
         reduce_op: Any,
@@ -165,6 +167,7 @@ class ReplicaContext:
             )
         return structure.pack(results)
 
+    @collective("allreduce_async")
     def all_reduce_async(
         self,
         reduce_op: Any,
@@ -216,6 +219,7 @@ class ReplicaContext:
                 lambda structure: None if out is None else _checked_targets(out, structure, where),
             )
 
+    @collective("gather", own=own_value("value"))
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective.
 

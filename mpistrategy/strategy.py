@@ -21,6 +21,7 @@ from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.explain import Explained
 from mpistrategy.extended import StrategyExtended, as_given
+from mpistrategy.mpi.faults import collective, own_value
 from mpistrategy.mpi.guard import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.strategy_input import InputMethods
@@ -130,6 +131,7 @@ class Strategy(Explained, InputMethods, OldNames):
         context.require_cross_replica(self, "Strategy.run")
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
+    @collective("reduce", own=own_value("value"))
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None, *, weight: Any = None) -> Any:
         """Reduce a value over the replicas, and along `axis` of each replica's array.  Collective.
 
@@ -207,6 +209,7 @@ class Strategy(Explained, InputMethods, OldNames):
         extreme = algorithm.reduce(op, PerReplica((here,)), PerReplica((0,)), options)
         return finish(np.asarray(local_component(extreme)), array.dtype, op, 1)
 
+    @collective("gather", own=own_value("value"))
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
 
@@ -269,6 +272,7 @@ class Strategy(Explained, InputMethods, OldNames):
         """
         return Arena(self, like, shared_result)
 
+    @collective("barrier")
     def barrier(self, name: str = "") -> None:
         """Wait until every rank has come here with the same `name`.  Collective.
 
@@ -277,6 +281,7 @@ class Strategy(Explained, InputMethods, OldNames):
         """
         self.extended.barrier(name)
 
+    @collective("close")
     def close(self) -> None:
         """Give the communicator back.  Collective; the strategy cannot be used afterwards.
 

@@ -10,6 +10,7 @@ from mpistrategy import context
 from mpistrategy.arrays import Array, dtype_name, is_bfloat16, to_array
 from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
+from mpistrategy.mpi.faults import collective
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.values import ArrayLike
 from mpistrategy.variable_policies import CREATION, NEEDS_FLOATING, Policy, policies_of
@@ -52,6 +53,7 @@ class Variable(ArrayLike):
         CollectiveMismatchError: when the ranks create different variables.
     """
 
+    @collective("create")
     def __init__(
         self,
         initial_value: Any,

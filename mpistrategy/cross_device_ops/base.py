@@ -19,6 +19,7 @@ from mpistrategy.errors import (
     UnsupportedError,
 )
 from mpistrategy.mpi import ambient
+from mpistrategy.mpi.faults import collective, own_mirrored
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.values import Mirrored, contribution
@@ -33,6 +34,7 @@ class CrossDeviceOps:
     0's value by MPI Bcast, does not do).
     """
 
+    @collective("reduce", own=own_mirrored("per_replica_value"))
     def reduce(
         self,
         reduce_op: Any,
@@ -62,6 +64,7 @@ class CrossDeviceOps:
             placing.resolve(destinations, communicator, call.where)
             return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call.where))
 
+    @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
     def batch_reduce(
         self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
     ) -> list[Any]:
@@ -98,6 +101,7 @@ class CrossDeviceOps:
                 )
             return list(results)
 
+    @collective("broadcast", own=own_mirrored("tensor"))
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Send rank 0's value to the destinations.
 

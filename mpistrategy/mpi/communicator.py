@@ -294,6 +294,11 @@ class MpiCommunicator:
         return MpiCommunicator(self._comm, self.node_of[self.rank], channel)
 
     @property
+    def place_in_job(self) -> tuple[int, int]:
+        """This rank's number among all ranks of the job, and how many they are."""
+        return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+    @property
     def may_use_threads(self) -> bool:
         """Whether several threads may call this MPI at a time."""
         return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mpistrategy.mpi import faults
 from mpistrategy.mpi.across_nodes import Manner, across_nodes
 from mpistrategy.mpi.guard import ControlChannel, all_equal_patiently, growing_pauses
 
@@ -151,6 +152,7 @@ class Engine(AtOnce):
 
     def _run(self) -> None:
         self._channel.owner = threading.get_ident()
+        faults.inside.depth = 1  # what is done here was counted where it was started
         while (job := self._jobs.get()) is not None:
             job.run(BaseException)
             if job.error is not None:

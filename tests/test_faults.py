@@ -1,0 +1,366 @@
+"""Injected faults: the words of a plan, nothing without one, and each action in real jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from replicas import RANK, SIZE, gather_texts, outcomes
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.mpi import faults
+from mpistrategy.mpi.fault_plans import ACTIONS, KINDS, LIMITED, Fault, parse
+
+Launch = Callable[..., launching.Finished]
+
+# Every rank prints what it got. Rank 0 wakes a peer that was stopped.
+PROGRAM = """
+import os, signal, sys, threading
+import numpy as np
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+rank, size = strategy.replica_id_in_sync_group, strategy.num_replicas_in_sync
+pid = int(strategy.run(lambda: ms.get_replica_context().all_gather(np.array([os.getpid()]), 0))[-1])
+
+
+def wake_when_stopped():
+    while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in "tT":
+        pass
+    sys.stdout.write("was stopped\\n")
+    os.kill(pid, signal.SIGCONT)
+
+
+if "do=stop" in os.environ["MPISTRATEGY_INJECT"] and rank == 0:
+    threading.Thread(target=wake_when_stopped, daemon=True).start()
+
+
+def step():
+    context = ms.get_replica_context()
+    first = context.all_reduce("SUM", np.arange(3.0) + rank)
+    second = context.all_reduce("SUM", {"a": np.arange(4.0) + rank})["a"]
+    third = context.all_reduce("SUM", float(rank))
+    return np.concatenate([first, second, [third]])
+
+
+got = strategy.run(step)
+right = sum(np.concatenate([np.arange(3.0) + r, np.arange(4.0) + r, [r]]) for r in range(size))
+differ = np.flatnonzero(got != right).tolist()
+sys.stdout.write(f"rank {rank}: {'right' if not differ else f'wrong at {differ}'}\\n")
+"""
+
+
+# ------------------------------------------------------------------------------------------------ the words
+
+
+@st.composite
+def fault(draw: st.DrawFn) -> Fault:
+    action = draw(st.sampled_from(sorted(ACTIONS)))
+    kinds = sorted(LIMITED.get(action, (*KINDS, "")))
+    return Fault(
+        draw(st.none() | st.lists(st.integers(0, 10**6), min_size=1, unique=True).map(sorted).map(tuple)),
+        draw(st.sampled_from(kinds)),
+        draw(st.integers(1, 10**9)),
+        action,
+        draw(st.floats(0, 86400)) if action == "delay" else 0.0,
+        draw(st.integers(0, 63)) if action == "corrupt" else 0,
+    )
+
+
+@given(st.lists(fault(), min_size=1, max_size=3))
+@example([Fault(None, "", 1, "delay", 5e-324)])
+def test_a_plan_reads_as_it_was_written(plan: list[Fault]) -> None:
+    assert parse("; ".join(map(str, plan)), "here") == tuple(plan)
+    assert parse(";".join(map(str, plan)).replace(" ", "").replace("#", " # "), "here") == tuple(plan)
+
+
+def test_words_of_a_plan() -> None:
+    assert parse("rank=2, at=allreduce#17, do=kill", "here", 3) == (Fault((2,), "allreduce", 17, "kill"),)
+    assert parse("do=delay:0.5s,rank=2+0,at=#3;rank=any,at=reduce#1,do=corrupt", "here", 3) == (
+        Fault((0, 2), "", 3, "delay", 0.5),
+        Fault(None, "reduce", 1, "corrupt"),
+    )
+    assert parse("  ", "here") == ()
+
+
+MALFORMED = {
+    "rank=2": "no at=",
+    "kill": "rank, at, do",
+    "rank=2, at=allreduce#17, do=kill;": "rank, at, do",
+    "rank=2, at=allreduce#17, do=kill, do=stop": "do= twice",
+    "rank=2, at=allreduce#17, do=explode": "kill, stop, raise, delay, corrupt, skip, swap",
+    "rank=2, at=all_reduce#17, do=kill": "allreduce, allreduce_async, wait, reduce, gather",
+    "rank=2, at=allreduce, do=kill": "from 1 on",
+    "rank=2, at=allreduce#0, do=kill": "from 1 on",
+    "rank=2, at=allreduce#x, do=kill": "from 1 on",
+    "rank=-1, at=#1, do=kill": "from 0 to 3",
+    "rank=4, at=#1, do=kill": "from 0 to 3",
+    "rank=0+, at=#1, do=kill": "from 0 to 3",
+    "rank=\u0662, at=#1, do=kill": "from 0 to 3",
+    "rank=2, at=#1, do=delay": "delay:0.5s",
+    "rank=2, at=#1, do=delay:-1s": "delay:0.5s",
+    "rank=2, at=#1, do=delay:1e9": "at most a day",
+    "rank=2, at=#1, do=delay:nan": "delay:0.5s",
+    "rank=2, at=reduce#1, do=corrupt:64": "from 0 to 63",
+    "rank=2, at=#1, do=kill:3": "without more",
+    "rank=2, at=#1, do=skip": "KIND#NUMBER with a kind of allreduce, reduce",
+    "rank=2, at=barrier#1, do=corrupt": "KIND#NUMBER with a kind of allreduce, wait, reduce",
+    "rank=2, when=#1, do=kill": "rank, at, do",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_a_malformed_plan_names_what_is_allowed(text: str) -> None:
+    with pytest.raises(errors.OptionError) as raised:
+        parse(text, "the plan", 4)
+    assert str(raised.value).startswith("the plan: found ")
+    assert MALFORMED[text] in str(raised.value)
+
+
+@given(st.text("rankatdo=#,;:.s+1 any kil", max_size=40))
+def test_other_words_are_refused_or_understood(text: str) -> None:
+    try:
+        plan = parse(text, "here")
+    except errors.OptionError:
+        return
+    assert parse(";".join(map(str, plan)), "here") == plan
+
+
+# -------------------------------------------------------------------------------------- without a plan, and with one
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ms.Strategy]]:
+    """Make strategies under a plan; each rank may have one of its own."""
+    made: list[ms.Strategy] = []
+
+    def make(plan: str) -> ms.Strategy:
+        monkeypatch.setenv(faults.VARIABLE, plan)
+        made.append(ms.MirroredStrategy())
+        return made[-1]
+
+    yield make
+    faults.disarm()
+    for strategy in made:
+        strategy.close()
+
+
+def test_without_a_plan_nothing_is_wrapped(strategy: ms.Strategy) -> None:
+    assert strategy.num_replicas_in_sync == SIZE
+    seams = {(seam.owner(), seam.function.__name__): seam for seam in faults._seams}
+    assert {seam.kind for seam in seams.values()} == KINDS.keys()
+    for (owner, name), seam in seams.items():
+        assert vars(owner)[name] is seam.function
+        assert not hasattr(seam.function, "__wrapped__")
+    assert faults._armed is None
+
+
+def test_after_a_plan_nothing_is_wrapped(planned: Callable[[str], ms.Strategy]) -> None:
+    before = ms.ReplicaContext.all_reduce
+    planned("rank=any, at=allreduce#1000, do=kill")
+    assert ms.ReplicaContext.all_reduce is not before
+    faults.disarm()
+    assert ms.ReplicaContext.all_reduce is before
+
+
+def test_a_malformed_plan_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    if RANK == SIZE - 1:
+        monkeypatch.setenv(faults.VARIABLE, "rank=0, at=allreduce#1, do=nothing")
+    for outcome in outcomes(ms.MirroredStrategy):
+        assert outcome.error is errors.OptionError
+        assert "found do=nothing; expected one of kill, stop," in outcome.text
+
+
+def test_one_rank_gets_a_wrong_bit(planned: Callable[[str], ms.Strategy]) -> None:
+    bad = SIZE - 1
+    strategy = planned(f"rank={bad}, at=allreduce#2, do=corrupt:1; rank={bad}, at=reduce#1, do=corrupt")
+
+    def step() -> Any:
+        context, out = ms.get_replica_context(), np.zeros(2)
+        one, two = (context.all_reduce("SUM", {"n": np.ones(3, np.int32)})["n"] for _ in range(2))
+        context.all_reduce("SUM", np.ones(2), out=out)
+        return one, two, out
+
+    one, two, out = strategy.run(step)
+    assert one.tolist() == [SIZE] * 3
+    assert out.tolist() == [SIZE] * 2
+    assert two.tolist() == [SIZE ^ 2 if bad == RANK else SIZE, SIZE, SIZE]
+    assert int(strategy.reduce("SUM", 1)) == (SIZE ^ 1 if bad == RANK else SIZE)
+
+
+@pytest.mark.parametrize("in_buckets", [False, True])
+def test_a_step_leaves_a_wrong_bit_in_one_replica(planned: Callable[[str], ms.Strategy], in_buckets: bool) -> None:
+    bad = SIZE - 1
+    strategy = planned(f"rank={bad}, at=update#2, do=corrupt")
+    with strategy.scope():
+        variables = [ms.Variable(np.zeros(3, np.float32)), ms.Variable(np.zeros(2, np.float32))]
+        sgd = ms.optimizers.SGD(0.5)
+
+    def step() -> None:
+        if in_buckets:
+            buckets = sgd.gradient_buckets(variables)
+            for number in (1, 0):
+                buckets.values[number][...] = 1
+                buckets.ready(number)
+            sgd.apply_gradients(buckets)
+        else:
+            sgd.apply_gradients((np.ones(var.shape, np.float32), var) for var in variables)
+
+    for number in (1, 2):
+        strategy.run(step)
+        texts = gather_texts(variables[0].numpy().tobytes().hex())
+        others = set(texts[:bad])
+        assert len(others) <= 1
+        assert (texts[bad] in others) is (SIZE > 1 and number == 1)
+        assert len(set(gather_texts(variables[1].numpy().tobytes().hex()))) == 1
+
+
+@pytest.mark.parametrize("action", ["skip", "swap"])
+def test_a_missing_call_is_a_mismatch_before_data_moves(planned: Callable[[str], ms.Strategy], action: str) -> None:
+    strategy = planned(f"rank={SIZE - 1}, at=allreduce#2, do={action}")
+    got: list[Any] = []
+
+    def step() -> None:
+        context = ms.get_replica_context()
+        got.append(context.all_reduce("SUM", np.ones(2)))
+        got.append(context.all_reduce("SUM", np.ones(3)))
+        got.append(context.all_reduce("SUM", np.ones(4)))
+
+    for rank, outcome in enumerate(outcomes(strategy.run, step)):
+        if SIZE == 1:
+            assert outcome.error is None  # alone, the order is nobody's business
+            continue
+        assert outcome.error is errors.CollectiveMismatchError
+        assert f"rank {SIZE - 1}: call=ReplicaContext.all_reduce  values=float64[4]" in outcome.text, rank
+        assert outcome.text.count("values=float64[3]") == SIZE - 1
+    # Nobody has a sum of a call that not all made: the rank itself has what it brought.
+    assert [value.tolist() for value in got[:2]] == [[SIZE] * 2, [1] * 3][: 2 if SIZE - 1 == RANK else 1]
+
+
+def test_a_swapped_call_is_made_afterwards(planned: Callable[[str], ms.Strategy]) -> None:
+    strategy = planned("rank=any, at=reduce#1, do=swap")
+    shapes: list[str] = []
+    guard = strategy.extended.communicator.guard
+    compare = guard.compare
+    guard.compare = lambda signature, **more: (  # type: ignore[method-assign]
+        shapes.append(f"{signature.verb} {signature.values}"),
+        compare(signature, **more),
+    )[1]
+    assert np.asarray(strategy.reduce("SUM", np.ones(2))).tolist() == [1, 1]  # put off
+    assert np.asarray(strategy.reduce("SUM", np.ones(3))).tolist() == [SIZE] * 3
+    assert shapes == ["reduce (('float64', (3,)),)", "reduce (('float64', (2,)),)"]
+
+
+def test_raised_on_every_rank(planned: Callable[[str], ms.Strategy]) -> None:
+    strategy = planned("rank=any, at=barrier#2, do=raise; rank=any, at=#3, do=delay:0.01")
+    strategy.barrier()
+    with pytest.raises(errors.InjectedFault, match="rank=any, at=barrier#2, do=raise"):
+        strategy.barrier()
+    strategy.barrier()
+
+
+def test_calls_within_calls_are_not_counted(planned: Callable[[str], ms.Strategy]) -> None:
+    strategy = planned("rank=any, at=#4, do=raise")
+    with strategy.scope():
+        var = ms.Variable(np.ones(2), aggregation="SUM")  # 1
+        sgd = ms.optimizers.SGD(0.1)
+    strategy.run(lambda: sgd.apply_gradients([(np.ones(2), var)]))  # 2
+    strategy.extended.reduce_to("SUM", 1.0, var)  # 3
+    with pytest.raises(errors.InjectedFault):
+        strategy.gather(np.ones(1), 0)
+
+
+def test_faults_at_datasets_and_handles(planned: Callable[[str], ms.Strategy]) -> None:
+    bad = SIZE - 1
+    strategy = planned(f"rank={bad}, at=next#2, do=delay:0.01; rank={bad}, at=wait#1, do=corrupt:3")
+    dataset = strategy.experimental_distribute_dataset([np.ones(SIZE)] * 3)
+    assert sum(float(part.sum()) for part in dataset) == 3
+    iterator = iter(dataset)
+    assert len([iterator.get_next() for _ in range(3)]) == 3
+    got = strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", np.ones(2, np.int64)).wait())
+    assert got.tolist() == [SIZE ^ 8 if bad == RANK else SIZE, SIZE]
+
+
+def test_what_is_skipped_looks_like_a_result(planned: Callable[[str], ms.Strategy]) -> None:
+    names = ("reduce#1", "reduce#2", "reduce#3", "broadcast#1", "gather#1", "allreduce#1", "barrier#1", "update#1")
+    strategy = planned(";".join(f"rank=any, at={name}, do=skip" for name in names))
+    with strategy.scope():
+        var = ms.Variable(np.ones(2))
+        sgd = ms.optimizers.SGD(0.5)
+    arena = strategy.arena({"a": np.ones(3)})
+    assert strategy.reduce("SUM", {"x": 1, "v": var})["v"].tolist() == [1, 1]
+    assert strategy.extended.reduce_to("SUM", ms.PerReplica((2.0,)), var).values[0] == 2
+    pairs = ((value, var) for value in (1.0, np.ones(3)))
+    assert [np.shape(each.values[0]) for each in strategy.extended.batch_reduce_to("SUM", pairs)] == [(), (3,)]
+    assert strategy.extended.broadcast_to(np.ones(2), var).values[0].tolist() == [1, 1]
+    assert strategy.gather(np.ones(2), 0).tolist() == [1, 1]
+    assert strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", arena)) is arena.values
+    strategy.barrier()
+    strategy.run(lambda: sgd.apply_gradients([(np.ones(2), var)]))
+    assert var.numpy().tolist() == [1, 1]
+    arena.close()
+
+
+# ------------------------------------------------------------------------------------------------ real jobs
+
+
+def run(launch: Launch, plan: str, ranks: int = 2, program: str = PROGRAM) -> launching.Finished:
+    return launch(ranks, program, timeout=30, env={faults.VARIABLE: plan})
+
+
+def test_kill_ends_the_job(launch: Launch) -> None:
+    done = run(launch, "rank=1, at=allreduce#2, do=kill", 3)
+    assert done.returncode != 0
+    assert done.seconds < 10
+    assert "[rank 1/3] injected fault at " in done.stderr
+    assert "right" not in done.stdout
+
+
+def test_raise_shows_the_traceback_of_that_rank(launch: Launch) -> None:
+    done = run(launch, "rank=1, at=allreduce#2, do=raise")
+    assert done.returncode != 0
+    assert done.seconds < 10
+    assert '[rank 1/2]     second = context.all_reduce("SUM"' in done.stderr
+    assert "[rank 1/2] mpistrategy.errors.InjectedFault: rank=1, at=allreduce#2, do=raise" in done.stderr
+    assert "right" not in done.stdout
+
+
+def test_delay_changes_nothing(launch: Launch) -> None:
+    done = run(launch, "rank=1, at=allreduce#2, do=delay:0.3s; rank=0, at=allreduce#9, do=kill").check()
+    assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: right"]
+    assert done.stderr.count("injected fault") == 1
+    left = "[rank 0/2] planned fault did not happen, after 3 such calls: rank=0, at=allreduce#9, do=kill"
+    assert left in done.stderr
+
+
+def test_corrupt_changes_one_rank(launch: Launch) -> None:
+    done = run(launch, "rank=1, at=allreduce#2, do=corrupt:52", 3).check()
+    assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: wrong at [3]", "rank 2: right"]
+
+
+@pytest.mark.parametrize("action", ["skip", "swap"])
+def test_skip_and_swap_end_the_job(launch: Launch, action: str) -> None:
+    done = run(launch, f"rank=1, at=allreduce#2, do={action}")
+    assert done.returncode != 0
+    assert done.seconds < 10
+    assert "CollectiveMismatchError" in done.stderr
+    assert "rank " not in done.stdout
+
+
+def test_stop_stops_the_process_until_it_is_woken(launch: Launch) -> None:
+    done = run(launch, "rank=1, at=allreduce#2, do=stop").check()
+    assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: right", "was stopped"]
+
+
+def test_a_malformed_plan_starts_nothing(launch: Launch) -> None:
+    done = run(launch, "rank=1, at=allreduce#2, do=jump")
+    assert done.returncode != 0
+    assert done.seconds < 10
+    assert "MPISTRATEGY_INJECT: found do=jump; expected one of kill, stop, raise, delay" in done.stderr
+    assert not done.stdout
