@@ -107,6 +107,18 @@ class FallbackWarning(UserWarning):
     """Something faster cannot be had here, and the library goes another way with the same results."""
 
 
+class NonFiniteWarning(RuntimeWarning):
+    """Reduced gradients have NaN or infinities in them, and the step was made with them, as was asked for."""
+
+
+class NonFiniteError(MpiStrategyError, FloatingPointError):
+    """Reduced gradients have NaN or infinities in them.  Raised on every rank; the step has changed nothing."""
+
+
+class ReplicasDivergedError(MpiStrategyError, RuntimeError):
+    """The copies of a mirrored variable are not equal.  Raised on every rank; the text says where they differ."""
+
+
 class CollectiveMismatchError(MpiStrategyError, RuntimeError):
     """The ranks called different collectives, or the same one with values that do not match.
 

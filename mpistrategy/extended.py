@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -79,6 +80,7 @@ class StrategyExtended(Placement):
         result = copy.copy(self)
         result._container_strategy = container_strategy
         result._colocated_with = []
+        result._variables = WeakValueDictionary()
         result.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
         return result
 

@@ -15,11 +15,13 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.context import get_strategy
-from mpistrategy.errors import ContextError, OptionError, UnsupportedError
-from mpistrategy.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, GradientBuckets
+from mpistrategy.errors import ContextError, NonFiniteError, OptionError, UnsupportedError
+from mpistrategy.gradient_buckets import GradientBuckets
 from mpistrategy.gradients import as_dense, clip_by_global_norm
+from mpistrategy.mirrored_check import is_mirrored
 from mpistrategy.mpi.faults import collective
 from mpistrategy.mpi.guard import Call
+from mpistrategy.nonfinite import checked_policy, screen, warn_of
 from mpistrategy.optimizer_checks import (
     Target,
     Targets,
@@ -30,16 +32,17 @@ from mpistrategy.optimizer_checks import (
     positive,
     required_context,
 )
+from mpistrategy.optimizer_gradients import GradientPlaces
 from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, has_current_kernel, has_kernel
 from mpistrategy.optimizer_slots import Slots
 from mpistrategy.options import ReduceOp, VariableAggregation
-from mpistrategy.sliced_variables import GradientArena, SlicedSteps, adds_in_rank_order, dense_gradients
+from mpistrategy.sliced_variables import SlicedSteps, adds_in_rank_order, dense_gradients
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
 
 if TYPE_CHECKING:
-    from mpistrategy.arena import Arena
+    pass
 
 Arrays = Sequence[Array] | None
 
@@ -52,7 +55,7 @@ def _first_storage(given: Mapping[str, Any]) -> Array:
     return storage[0]
 
 
-class Optimizer:
+class Optimizer(GradientPlaces):
     """Base: keeps slot variables beside each variable, and applies reduced gradients.
 
     A subclass says in `slot_values` which slots it keeps for each variable, and in `change` what a step subtracts.
@@ -61,14 +64,21 @@ class Optimizer:
         learning_rate: the step size; a positive number.
         aggregation: "SUM" or "MEAN": how the replicas' gradients are combined.
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        check_every: every so many calls of `apply_gradients`, make sure that this optimizer's variables, slots and
+            steps are equal on all ranks, as `Strategy.assert_mirrored` does; 0 never does.
+        nonfinite: what to do when a reduced gradient has NaN or infinities in it: "raise" NonFiniteError, "skip" the
+            step, "warn" once a step on replica 0 and go on, or None: do not look.  All ranks do the same.  To look
+            before anything changes, a step takes the plain path.
 
     Attributes:
         iterations: the number of steps made, a variable; None before the first.  May be set before that, to count
             in a variable of one's own.
-        latest_path: how the latest step was made, "sliced", "plain" or "buckets"; "" before the first.
+        latest_path: how the latest step was made, "sliced", "plain", "buckets" or "skipped"; "" before the first.
+        skipped_steps: how many steps were skipped, and changed nothing, since gradients were not finite.
 
     Raises:
-        OptionError: for a learning rate or a limit that is not positive, and for another aggregation.
+        OptionError: for a learning rate or a limit that is not positive, for another aggregation, a negative
+            check_every and another way with what is not finite.
         OptionTypeError: for what is no number.
     """
 
@@ -78,7 +88,12 @@ class Optimizer:
     only_named_rows: ClassVar[bool] = False
 
     def __init__(
-        self, learning_rate: float, aggregation: ReduceOp | str = "SUM", global_clipnorm: float | None = None
+        self,
+        learning_rate: float,
+        aggregation: ReduceOp | str = "SUM",
+        global_clipnorm: float | None = None,
+        check_every: int = 0,
+        nonfinite: str | None = None,
     ) -> None:
         where = type(self).__name__
         self.learning_rate = learning_rate
@@ -90,6 +105,10 @@ class Optimizer:
                 where, "global_clipnorm", global_clipnorm, "a positive number or None", positive
             )
         self.global_clipnorm = global_clipnorm
+        self.check_every = checked_count(where, "check_every", check_every, least=0)
+        self.nonfinite = checked_policy(where, nonfinite)
+        self.skipped_steps = 0
+        self._calls = 0
         self.iterations: Variable | None = None
         self.latest_path = ""
         self._slots = Slots(where)
@@ -131,56 +150,10 @@ class Optimizer:
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
         return self._slots.of(var)
 
-    def gradient_arena(self, variables: Iterable[Variable]) -> Arena:
-        """Return an arena for the gradients of `variables`: gradients written there need no copy.  Collective.
-
-        Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
-        ``arena.values[i]`` and the i-th variable.  They stay as they are: the reduction goes elsewhere.
-
-        Args:
-            variables: variables of one strategy.  For the same ones in the same order it is always the same arena.
-
-        Returns:
-            An Arena whose `values` are a list like the variables.
-
-        Raises:
-            EmptyBatchError: without variables.
-            OptionError: for what is no variable, and for variables of several strategies.
-        """
-        return self._gradients_of(variables, "gradient_arena").arena
-
-    def gradient_buckets(
-        self, variables: Iterable[Variable], bytes_per_bucket: int = DEFAULT_BYTES_PER_BUCKET
-    ) -> GradientBuckets:
-        """Return the gradient arena of `variables` in buckets, whose reduction overlaps with computation.  Collective.
-
-        Args:
-            variables: as in `gradient_arena`; in the order of the model's layers.
-            bytes_per_bucket: how many bytes of gradients are reduced in one piece.
-
-        Returns:
-            GradientBuckets, to be given to `apply_gradients` in place of pairs.
-
-        Raises:
-            OptionError, OptionTypeError: for a number of bytes that is no int from 1 on; else as `gradient_arena`.
-        """
-        checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
-        return GradientBuckets(
-            self._gradients_of(variables, "gradient_buckets", f"{bytes_per_bucket=}"),
-            self.aggregation,
-            bytes_per_bucket,
-        )
-
-    def _gradients_of(self, variables: Iterable[Variable], method: str, options: str = "") -> GradientArena:
-        where = f"{type(self).__name__}.{method}"
-        listed: tuple[Any, ...] = tuple(variables)
-        strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
-        with strategy.extended.communicator.guard.call(where) as call:
-            for var in listed:
-                check_variable(var, strategy, where)
-            call.structure = ", ".join(var.key for var in listed)
-            call.agree("place gradients", op=self.aggregation.value, options=options)
-            return self._sliced.arena(strategy, listed)
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The optimizer's own: the step counter, once there is one, and all slots."""
+        return (*([] if self.iterations is None else [self.iterations]), *self._slots.everything()[1])
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Override: update the slots and return what to subtract from the variable; in update context.
@@ -204,7 +177,9 @@ class Optimizer:
             EmptyBatchError: when there are no gradients.
             OptionError, OptionTypeError, ShapeError, DTypeError: for gradients and variables that do not fit.
             CollectiveMismatchError: when the ranks' gradients differ in number, dtype or shape.
+            NonFiniteError: when nonfinite is "raise", and a reduced gradient is not finite.
             All on every rank, and before anything has changed.
+            ReplicasDivergedError: on every rank, when a check after the step finds copies that differ.
         """
         where = f"{type(self).__name__}.apply_gradients"
         context = required_context(where)
@@ -238,7 +213,8 @@ class Optimizer:
         """Return all numbers that a step depends on: ranks that differ in one would drift apart."""
         numbers = {name: value for name, value in sorted(vars(self).items()) if isinstance(value, (int, float))}
         steps = 0 if self.iterations is None else self.iterations.local_copy().tolist()
-        return f"{numbers}, global_clipnorm={self.global_clipnorm}, {self.aggregation.name}, step {steps}"
+        others = f"global_clipnorm={self.global_clipnorm}, nonfinite={self.nonfinite}, {self.aggregation.name}"
+        return f"{numbers}, {others}, step {steps}"
 
     def _merge(
         self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, target: Target, totals: Arrays, call: Call
@@ -248,14 +224,19 @@ class Optimizer:
             self._slots.make(target.variables, self.slot_values)
             target.has_slots = True
         call.expect_more()
-        if totals is not None:
-            self._update_all(strategy, totals, target)
-            self.latest_path = "buckets"
-        elif arrays is not None and self._update_shares(strategy, arrays, target, call):
+        trouble = ""
+        if totals is None and arrays is not None and self._update_shares(strategy, arrays, target, call):
             self.latest_path = "sliced"
         else:
-            self._update_all(strategy, self._totals(strategy, gradients, arrays, target), target)
-            self.latest_path = "plain"
+            path, brought = ("plain", gradients) if totals is None else ("buckets", None)
+            combined = self._totals(strategy, gradients, arrays, target) if totals is None else totals
+            trouble = self._update_all(strategy, combined, target, brought, call)
+            self.latest_path = "skipped" if trouble and self.nonfinite == "skip" else path
+        self._calls += 1
+        if self.check_every and self._calls % self.check_every == 0:
+            self._check_mirrored(strategy)
+        if trouble and self.nonfinite == "warn":
+            warn_of(trouble, call.where, self.next_step() - 1, strategy.replica_id_in_sync_group)
 
     def _totals(self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, target: Target) -> Sequence[Any]:
         alone = strategy.num_replicas_in_sync == 1 and adds_in_rank_order(strategy.extended)
@@ -268,7 +249,7 @@ class Optimizer:
 
     def _update_shares(self, strategy: Strategy, gradients: Sequence[Array], target: Target, call: Call) -> bool:
         """Take the sliced path; return False where there is none, which all ranks find alike."""
-        if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None:
+        if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None or self.nonfinite is not None:
             return False
         kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
         step = self._sliced.step(strategy, target, self.slots_of, kernel, call) if kernel is not None else None
@@ -285,13 +266,23 @@ class Optimizer:
         strategy.extended.update(self._step_counter(), update)
         return True
 
-    def _update_all(self, strategy: Strategy, results: Sequence[Any], target: Target) -> None:
-        """Update all of this rank's copies with what has been reduced."""
+    def _update_all(
+        self, strategy: Strategy, results: Sequence[Any], target: Target, brought: Sequence[Any] | None, call: Call
+    ) -> str:
+        """Update all of this rank's copies with what has been reduced; return what of it is not finite."""
         extended, variables = strategy.extended, target.variables
         totals = [local_component(result) for result in results]
         reduced = [as_dense(total, var) for total, var in zip(totals, variables, strict=True)]
+        given, norm, trouble = reduced, 0.0, ""
         if self.global_clipnorm is not None:
-            reduced, _ = clip_by_global_norm(reduced, self.global_clipnorm)
+            reduced, norm = clip_by_global_norm(given, self.global_clipnorm)
+        if self.nonfinite is not None:
+            trouble = screen(extended.communicator, call, given, norm, variables, brought, self.nonfinite)
+        if trouble and self.nonfinite == "raise":
+            raise NonFiniteError.at(call.where, found=trouble, expected="finite numbers", fix="Nothing has changed.")
+        if trouble and self.nonfinite == "skip":
+            self.skipped_steps += 1
+            return trouble
         names_rows = self.only_named_rows
         rows = [total.indices if names_rows and isinstance(total, IndexedSlices) else None for total in totals]
         if has_current_kernel(self, Optimizer):
@@ -300,6 +291,12 @@ class Optimizer:
             for gradient, var, named in zip(reduced, variables, rows, strict=True):
                 extended.update(var, self.update, args=(gradient, self.slots_of(var), named))
         extended.update(self._step_counter(), lambda steps: steps.assign_add(1))
+        return trouble
+
+    def _check_mirrored(self, strategy: Strategy) -> None:
+        own = [*self._slots.everything()[0], *self.variables]
+        mirrored = [var for var in own if is_mirrored(var)]
+        strategy.assert_mirrored(mirrored)
 
     def _update_in_place(
         self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None]

@@ -31,12 +31,12 @@ def checked_number(where: str, name: str, value: Any, expected: str, fits: Calla
     return number
 
 
-def checked_count(where: str, name: str, value: Any) -> int:
-    """Return `value`, an int from 1 on; raise OptionTypeError for another type, OptionError for a smaller one."""
+def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
+    """Return `value`, an int from `least` on; raise OptionTypeError for another type, OptionError for a smaller one."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
-    if value < 1:
-        raise OptionError.at(where, found=f"{name}={value}", expected="1 or more")
+    if value < least:
+        raise OptionError.at(where, found=f"{name}={value}", expected=f"{least} or more")
     return int(value)
 
 

@@ -27,6 +27,11 @@ class Slots:
         known = self._slots.get(id(var))
         return dict(known[1]) if known is not None else {}
 
+    def everything(self) -> tuple[list[Variable], list[Variable]]:
+        """Return the variables that have been given slots (those of an optimizer without any, too), and all slots."""
+        known = self._slots.values()
+        return [var for var, _ in known], [slot for _, slots in known for slot in slots.values()]
+
     def make(self, variables: Sequence[Variable], values: Mapping[str, float]) -> None:
         """Make the slots that are missing, filled with `values`.  Collective; in the strategy's scope or a step."""
         missing = {id(var): var for var in variables if id(var) not in self._slots}

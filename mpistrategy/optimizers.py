@@ -32,6 +32,8 @@ class SGD(Optimizer):
         nesterov: look ahead by one momentum step.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
     """
 
     only_named_rows = True
@@ -43,8 +45,10 @@ class SGD(Optimizer):
         nesterov: bool = False,
         aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
+        check_every: int = 0,
+        nonfinite: str | None = None,
     ) -> None:
-        super().__init__(learning_rate, aggregation, global_clipnorm)
+        super().__init__(learning_rate, aggregation, global_clipnorm, check_every, nonfinite)
         self.momentum = checked_number(
             type(self).__name__, "momentum", momentum, "a number from 0 to 1", lambda number: 0 <= number <= 1
         )
@@ -80,6 +84,8 @@ class Adam(Optimizer):
         epsilon: keeps the quotient finite.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
     """
 
     slot_values: Mapping[str, float] = {"m": 0.0, "v": 0.0}
@@ -92,8 +98,10 @@ class Adam(Optimizer):
         epsilon: float = 1e-7,
         aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
+        check_every: int = 0,
+        nonfinite: str | None = None,
     ) -> None:
-        super().__init__(learning_rate, aggregation, global_clipnorm)
+        super().__init__(learning_rate, aggregation, global_clipnorm, check_every, nonfinite)
         where = type(self).__name__
         decays = [("beta_1", beta_1), ("beta_2", beta_2)]
         self.beta_1, self.beta_2 = (
@@ -132,6 +140,8 @@ class AdamW(Adam):
         epsilon: keeps the quotient finite.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
     """
 
     def __init__(
@@ -143,8 +153,10 @@ class AdamW(Adam):
         epsilon: float = 1e-7,
         aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
+        check_every: int = 0,
+        nonfinite: str | None = None,
     ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, aggregation, global_clipnorm)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, aggregation, global_clipnorm, check_every, nonfinite)
         self.weight_decay = checked_number(
             type(self).__name__, "weight_decay", weight_decay, "a number from 0 on", not_negative
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ class Placement:
         self._unnamed_variables = 0
         #: How many variables have been created; the same on every rank.
         self.variables_made = 0
+        # By number: nothing here keeps a variable alive.
+        self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         # One of each for all copies of a strategy: they have the same ranks.
         self._arena_numbers = itertools.count(1)
         self.variable_storage = VariableStorage()
@@ -86,9 +89,17 @@ class Placement:
     def register_variable(self, variable: Variable) -> None:
         """Note a variable that was created for this strategy, and its place."""
         # Counted only now that all ranks have made it: a creation that some refuse leaves the numbers equal.
+        self._variables[self.variables_made] = variable
         self.variables_made += 1
         self._unnamed_variables += variable.name == self.next_variable_name()
         variable.colocated_with = self._colocated_with[-1] if self._colocated_with else None
+
+    def variables_alive(self) -> list[tuple[int, Variable]]:
+        """Return the variables that are still in use on this rank, with their numbers, in order of creation.
+
+        A number means the same variable on all ranks; which ones are alive may differ: ranks collect when they like.
+        """
+        return sorted(self._variables.items(), key=lambda item: item[0])
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy."""

@@ -21,6 +21,7 @@ from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.explain import Explained
 from mpistrategy.extended import StrategyExtended, as_given
+from mpistrategy.mirrored_check import MirroredCheck
 from mpistrategy.mpi.faults import collective, own_value
 from mpistrategy.mpi.guard import Call
 from mpistrategy.options import ReduceOp
@@ -67,7 +68,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-class Strategy(Explained, InputMethods, OldNames):
+class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:

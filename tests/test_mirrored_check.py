@@ -1,0 +1,425 @@
+"""`Strategy.assert_mirrored`: one bit that differs is found, on the right rank; nothing else is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, gather_texts, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.arrays import Array
+from mpistrategy.mirrored_check import digest, ranks_in_words
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda **o: SGD(0.01, **o),
+    "momentum": lambda **o: SGD(0.01, momentum=0.9, **o),
+    "Adam": lambda **o: Adam(0.01, **o),
+    "AdamW": lambda **o: AdamW(0.01, **o),
+}
+RECORD = np.dtype([("small", "i1"), ("wide", "f8"), ("two", "f4", (2,))], align=True)
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[ms.Strategy]:
+    """As many ranks as there are, every second one as if on another node."""
+    made = OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model(strategy: ms.Strategy) -> list[ms.Variable]:
+    dtypes: list[Any] = ["float32", "float64", "int8", "bool", "complex64", BFLOAT16, "float16", "longdouble"]
+    with strategy.scope():
+        made = [ms.Variable(np.ones((3, n % 3 + 1), dtype), name=f"v{n}") for n, dtype in enumerate(dtypes)]
+        return [*made, ms.Variable(np.ones((700, 300)), name="large"), ms.Variable(np.float32(1), name="scalar")]
+
+
+def storage_of(strategy: ms.Strategy, var: ms.Variable) -> Array:
+    """Return this rank's copy as bytes that can be written."""
+    found: list[Array] = []
+    strategy.extended.update(var, lambda v: found.append(v.updatable_storage()))
+    return found[0].reshape(-1).view(np.uint8)
+
+
+def flip(strategy: ms.Strategy, var: ms.Variable, bit: int, ranks: tuple[int, ...]) -> None:
+    """Change one bit of the copies of some ranks."""
+    memory = storage_of(strategy, var)
+    if RANK in ranks:
+        memory[bit // 8] ^= 1 << bit % 8
+
+
+def told_everywhere(check: Callable[[], None]) -> str:
+    """Return the text of the ReplicasDivergedError that `check` raises on every rank, the same on all."""
+    ended = outcomes(check)
+    assert {one.error for one in ended} == {errors.ReplicasDivergedError}, ended
+    assert len({one.text for one in ended}) == 1
+    return ended[0].text
+
+
+@several
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    which=st.integers(0, 9), place=st.floats(0, 1, exclude_max=True), rank=st.integers(0, SIZE - 1), all_=st.booleans()
+)
+def test_one_flipped_bit_is_found(
+    strategy: ms.Strategy, model: list[ms.Variable], which: int, place: float, rank: int, all_: bool
+) -> None:
+    var = model[which]
+    bit = int(place * storage_of(strategy, var).size * 8)
+    if var.dtype == np.longdouble and np.finfo(np.longdouble).nmant == 63:
+        bit = bit // 128 * 128 + bit % 80  # the rest is padding
+    flip(strategy, var, bit, (rank,))
+    text = told_everywhere(lambda: strategy.assert_mirrored(None if all_ else model))
+    flip(strategy, var, bit, (rank,))
+    assert f"{var.key} " in text
+    assert f"{list(var.shape)}" in text
+    assert "copies that differ in 1 of " in text
+    others = [other for other in RANKS if other != rank]
+    if SIZE > 2:
+        assert f"rank {rank} differs from the majority ({ranks_in_words(others)})" in text
+    else:
+        assert "no majority; digests of rank 0: " in text
+        assert ", rank 1: " in text
+    strategy.assert_mirrored(None if all_ else model)
+
+
+@several
+def test_signs_of_zeros_and_payloads_of_nans_count(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var = ms.Variable(np.array([0.0, np.nan]))
+    strategy.assert_mirrored(var)
+    for byte, bit in ((7, 0x80), (8, 1)):
+        memory = storage_of(strategy, var)
+        memory[byte] ^= bit if RANK == 0 else 0
+        told_everywhere(lambda: strategy.assert_mirrored(var))
+        memory[byte] ^= bit if RANK == 0 else 0
+    strategy.assert_mirrored(var)
+
+
+def test_padding_does_not_count() -> None:
+    for dtype, count in ((RECORD, 5), (np.dtype(np.longdouble), 3), (np.dtype(np.clongdouble), 3)):
+        ones, twos = np.full(count * dtype.itemsize, 1, np.uint8), np.full(count * dtype.itemsize, 2, np.uint8)
+        first, second = ones.view(dtype), twos.view(dtype)
+        values = np.zeros(count, dtype)
+        for array in (first, second):
+            for name in dtype.names or ():
+                array[name] = values[name]
+        if dtype.names is None:
+            if np.finfo(dtype).nmant != 63:
+                continue
+            for memory in (ones, twos):
+                memory.reshape(-1, 16)[:, :10] = 0
+        assert digest(first) == digest(second)
+        assert first.tobytes() != second.tobytes()
+        (ones if dtype.names is None else first["two"].view(np.uint8)[0, :1])[:1] ^= 1
+        assert digest(first) != digest(second)
+
+
+def test_large_arrays_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(1000.0)
+    whole = digest(array)
+    monkeypatch.setattr("mpistrategy.mirrored_check._PIECE_BYTES", 24)
+    assert digest(array) == whole
+    record = np.zeros(100, RECORD)
+    before = digest(record)
+    record["two"][99, 1] = 1
+    assert digest(record) != before
+
+
+@several
+def test_several_that_differ_are_listed_and_many_are_counted(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        many = [ms.Variable(np.zeros(2), name=f"part{n}") for n in range(25)]
+    for var in many[3:]:
+        flip(strategy, var, 0, tuple(RANKS[1:]))
+    text = told_everywhere(lambda: strategy.assert_mirrored(many))
+    assert "copies that differ in 22 of 25 variables" in text
+    assert "  part3 (variable" in text
+    assert "part13" not in text
+    assert text.endswith("  and 12 more")
+    if SIZE >= 3:
+        assert f"rank 0 differs from the majority ({ranks_in_words(RANKS[1:])})" in text
+    for rank in RANKS:
+        flip(strategy, many[0], rank + 1, (rank,))
+    row = told_everywhere(lambda: strategy.assert_mirrored([many[0]])).splitlines()[-1]
+    assert "no majority" in row
+    assert row.count("rank ") == SIZE
+
+
+@pytest.mark.mpi(min_size=4)
+def test_two_halves_are_no_majority(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var = ms.Variable(np.zeros(2))
+    flip(strategy, var, 5, (0, 2))
+    text = told_everywhere(lambda: strategy.assert_mirrored(var))
+    assert "no majority; digests of ranks 0, 2: " in text
+    assert "ranks 1, 3: " in text
+
+
+def test_slots_and_steps_are_checked_too(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var = ms.Variable(np.zeros(3), name="weights")
+        adam = Adam(0.1)
+    strategy.run(lambda: adam.apply_gradients([(np.ones(3), var)]))
+    assert [v.name for v in adam.variables] == ["Adam/iterations", "weights/Adam/m", "weights/Adam/v"]
+    for slot in adam.variables:
+        strategy.assert_mirrored()
+        strategy.assert_mirrored({"model": [var], "optimizer": adam})
+        if SIZE == 1:
+            continue
+        flip(strategy, slot, 3, (SIZE - 1,))
+        for what in (None, adam, [var, adam]):
+            assert slot.key in told_everywhere(lambda what=what: strategy.assert_mirrored(what))  # type: ignore[misc]
+        strategy.assert_mirrored(var)
+        flip(strategy, slot, 3, (SIZE - 1,))
+
+
+def test_in_every_context(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var = ms.Variable(np.zeros(3))
+        strategy.assert_mirrored(var)
+    strategy.run(lambda: strategy.assert_mirrored(var))
+    strategy.run(lambda: ms.get_replica_context().merge_call(lambda s: s.assert_mirrored()))
+    strategy.extended.update(var, lambda v: strategy.assert_mirrored(v))
+    ms.get_strategy().assert_mirrored()
+    assert still_works(strategy)
+
+
+def test_on_read_variables_may_differ(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        own = ms.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+        var = ms.Variable(0.0)
+    strategy.run(lambda: own.assign(RANK + 1.0))
+    strategy.assert_mirrored()
+
+    class Model:
+        variables = (own, var)
+
+    strategy.assert_mirrored(Model())
+    ended = outcomes(strategy.assert_mirrored, [var, own])
+    assert {one.error for one in ended} == {errors.OptionError}
+    assert "ON_READ" in ended[0].text
+
+
+BAD: dict[str, tuple[Any, type[Exception]]] = {
+    "a number": (1.0, errors.OptionTypeError),
+    "an array": (np.zeros(3), errors.OptionTypeError),
+    "text": (["weights"], errors.OptionTypeError),
+    "nothing": ([], errors.EmptyBatchError),
+    "an optimizer before its first step": (SGD(0.1), errors.EmptyBatchError),
+    "another strategy's": (lambda: ms.Variable(1.0), errors.OptionError),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("where", ["everywhere", "on the last rank"])
+def test_what_is_no_variable_is_refused_everywhere(strategy: ms.Strategy, what: str, where: str) -> None:
+    value, kind = BAD[what]
+    with strategy.scope():
+        var = ms.Variable(0.0)
+    value = value() if callable(value) else value
+    mine = value if where == "everywhere" or RANK == SIZE - 1 else [var]
+    ended = outcomes(strategy.assert_mirrored, mine)
+    assert {one.error for one in ended} == {kind}, ended
+    assert still_works(strategy)
+
+
+@several
+def test_ranks_must_name_the_same_variables(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        one, two = ms.Variable(0.0), ms.Variable(0.0)
+    for other in ([two], [one, two], None):
+        ended = outcomes(strategy.assert_mirrored, [one] if RANK else other)
+        assert {e.error for e in ended} == {errors.CollectiveMismatchError}
+    assert still_works(strategy)
+
+
+def test_what_some_ranks_have_collected_is_left_out(strategy: ms.Strategy) -> None:
+    gc.collect()
+    with strategy.scope():
+        var: Any = ms.Variable(np.zeros(3), name="gone here")
+        kept = ms.Variable(np.zeros(3), name="kept")
+    before = len(strategy.extended.variables_alive())
+    if RANK == 0:
+        del var
+        assert len(strategy.extended.variables_alive()) == before - 1
+    strategy.assert_mirrored()
+    if SIZE > 1:
+        flip(strategy, kept, 9, (SIZE - 1,))
+        text = told_everywhere_but_counts(strategy)
+        assert "kept" in text
+        assert "gone here" not in text
+
+
+def told_everywhere_but_counts(strategy: ms.Strategy) -> str:
+    with pytest.raises(errors.ReplicasDivergedError) as raised:
+        strategy.assert_mirrored()
+    rows = gather_texts("\n".join(str(raised.value).splitlines()[1:]))
+    assert len(set(rows)) == 1
+    return rows[0]
+
+
+def test_the_list_of_variables_keeps_none_alive(strategy: ms.Strategy) -> None:
+    gc.collect()
+    before = len(strategy.extended.variables_alive())
+    with strategy.scope():
+        for _ in range(3):
+            ms.Variable(np.zeros(3))
+    gc.collect()
+    assert len(strategy.extended.variables_alive()) <= before + 1
+    numbers = [number for number, _ in strategy.extended.variables_alive()]
+    assert numbers == sorted(numbers)
+
+
+def test_a_deep_copy_has_variables_of_its_own(strategy: ms.Strategy) -> None:
+    twin = copy.deepcopy(strategy)
+    with twin.scope():
+        var = ms.Variable(np.zeros(3))
+    assert [v for _, v in twin.extended.variables_alive()] == [var]
+    assert all(v is not var for _, v in strategy.extended.variables_alive())
+    twin.assert_mirrored()
+
+
+@several
+@pytest.mark.parametrize("place", ["one node", "two nodes"])
+def test_across_nodes_as_well(strategy: ms.Strategy, two_nodes: ms.Strategy, place: str) -> None:
+    where = strategy if place == "one node" else two_nodes
+    with where.scope():
+        var = ms.Variable(np.zeros(3))
+    where.assert_mirrored()
+    flip(where, var, 1, (SIZE - 1,))
+    told_everywhere(where.assert_mirrored)
+    flip(where, var, 1, (SIZE - 1,))
+    where.assert_mirrored()
+
+
+def test_on_simulated_replicas() -> None:
+    if SIZE > 1:
+        pytest.skip("runs in the session on 1 rank")
+
+    def program() -> str:
+        strategy = ms.MirroredStrategy()
+        me = strategy.replica_id_in_sync_group
+        with strategy.scope():
+            var = ms.Variable(np.zeros(3), name="v")
+        strategy.assert_mirrored()
+        var.assign(np.full(3, float(me == 1)))  # local, in cross-replica context: the ranks drift apart
+        with pytest.raises(errors.ReplicasDivergedError) as raised:
+            strategy.assert_mirrored()
+        return str(raised.value)
+
+    texts = run_replicas(program, 3)
+    assert len(set(texts)) == 1
+    assert "v (variable 0) float64[3]: rank 1 differs from the majority (ranks 0, 2)" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2, 5], "ranks 0-2, 5"),
+        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, ... (20 in all)"),
+    ],
+)
+def test_ranks_in_words(ranks: list[int], words: str) -> None:
+    assert ranks_in_words(ranks) == words
+
+
+# ------------------------------------------------------------------------------------------- in training
+
+
+SHAPES: list[tuple[tuple[int, ...], str]] = [
+    ((3, 5), "float32"),
+    ((), "float32"),
+    ((70,), "float64"),
+    ((0, 2), "float32"),
+]
+
+
+@pytest.mark.parametrize("path", ["usual", "plain", "buckets"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_hundred_steps_give_no_alarm(strategy: ms.Strategy, two_nodes: ms.Strategy, name: str, path: str) -> None:
+    where = two_nodes if path == "buckets" else strategy
+    with where.scope():
+        variables = [ms.Variable(np.linspace(-1, 1, int(np.prod(s)), dtype=d).reshape(s)) for s, d in SHAPES]
+        own = ms.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
+        optimizer = OPTIMIZERS[name](check_every=1, global_clipnorm=1e9 if path == "plain" else None)
+    random = np.random.default_rng([7, RANK])
+
+    def step() -> None:
+        gradients = [random.standard_normal(var.shape).astype(var.dtype) for var in variables]
+        if path == "buckets":
+            for target, gradient in zip(buckets.values, gradients, strict=True):
+                target[...] = gradient
+            optimizer.apply_gradients(buckets)
+        else:
+            own_gradient = np.ones(2) if path == "plain" else None
+            optimizer.apply_gradients([*zip(gradients, variables, strict=True), (own_gradient, own)])
+        own.assign_add(np.full(2, float(RANK)))
+
+    if path == "buckets":
+        buckets = optimizer.gradient_buckets(variables)
+    for _ in range(100):
+        where.run(step)
+    expected = {"usual": "sliced" if SIZE > 1 else "plain", "plain": "plain"}
+    expected["buckets"] = "buckets" if SIZE > 1 else "plain"
+    assert optimizer.latest_path == expected[path]
+    where.assert_mirrored()
+
+
+@several
+@pytest.mark.parametrize("path", ["sliced", "plain"])
+def test_every_third_step_finds_what_has_drifted(strategy: ms.Strategy, path: str) -> None:
+    with strategy.scope():
+        var, still = ms.Variable(np.zeros(3), name="moves"), ms.Variable(np.zeros(3), name="stays")
+        optimizer = SGD(0.1, momentum=0.9, check_every=3, global_clipnorm=1e9 if path == "plain" else None)
+        optimizer.build([var, still])
+
+    def step() -> None:
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), var)]))
+
+    for target in (still, optimizer.slots_of(still)["momentum"]):
+        for number in range(1, 7):
+            if number == 4:
+                flip(strategy, target, 60, (0,))
+            if number == 6:
+                text = told_everywhere(step)
+                assert target.key in text
+                assert "SGD.apply_gradients: found copies that differ in 1 of 5 variables" in text
+            else:
+                step()
+        flip(strategy, target, 60, (0,))
+    assert optimizer.latest_path == path
+    assert still_works(strategy)
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, "10", None])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bad_check_every_is_refused(name: str, bad: Any) -> None:
+    kind = errors.OptionError if bad == -1 else errors.OptionTypeError
+    with pytest.raises(kind, match="check_every"):
+        OPTIMIZERS[name](check_every=bad)
+
+
+@several
+def test_ranks_that_check_at_different_steps_do_not_meet(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var = ms.Variable(np.zeros(3))
+        optimizer = SGD(0.1, check_every=1 if RANK == 0 else 2)
+    ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), var)])))
+    assert {one.error for one in ended} == {errors.CollectiveMismatchError}
+    assert "check_every" in ended[0].text

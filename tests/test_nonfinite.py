@@ -1,0 +1,312 @@
+"""Gradients that are not finite: all ranks do the same about them, whichever rank brought them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, bits, gather_texts, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.arrays import Array
+from mpistrategy.nonfinite import all_finite, what_is_not
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda **o: SGD(0.1, **o),
+    "momentum": lambda **o: SGD(0.03, momentum=0.9, **o),
+    "Adam": lambda **o: Adam(0.01, **o),
+    "AdamW": lambda **o: AdamW(0.01, **o),
+}
+SHAPES: list[tuple[tuple[int, ...], str]] = [
+    ((4, 5), "float32"),
+    ((), "float64"),
+    ((70,), "float64"),
+    ((0, 2), "float32"),
+]
+KINDS = {"NaN": np.nan, "infinity": np.inf, "minus infinity": -np.inf}
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[ms.Strategy]:
+    """As many ranks as there are, every second one as if on another node."""
+    made = OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())
+    yield made
+    made.close()
+
+
+class Training:
+    """A model, an optimizer and a way to bring gradients; one of them can be spoilt."""
+
+    def __init__(
+        self, strategy: ms.Strategy, optimizer: Callable[..., Optimizer], path: str = "plain", **o: Any
+    ) -> None:
+        self.strategy, self.path = strategy, path
+        with strategy.scope():
+            self.variables = [ms.Variable(np.full(s, 0.5, d), name=f"v{n}") for n, (s, d) in enumerate(SHAPES)]
+            self.optimizer = optimizer(**o)
+            self.optimizer.build(self.variables)
+        if path != "plain":
+            self.buckets = self.optimizer.gradient_buckets(self.variables)
+
+    def step(self, rank: int = -1, value: float = np.nan, which: int = 0, place: int = 0) -> None:
+        gradients = [np.full(v.shape, RANK + 1.0, v.dtype) for v in self.variables]
+        if rank == RANK:
+            gradients[which].reshape(-1)[place] = value
+
+        def apply() -> None:
+            if self.path == "plain":
+                self.optimizer.apply_gradients(zip(gradients, self.variables, strict=True))
+                return
+            for target, gradient in zip(self.buckets.values, gradients, strict=True):
+                target[...] = gradient
+            self.optimizer.apply_gradients(self.buckets)
+
+        self.strategy.run(apply)
+
+    def state(self) -> list[bytes]:
+        return [bits(v.local_copy()) for v in (*self.variables, *self.optimizer.variables)]
+
+
+@pytest.fixture(params=["plain", "buckets", "buckets of two nodes"])
+def place(request: pytest.FixtureRequest, strategy: ms.Strategy, two_nodes: ms.Strategy) -> tuple[ms.Strategy, str]:
+    kind: str = request.param
+    return (two_nodes if "nodes" in kind else strategy), kind.partition(" ")[0]
+
+
+@pytest.mark.parametrize("clipnorm", [None, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_raise_changes_nothing_and_names_the_variable(
+    place: tuple[ms.Strategy, str], name: str, clipnorm: float | None
+) -> None:
+    training = Training(place[0], OPTIMIZERS[name], place[1], nonfinite="raise", global_clipnorm=clipnorm)
+    training.step()
+    before = training.state()
+    for rank, (which, at), value in ((0, (0, 7), np.nan), (SIZE - 1, (1, 0), np.inf), (SIZE // 2, (2, 69), -np.inf)):
+        ended = outcomes(lambda rank=rank, value=value, w=which, p=at: training.step(rank, value, w, p))  # type: ignore[misc]
+        assert {one.error for one in ended} == {errors.NonFiniteError}, ended
+        assert len({one.text for one in ended}) == 1
+        assert f"a reduced gradient of {training.variables[which].key} that is not finite" in ended[0].text
+        early = place[1] == "buckets" and SIZE > 1 and max(place[0].extended.communicator.node_of) > 0
+        brought = f"(rank {rank} brought 1 {'NaN' if np.isnan(value) else 'infinite'})"
+        assert (brought in ended[0].text) is not early, "what the buckets summed in place is gone"
+        assert training.state() == before
+    training.step()
+    assert training.state() != before
+    assert same_everywhere([v.local_copy() for v in training.variables])
+    assert training.optimizer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_skip_is_as_if_the_step_had_not_been(place: tuple[ms.Strategy, str], name: str) -> None:
+    one = Training(place[0], OPTIMIZERS[name], place[1], nonfinite="skip")
+    two = Training(place[0], OPTIMIZERS[name], place[1])
+    for number, value in enumerate([None, np.nan, None, -np.inf, np.inf, None]):
+        if value is None:
+            one.step()
+            two.step()
+            assert one.optimizer.latest_path in ("plain", "buckets")
+        else:
+            before = one.state()
+            one.step(number % SIZE, value, number % 3)
+            assert one.state() == before
+            assert one.optimizer.latest_path == "skipped"
+        assert one.state() == two.state()
+    assert one.optimizer.skipped_steps == 3
+    assert two.optimizer.skipped_steps == 0
+    assert one.optimizer.iterations is not None
+    assert int(one.optimizer.iterations) == 3
+
+
+def test_the_first_step_can_be_skipped(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var, optimizer = ms.Variable(np.ones(3)), Adam(0.1, nonfinite="skip", check_every=1)
+    strategy.run(lambda: optimizer.apply_gradients([(np.full(3, np.nan), var)]))
+    assert var.numpy().tolist() == [1, 1, 1]
+    assert [float(np.sum(v)) for v in optimizer.variables] == [0, 0, 0]
+
+
+def test_warn_makes_the_step_and_says_so_once_on_rank_0(place: tuple[ms.Strategy, str]) -> None:
+    one = Training(place[0], OPTIMIZERS["Adam"], place[1], nonfinite="warn")
+    two = Training(place[0], OPTIMIZERS["Adam"], place[1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            rank = number % SIZE if number in (1, 3) else -1
+            one.step(rank, np.nan, 2, 3)
+            two.step(rank, np.nan, 2, 3)
+    assert one.state() == two.state()
+    mine = [warning for warning in caught if issubclass(warning.category, errors.NonFiniteWarning)]
+    assert len(mine) == (2 if RANK == 0 else 0)
+    for warning, number in zip(mine, (2, 4), strict=False):
+        assert one.variables[2].key in str(warning.message)
+        assert f"(step {number})" in str(warning.message)
+        assert warning.filename == __file__
+    assert issubclass(errors.NonFiniteWarning, RuntimeWarning)
+
+
+@several
+def test_a_warning_that_is_made_an_error_leaves_the_replicas_equal(strategy: ms.Strategy) -> None:
+    training = Training(strategy, OPTIMIZERS["SGD"], nonfinite="warn", check_every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.NonFiniteWarning)
+        ended = outcomes(lambda: training.step(SIZE - 1))
+    assert [one.error is None for one in ended] == [False] + [True] * (SIZE - 1)
+    strategy.assert_mirrored([*training.variables, training.optimizer])
+    assert still_works(strategy)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policy=st.sampled_from(["raise", "skip"]),
+    bad=st.dictionaries(st.integers(0, 3), st.tuples(st.integers(0, SIZE - 1), st.sampled_from(list(KINDS)))),
+    path=st.sampled_from(["plain", "buckets"]),
+    which=st.integers(0, 2),
+)
+def test_all_ranks_decide_alike(
+    strategy: ms.Strategy, policy: str, bad: dict[int, tuple[int, str]], path: str, which: int
+) -> None:
+    training = Training(strategy, OPTIMIZERS["momentum"], path, nonfinite=policy)
+    for number in range(4):
+        rank, kind = bad.get(number, (-1, "NaN"))
+        error = outcomes(lambda r=rank, k=kind: training.step(r, KINDS[k], which))  # type: ignore[misc]
+        expected = errors.NonFiniteError if number in bad and policy == "raise" else None
+        assert {one.error for one in error} == {expected}
+    assert same_everywhere([v.local_copy() for v in (*training.variables, *training.optimizer.variables)])
+    counted = gather_texts(f"{training.optimizer.skipped_steps} {int(training.optimizer.next_step()) - 1}")
+    assert set(counted) == {f"{len(bad) if policy == 'skip' else 0} {4 - len(bad)}"}
+
+
+@several
+def test_sums_that_overflow_and_cancel(strategy: ms.Strategy) -> None:
+    most = np.finfo(np.float32).max
+    with strategy.scope():
+        var, optimizer = ms.Variable(np.zeros(3, np.float32)), SGD(0.1, nonfinite="raise")
+    with np.errstate(over="ignore"):
+        ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(np.full(3, most), var)])))
+    assert {one.error for one in ended} == {errors.NonFiniteError}
+    assert "no rank brought such numbers" in ended[0].text
+    # Infinities of both signs make NaN, not a number that looks fine.
+    mine = np.full(3, np.inf if RANK % 2 else -np.inf, np.float32)
+    ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(mine, var)])))
+    assert {one.error for one in ended} == {errors.NonFiniteError}
+    assert all(f"rank {rank} brought 3 infinite" in ended[0].text for rank in RANKS)
+
+
+def test_large_finite_gradients_pass(strategy: ms.Strategy) -> None:
+    """Their sum over the elements overflows: that is nobody's business."""
+    with strategy.scope():
+        var, optimizer = ms.Variable(np.zeros(1000, np.float32)), SGD(0.1, nonfinite="raise")
+    large = np.full(1000, np.finfo(np.float32).max / (2 * SIZE), np.float32)
+    strategy.run(lambda: optimizer.apply_gradients([(large, var)]))
+    assert optimizer.latest_path == "plain"
+
+
+def test_a_norm_that_overflows(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var, optimizer = ms.Variable(np.zeros(3)), SGD(0.1, nonfinite="raise", global_clipnorm=1.0)
+    with np.errstate(over="ignore"):
+        ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(np.full(3, 1e200), var)])))
+    assert {one.error for one in ended} == {errors.NonFiniteError}
+    assert "global norm" in ended[0].text
+    assert var.numpy().tolist() == [0, 0, 0]
+
+
+def test_sparse_gradients(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var, optimizer = ms.Variable(np.zeros((4, 2))), SGD(0.1, momentum=0.5, nonfinite="raise")
+    values = np.full((1, 2), np.nan if RANK == SIZE - 1 else 1.0)
+    rows = ms.IndexedSlices(values, np.array([1]), (4, 2))
+    ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(rows, var)])))
+    assert {one.error for one in ended} == {errors.NonFiniteError}
+    assert f"(rank {SIZE - 1} brought 2 NaN)" in ended[0].text
+
+
+@several
+def test_mirrored_gradients_that_are_not_what_they_say(strategy: ms.Strategy) -> None:
+    """Nothing is sent of them, so that ranks see different ones; they decide alike nevertheless."""
+    with strategy.scope():
+        var = ms.Variable(np.zeros(3))
+        optimizer = SGD(0.1, aggregation="MEAN", nonfinite="skip")
+    for bad in RANKS:
+        gradient = ms.Mirrored((np.full(3, np.nan if bad == RANK else 1.0),))
+        strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, var)]))  # type: ignore[misc]
+    assert gather_texts(str(optimizer.skipped_steps)) == [str(SIZE)] * SIZE
+    assert var.numpy().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", BFLOAT16, "float32", "float64", "longdouble", "complex64", "complex128"])
+def test_every_dtype(strategy: ms.Strategy, dtype: Any) -> None:
+    with strategy.scope():
+        var, optimizer = ms.Variable(np.zeros((3, 40), dtype)), SGD(0.1, nonfinite="skip")
+    good = np.full((3, 40), 100.0, dtype)
+    bad = good.copy()
+    bad[2, 17] = np.nan
+    for gradient in (good, bad, np.asfortranarray(good), np.asfortranarray(bad)):
+        brought = gradient if RANK == SIZE - 1 else good
+        strategy.run(lambda brought=brought: optimizer.apply_gradients([(brought, var)]))  # type: ignore[misc]
+    assert optimizer.skipped_steps == 2
+    assert optimizer.next_step() == 3
+
+
+@settings(max_examples=60)
+@given(
+    size=st.integers(0, 70_000),
+    dtype=st.sampled_from(["float16", "float32", "float64", "complex64"]),
+    place=st.floats(0, 1, exclude_max=True),
+    kind=st.sampled_from(list(KINDS)),
+    large=st.booleans(),
+)
+def test_one_number_among_many(size: int, dtype: str, place: float, kind: str, large: bool) -> None:
+    array: Array = np.full(size, np.finfo(dtype).max if large else 1, dtype)
+    assert all_finite(array)
+    assert what_is_not(array) == ""
+    if size:
+        array[int(place * size)] = KINDS[kind]
+        assert not all_finite(array)
+        assert not all_finite(array[::-1])
+        assert what_is_not(array) == ("1 NaN" if kind == "NaN" else "1 infinite")
+
+
+@pytest.mark.parametrize("bad", ["Raise", "ignore", "", 1, True, ["skip"]])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_unknown_policy_is_refused_with_the_allowed_ones(name: str, bad: Any) -> None:
+    with pytest.raises(errors.OptionError, match='"raise", "skip", "warn" or None'):
+        OPTIMIZERS[name](nonfinite=bad)
+
+
+@several
+def test_ranks_with_different_policies_do_not_meet(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        var = ms.Variable(np.zeros(3))
+        optimizer = SGD(0.1, nonfinite="raise" if RANK == 0 else None)
+    ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), var)])))
+    assert {one.error for one in ended} == {errors.CollectiveMismatchError}
+    assert "nonfinite=raise" in ended[0].text
+
+
+def test_on_simulated_replicas() -> None:
+    if SIZE > 1:
+        pytest.skip("runs in the session on 1 rank")
+
+    def program() -> int:
+        strategy = ms.MirroredStrategy()
+        me = strategy.replica_id_in_sync_group
+        with strategy.scope():
+            var, optimizer = ms.Variable(np.zeros(3)), SGD(0.1, nonfinite="skip", check_every=1)
+        for step in range(4):
+            gradient = np.full(3, np.nan if (step, me) == (2, 1) else 1.0)
+            strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, var)]))  # type: ignore[misc]
+        return optimizer.skipped_steps
+
+    assert run_replicas(program, 3) == [1, 1, 1]
