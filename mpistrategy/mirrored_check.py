@@ -90,7 +90,7 @@ class MirroredCheck:
                     call.where,
                     found=f"copies that differ in {len(rows)} of {len(numbered)} variables",
                     expected="the same bits on every rank",
-                    fix="\n".join([_FIX, *shown, *more]),
+                    fix="\n".join(["These differ:", *shown, *more, _FIX]),
                 )
 
 

@@ -107,4 +107,4 @@ def warn_of(trouble: str, where: str, step: int, rank: int) -> None:
     if rank == 0:
         file, _, line = call_site().text.rpartition(":")
         text = f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {step})"
-        warnings.warn_explicit(text, NonFiniteWarning, file, int(line or 1))
+        warnings.warn_explicit(text, NonFiniteWarning, file or "?", int(line) if line.isdigit() else 1)

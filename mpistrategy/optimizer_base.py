@@ -294,9 +294,9 @@ class Optimizer(GradientPlaces):
         return trouble
 
     def _check_mirrored(self, strategy: Strategy) -> None:
-        own = [*self._slots.everything()[0], *self.variables]
-        mirrored = [var for var in own if is_mirrored(var)]
-        strategy.assert_mirrored(mirrored)
+        mirrored = [var for var in (*self._slots.everything()[0], *self.variables) if is_mirrored(var)]
+        if mirrored:
+            strategy.assert_mirrored(mirrored)
 
     def _update_in_place(
         self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None]

@@ -150,12 +150,12 @@ def test_several_that_differ_are_listed_and_many_are_counted(strategy: ms.Strate
     assert "copies that differ in 22 of 25 variables" in text
     assert "  part3 (variable" in text
     assert "part13" not in text
-    assert text.endswith("  and 12 more")
+    assert text.splitlines()[-2] == "  and 12 more"
     if SIZE >= 3:
         assert f"rank 0 differs from the majority ({ranks_in_words(RANKS[1:])})" in text
     for rank in RANKS:
         flip(strategy, many[0], rank + 1, (rank,))
-    row = told_everywhere(lambda: strategy.assert_mirrored([many[0]])).splitlines()[-1]
+    row = told_everywhere(lambda: strategy.assert_mirrored([many[0]])).splitlines()[-2]
     assert "no majority" in row
     assert row.count("rank ") == SIZE
 

@@ -105,5 +105,5 @@ def test_every_error_has_four_parts_and_a_builtin_base(kind: type[errors.MpiStra
     error = kind.at("place", found="this", expected="that", fix="Do so.")
     assert str(error) == "place: found this; expected that. Do so."
     assert isinstance(error, ms.errors.MpiStrategyError)
-    builtin = (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError)
+    builtin = (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError, FloatingPointError)
     assert kind is errors.MpiStrategyError or isinstance(error, builtin)
