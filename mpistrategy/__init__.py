@@ -17,6 +17,7 @@ from mpistrategy.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     MpiAllReduce,
+    OrderedAllReduce,
     ReductionToOneDevice,
 )
 from mpistrategy.datasets import Dataset
@@ -62,6 +63,7 @@ __all__ = [
     "MirroredStrategy",
     "MpiAllReduce",
     "OneDeviceStrategy",
+    "OrderedAllReduce",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",

@@ -158,6 +158,7 @@ def _of_leaves(
     communicator = wire.on(extended.communicator, options.wire)
     parts = [checked_component(each, op, _WHERE) for each in values]
     dense = [part for part in parts if isinstance(part, np.ndarray)]
+    algorithm.check_values(parts, op, _WHERE)
     reduction, kind = algorithm.list_reduction(communicator, parts, op, options), op.on_the_wire
     if reduction is None:
         packs = packing.plan(dense, options.bytes_per_pack, algorithm.num_packs)

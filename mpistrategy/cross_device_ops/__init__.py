@@ -3,6 +3,13 @@
 from mpistrategy.cross_device_ops.all_reduce import MpiAllReduce
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.hierarchical import HierarchicalCopyAllReduce
+from mpistrategy.cross_device_ops.ordered import OrderedAllReduce
 from mpistrategy.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 
-__all__ = ["CrossDeviceOps", "HierarchicalCopyAllReduce", "MpiAllReduce", "ReductionToOneDevice"]
+__all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "MpiAllReduce",
+    "OrderedAllReduce",
+    "ReductionToOneDevice",
+]

@@ -7,7 +7,7 @@ meetings, one of which is the check of the call; every other way copies more or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,9 @@ from mpistrategy.mpi.replicas import combine
 from mpistrategy.mpi.shared_memory import ALIGNMENT
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.window import share
+
+#: `mpistrategy.mpi.replicas.combine`, or what does the same in another order.
+Combination = Callable[[Sequence[Array], Sequence[Array], str, int, tuple[int, int]], None]
 
 
 class BlockReduction:
@@ -30,11 +33,20 @@ class BlockReduction:
         packs: what is reduced.
         op: "SUM", "MIN", "MAX" or "PROD".
         divisors: what the sum of each pack is divided by.
+        combination: how the blocks are combined.
     """
 
-    def __init__(self, communicator: Communicator, packs: Sequence[Pack], op: str, divisors: Sequence[int]) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        packs: Sequence[Pack],
+        op: str,
+        divisors: Sequence[int],
+        combination: Combination = combine,
+    ) -> None:
         self._communicator = communicator
         self._op = op
+        self._combine = combination
         self._quiet = quiet_runner()
         self._places: list[_Place] = []
         self._sizes: list[int] = []
@@ -83,7 +95,7 @@ class BlockReduction:
             arrays = targets.copy()
             arrays[ranks.local_rank] = source
             # Overflow gives inf, as in MPI; NumPy would warn on the one rank that computes the element.
-            self._quiet(combine, arrays, targets, self._op, place.divisor, place.own)
+            self._quiet(self._combine, arrays, targets, self._op, place.divisor, place.own)
         ranks.node_barrier()
         return [(place.pack, place.of(mine[place.block])) for place in self._places]
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array, wire_dtype
-from mpistrategy.cross_device_ops.block_reduction import BlockReduction
+from mpistrategy.cross_device_ops.block_reduction import BlockReduction, Combination
 from mpistrategy.cross_device_ops.cell_program import CellProgram, fits
 from mpistrategy.cross_device_ops.mean import finish, rounded
 from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Member, Pack, plan_layouts
 from mpistrategy.mpi.paths import Way
+from mpistrategy.mpi.replicas import combine
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 
@@ -26,15 +27,19 @@ _FEW_ELEMENTS = 64
 
 
 def dense_reduction(
-    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float = 0
+    communicator: Communicator,
+    layouts: tuple[Layout, ...],
+    op: ReduceOp,
+    bytes_per_pack: float = 0,
+    kind: type[DenseReduction] | None = None,
 ) -> DenseReduction:
-    """Return the reduction of arrays of these layouts; the same object the next time."""
-    key = (layouts, op, bytes_per_pack)
+    """Return the reduction of arrays of these layouts, of a `kind`; the same object the next time."""
+    key = (layouts, op, bytes_per_pack, kind)
     known: DenseReduction | None = communicator.compiled.get(key)
     if known is None:
         if len(communicator.compiled) >= _REMEMBERED:
             communicator.compiled.clear()
-        known = communicator.compiled[key] = DenseReduction(communicator, layouts, op, bytes_per_pack)
+        known = communicator.compiled[key] = (kind or DenseReduction)(communicator, layouts, op, bytes_per_pack)
     return known
 
 
@@ -45,6 +50,11 @@ class DenseReduction:
         program: how a small list travels in the cells; None for others.
         packs: the buffers of the others: several small arrays, or one large one.
     """
+
+    #: Whether small lists travel in the cells, where they are combined in rank order.
+    uses_cells = True
+    #: How the ranks' blocks are combined.
+    combination: Combination = staticmethod(combine)
 
     def __init__(
         self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float = 0
@@ -59,7 +69,7 @@ class DenseReduction:
         self.program: CellProgram | None = None
         self.packs: tuple[Pack, ...] = ()
         cells = communicator.cells
-        if cells is not None and fits(cells, layouts):
+        if self.uses_cells and cells is not None and fits(cells, layouts):
             self.program = CellProgram(cells, layouts, op.on_the_wire)
         else:
             self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
@@ -68,7 +78,7 @@ class DenseReduction:
         self._blocks: BlockReduction | None = None
         if communicator.blocks is not None and set(self._ways()) == {"window"}:
             divisors = [self._divisor(pack.dtype) for pack in self.packs]
-            self._blocks = BlockReduction(communicator, self.packs, op.on_the_wire, divisors)
+            self._blocks = BlockReduction(communicator, self.packs, op.on_the_wire, divisors, self.combination)
         #: Lone numbers in blocks, and in packs: their results must not keep so much memory.
         self._numbers = [m.index for p in self.packs for m in p.members if m.stop - m.start == 1]
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
@@ -141,8 +151,12 @@ class DenseReduction:
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for dtype, those in pairs.items():
-            self._communicator.allreduce_many(those, self._op.on_the_wire, self._divisor(dtype), self._nbytes)
+            self.reduce_pairs(those, dtype)
         return self._finished(results, self._lone)
+
+    def reduce_pairs(self, pairs: Sequence[tuple[Array, Array]], dtype: np.dtype[Any]) -> None:
+        """Write the combination of each source into its target: pairs of flat arrays of one dtype."""
+        self._communicator.allreduce_many(pairs, self._op.on_the_wire, self._divisor(dtype), self._nbytes)
 
     def run_in_blocks(self) -> list[Array] | None:
         """Do what `run` does where all ranks have brought their arrays into blocks; None elsewhere, on all ranks."""

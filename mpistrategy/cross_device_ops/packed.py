@@ -94,6 +94,15 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 sums[index] = view
         return sums
 
+    def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
+        """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
+
+    def reduce_slices(
+        self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
+    ) -> IndexedSlices:
+        """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
+        return sparse.concatenate(communicator, slices, op, call)
+
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
@@ -113,6 +122,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             communicator: Communicator = wire.on(ranks, options.wire)
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             values = [checked_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            self.check_values(values, reduce_op, call.where)
             reduction = None
             everywhere = all(target is EVERY_RANK for target in targets)
             if everywhere:
@@ -138,7 +148,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                     results[i] = finish(total, values[i].dtype, reduce_op, communicator.size) if here else None
             for i, value in enumerate(values):
                 if isinstance(value, IndexedSlices):
-                    results[i] = sparse.concatenate(communicator, value, reduce_op, call)
+                    results[i] = self.reduce_slices(communicator, value, reduce_op, call)
                 elif isinstance(value, Mirrored):
                     results[i] = value.values[0] if value.values else None
             return [mirrored(r, target, communicator) for r, target in zip(results, targets, strict=True)]

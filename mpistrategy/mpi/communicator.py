@@ -253,6 +253,15 @@ class MpiCommunicator:
         for root, target in enumerate(blocks):
             self.bcast(target, root)
 
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+        """Send ``counts[r]`` elements of `sent`, one part after another, to rank r; any dtype, less than 2 GiB.
+
+        The row of `received` with a rank's number gets what that rank sends here: ``counts[rank]`` elements each.
+        """
+        out = [count * sent.itemsize for count in counts]
+        into = [out[self.rank]] * self.size
+        self._comm.Alltoallv([buffers.as_bytes(sent), out], [buffers.as_bytes(received), into])
+
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
         return [text] if self._control is None else self._control.allgather_text(text)

@@ -7,7 +7,7 @@ from typing import Literal
 
 #: Which way `Communicator.allreduce` takes: none (one rank), between threads, through the window of the node, within
 #: and between nodes, by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may want instead.
-Way = Literal["none", "threads", "window", "blocks", "across", "mpi", "root"]
+Way = Literal["none", "threads", "window", "blocks", "across", "mpi", "root", "exchange"]
 
 
 @dataclass(frozen=True)

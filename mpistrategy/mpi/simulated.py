@@ -199,6 +199,12 @@ class SimulatedCommunicator:
         """Copy every rank's `block` into ``blocks[rank]`` on every rank."""
         _fill(blocks, self._meeting.exchange(self.rank, "allgatherv", block.copy()))
 
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+        """Send ``counts[r]`` elements of `sent` to rank r; each row of `received` gets what that rank sends here."""
+        start = sum(counts[: self.rank])
+        everything = self._meeting.exchange(self.rank, "alltoallv", sent.copy())
+        _fill(list(received), [theirs[start : start + counts[self.rank]] for theirs in everything])
+
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
         return list(self._meeting.exchange(self.rank, "allgather_text", text))

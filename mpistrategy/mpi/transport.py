@@ -85,6 +85,12 @@ class Communicator(Protocol):
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on every rank; any dtype, sizes may differ."""
 
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+        """Send ``counts[r]`` elements of `sent`, one part after another, to rank r; any dtype.
+
+        The row of `received` with a rank's number gets what that rank sends here: ``counts[rank]`` elements each.
+        """
+
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order; for shapes and the like, never for data."""
 
@@ -163,6 +169,10 @@ class SingleCommunicator:
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
         """Copy `block` to the only place there is."""
         blocks[0][...] = block
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+        """Copy `sent` to the only place there is."""
+        received[0] = sent
 
     def allgather_text(self, text: str) -> list[str]:
         """Return the only text there is."""
