@@ -137,9 +137,7 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
             way = f"by MPI's Allreduce, in {_pieces(alike, paths.piece_bytes, 'piece')}"
             moved = f"each rank sends at least {size_in_words(2 * (ground.size - 1) / ground.size * nbytes)}"
         case "exchange":
-            way = (
-                f"by exchange: each rank gets 1/{ground.size} of all ranks' values, combines them, and sends the result"
-            )
+            way = f"by exchange: each rank gets 1/{ground.size} of all values, combines them and sends the result"
             moved = f"each rank sends {size_in_words(2 * (ground.size - 1) / ground.size * nbytes)}"
         case "root":
             way = "by MPI's Reduce to one rank, and from there by Bcast"
