@@ -25,6 +25,8 @@ from mpistrategy.values import IndexedSlices
 
 #: So much of a buffer is exchanged at a time where the ranks do not share memory; as much is needed besides.
 _PIECE_BYTES = 8 * 2**20
+#: Up to so much of a result is sent in one call, and more in one for each rank.
+_GATHERED_BYTES = 64 * 2**10
 
 
 class OrderedAllReduce(PackedCrossDeviceOps):
@@ -141,14 +143,17 @@ def exchange_and_combine(
         result = wanted[start : start + step]
         parts = [share(result.size, other, size, result.itemsize) for other in range(size)]
         counts = [stop - first for first, stop in parts]
-        received = np.empty((size, counts[rank]), result.dtype)
+        received = communicator.pool.take(result.dtype, (size, counts[rank]))
         communicator.alltoallv(brought[start : start + step], counts, received)
-        own = np.empty(counts[rank], result.dtype)
-        with np.errstate(all="ignore"):
-            combine_ordered(list(received), [own], op, 1, (0, own.size))
         places = [result[first:stop] for first, stop in parts]
+        with np.errstate(all="ignore"):
+            combine_ordered(list(received), [places[rank]], op, 1, (0, counts[rank]))
+        del received  # the next piece takes the same memory
         root = destination.only_rank
-        if root is None:
-            communicator.allgatherv(own, places)
-        else:
-            communicator.gatherv(own, places if rank == root else None, root)
+        if root is not None:
+            communicator.gatherv(places[rank], places if rank == root else None, root)
+        elif result.nbytes <= _GATHERED_BYTES:
+            communicator.allgatherv(places[rank], places)
+        else:  # MPI's Allgatherv is slow with much on a node
+            for other, place in enumerate(places):
+                communicator.bcast(place, other)

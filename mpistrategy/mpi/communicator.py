@@ -254,13 +254,17 @@ class MpiCommunicator:
             self.bcast(target, root)
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
-        """Send ``counts[r]`` elements of `sent`, one part after another, to rank r; any dtype, less than 2 GiB.
+        """Send ``counts[r]`` elements of `sent`, one part after another, to rank r; any dtype.
 
         The row of `received` with a rank's number gets what that rank sends here: ``counts[rank]`` elements each.
         """
-        out = [count * sent.itemsize for count in counts]
-        into = [out[self.rank]] * self.size
-        self._comm.Alltoallv([buffers.as_bytes(sent), out], [buffers.as_bytes(received), into])
+        # Not MPI's Alltoallv: on a node MPICH's takes 30 times as long for megabytes.
+        parts = np.split(sent, np.cumsum(counts)[:-1])
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        requests = [request for other in others for request in self.irecv(received[other], other, 0)]
+        requests += [request for other in others for request in self.isend(parts[other], other, 0)]
+        received[self.rank] = parts[self.rank]
+        MPI.Request.Waitall(requests)
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
