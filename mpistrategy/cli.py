@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mpistrategy
+from mpistrategy import run
 from mpistrategy.bench import command as bench
 
 
@@ -27,6 +28,7 @@ class Command:
 
 COMMANDS = {
     "bench": Command("measure collectives and steps beside what one would use instead", bench.add_options, bench.run),
+    "run": Command("run a program on every rank, in place of python", run.add_options, run.run),
 }
 
 

@@ -100,7 +100,7 @@ class CopyError(MpiStrategyError, RuntimeError):
 
 
 class LaunchError(MpiStrategyError, RuntimeError):
-    """MPI is missing or cannot be started."""
+    """MPI is missing or cannot be started, or the ranks were not started as one job of equal programs."""
 
 
 class FallbackWarning(UserWarning):

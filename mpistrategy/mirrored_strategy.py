@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.cross_device_ops import CrossDeviceOps
-from mpistrategy.errors import LaunchError, MpiStrategyError, OptionTypeError
+from mpistrategy.errors import MpiStrategyError, OptionTypeError
 from mpistrategy.extended import StrategyExtended
 from mpistrategy.mpi import faults, simulated
+from mpistrategy.mpi.launch import no_mpi
 from mpistrategy.mpi.simulated import SimulatedCommunicator
 from mpistrategy.mpi.topology import choose_device
 from mpistrategy.options import CommunicationOptions
@@ -32,7 +33,8 @@ class MirroredStrategy(Strategy):
         communication_options: the default options of every collective.
 
     Raises:
-        LaunchError: when no MPI library can be loaded.
+        LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
+            when the ranks run different versions of Python or of this package.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
         OptionTypeError: for arguments of the wrong type.
         OptionError: for a malformed plan in MPISTRATEGY_INJECT.
@@ -69,6 +71,7 @@ class MirroredStrategy(Strategy):
                     "create a strategy",
                     op=getattr(cross_device_ops, "configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
+                    options=f"devices={'given' if devices else 'automatic'}",
                 )
             ranks.share_device(device)
         except MpiStrategyError:
@@ -84,11 +87,5 @@ def _connect(comm: Any) -> MpiCommunicator | SimulatedCommunicator:
     try:
         from mpistrategy.mpi.communicator import MpiCommunicator
     except (ImportError, RuntimeError) as error:
-        raise LaunchError.at(
-            "MirroredStrategy",
-            found=f"no MPI library ({error})",
-            expected="an MPI that mpi4py can load",
-            fix="Load your cluster's MPI module, or install one: pip install 'mpistrategy[mpich]'. "
-            "OneDeviceStrategy needs no MPI.",
-        ) from error
+        raise no_mpi("MirroredStrategy", error) from error
     return MpiCommunicator(comm)

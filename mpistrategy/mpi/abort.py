@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.guard import PATIENCE_SECONDS, Guard, growing_pauses
 
-_INTERRUPTED = 130
+#: The status of a program that Ctrl-C has ended, as shells count.
+INTERRUPTED = 130
 _PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FORWARDING_SECONDS = 0.2
 
@@ -34,12 +35,15 @@ class _Watch:
         self.rank, self.size, self._abort, self.mpi_is_over = rank, size, abort, mpi_is_over
         self.open: dict[Guard, Callable[[], None]] = {}
         self.exit_status = 0
+        self.known_status: int | None = None
         self.last_words = ""
         self.pid = os.getpid()
         self._bottom = _bottom_frame()
 
     def status(self) -> int:
         """Return the status with which the program ends, as far as Python lets us know."""
+        if self.known_status is not None:
+            return self.known_status
         if getattr(sys, "last_value", None) is not None:  # set before any excepthook runs
             return 1
         return self.exit_status if _was_unwound(self._bottom) else 0
@@ -53,7 +57,8 @@ class _Watch:
     def abort(self, status: int) -> NoReturn:
         # MPI_Abort kills the launcher's helpers, and with them whatever they have not yet read from our pipes.
         time.sleep(_FORWARDING_SECONDS)
-        self._abort(status)
+        if not self.mpi_is_over():
+            self._abort(status)
         # Under srun MPI_Abort may return before Slurm has killed us; nothing of ours may run any more.
         os._exit(status)
 
@@ -62,17 +67,24 @@ class _Watch:
         self.say(f"ended with status {status} while other ranks go on: the whole job ends here.")
         self.abort(status)
 
-    def end_job(self, error: BaseException, kind: type[BaseException], trace: TracebackType | None, where: str) -> None:
-        self.say(_in_words(kind, error, trace))
+    def end_job(
+        self,
+        error: BaseException,
+        kind: type[BaseException],
+        trace: TracebackType | None,
+        where: str,
+        status: int = 1,
+    ) -> None:
+        self.say(in_words(kind, error, trace))
         self.say(f"{kind.__name__} was not caught{where}: the whole job ends here.")
-        self.abort(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+        self.abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else status)
 
 
-def _in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+def in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
     """Return the traceback; of an error of ours without the frames inside this package, which say nothing to a user."""
     report = traceback.TracebackException(kind, error, trace)
     theirs = [frame for frame in report.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
-    if isinstance(error, MpiStrategyError) and theirs and not os.environ.get("MPISTRATEGY_FULL_TRACEBACK"):
+    if isinstance(error, MpiStrategyError | SystemExit) and theirs and not os.environ.get("MPISTRATEGY_FULL_TRACEBACK"):
         report.stack = traceback.StackSummary.from_list(theirs)
         if report.__cause__ is None:
             report.__suppress_context__ = True
@@ -96,6 +108,13 @@ def watch(
         _watch = _Watch(rank, size, abort, mpi_is_over)
         _install(_watch)
     _watch.open[guard] = free
+
+
+def note_end(status: int, last_words: str = "") -> None:
+    """Say with which status the program ends, where somebody knows: `mpistrategy run` does."""
+    if _watch is not None:
+        _watch.known_status = status
+        _watch.last_words = last_words
 
 
 def forget(guard: Guard) -> None:
@@ -125,8 +144,27 @@ def _install(state: _Watch) -> None:
 
     sys.excepthook = uncaught
     threading.excepthook = uncaught_in_thread
+    _watch_atexit(state)
     _replace_exit(state)
     atexit.register(_say_goodbye, state)
+
+
+def _watch_atexit(state: _Watch) -> None:
+    """Make an exception in an atexit callback end the job: Python only mentions it, and ends with status 0."""
+    previous_hook = sys.unraisablehook
+
+    def ignored(args: sys.UnraisableHookArgs) -> None:
+        error, kind = args.exc_value, args.exc_type
+        code = status_of(error.code) if isinstance(error, SystemExit) else 1
+        at_the_end = "atexit callback" in (args.err_msg or "")
+        if not at_the_end or error is None or not code or os.getpid() != state.pid or state.mpi_is_over():
+            previous_hook(args)
+            return
+        if previous_hook is not sys.__unraisablehook__:
+            previous_hook(args)
+        state.end_job(error, kind, args.exc_traceback, " in an atexit callback", code)
+
+    sys.unraisablehook = ignored
 
 
 def _replace_exit(state: _Watch) -> None:
@@ -137,7 +175,7 @@ def _replace_exit(state: _Watch) -> None:
         if threading.current_thread() is threading.main_thread():
             stack = "".join(traceback.format_stack(sys._getframe(1)))
             state.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
-            state.exit_status = _status(status)
+            state.exit_status = status_of(status)
         raise SystemExit(status)
 
     sys.exit = leave
@@ -163,7 +201,8 @@ def _was_unwound(frame: FrameType | None) -> bool:
     return not opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
-def _status(code: Any) -> int:
+def status_of(code: Any) -> int:
+    """Return the status of `SystemExit(code)`."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1

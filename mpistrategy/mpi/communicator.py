@@ -1,4 +1,4 @@
-"""The transport over real MPI.  Only this file and `control_channel` import mpi4py.MPI.
+"""The transport over real MPI.  Only this file, `control_channel` and `world` import mpi4py.MPI.
 
 Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever pickled.
 """
@@ -16,13 +16,14 @@ from mpi4py import MPI
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
-from mpistrategy.mpi import abort, buffers
+from mpistrategy.mpi import abort, buffers, world
 from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across, lanes_of
 from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import ControlChannel, Guard
+from mpistrategy.mpi.launch import Introduction, introductions
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
 from mpistrategy.mpi.path_files import agreed, library_name
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
@@ -59,6 +60,7 @@ class MpiCommunicator:
                 found=f"communicator={comm!r}",
                 expected="an mpi4py intracommunicator, or None for all ranks",
             )
+        world.check("MirroredStrategy", comm)
         try:
             self._comm: MPI.Intracomm = comm.Dup()
         except MPI.Exception as error:
@@ -77,11 +79,11 @@ class MpiCommunicator:
             self._inside = self._comm.Split(node_key, self.rank)
         self.local_rank: int = self._inside.rank
         self.local_size: int = self._inside.size
-        mine = f"{self.text_of_leader(str(self.rank))}:{','.join(map(str, cores()))}"
-        texts = [text.partition(":") for text in self.allgather_text(mine)]
-        leaders = [int(leader) for leader, _, _ in texts]
-        self.node_of = tuple(sorted(set(leaders)).index(leader) for leader in leaders)
-        self._cores = len({core for at, _, them in texts if int(at) == leaders[self.rank] for core in them.split(",")})
+        leader = int(self.text_of_leader(str(self.rank)))
+        ranks = self._introduce(Introduction.of_this_rank(self.size, leader, self.local_size, sorted(cores())))
+        leaders = sorted({each.leader for each in ranks})
+        self.node_of = tuple(leaders.index(each.leader) for each in ranks)
+        self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
         self.library = library_name(MPI.Get_library_version())
         self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
@@ -104,10 +106,22 @@ class MpiCommunicator:
         self.engine: Any = None
         self._links: list[_Group] = []
         self.max_count = buffers.MAX_COUNT
-        if MPI.COMM_WORLD.size > 1:
-            abort.watch(
-                self.guard, self.free, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, MPI.COMM_WORLD.Abort, MPI.Is_finalized
-            )
+        world.watch(self.guard, self.free)
+
+    def _introduce(self, me: Introduction) -> list[Introduction]:
+        """Return what all ranks say about themselves.
+
+        Raises:
+            LaunchError: on every rank, when they do not fit together; nothing is left of the communicator then.
+        """
+        try:
+            return introductions(self.allgather_text(me.text()))
+        except LaunchError:
+            if self._control is not None:
+                self._control.close()
+            self._inside.Free()
+            self._comm.Free()
+            raise
 
     def _share_node_memory(self) -> MpiControlChannel | CellChannel:
         """Make the cells and the window of this node; return the channel on which the ranks compare their calls."""

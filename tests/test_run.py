@@ -1,0 +1,272 @@
+"""`mpistrategy run`: a drop-in for `python`, and the end of one rank is the end of the job from the first line on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+
+Launch = Callable[..., launching.Finished]
+
+RUN = ["-m", "mpistrategy", "run"]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def alone(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one python without a launcher."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(launching.LAUNCHER_PREFIXES)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=kept | {"PYTHONPATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+# ------------------------------------------------------------------------------------- as under python
+
+WHO_AM_I = """
+import sys
+main = sys.modules["__main__"]
+print(sys.argv, sys.path[0], __name__, __file__, __package__, __doc__, __cached__ is None, type(__loader__).__name__)
+print(__spec__ and (__spec__.name, __spec__.parent), vars(main) is globals(), main.__name__)
+"""
+ENDS = {
+    "the end": "print('done')",
+    "exit 3": "import sys\nsys.exit(3)",
+    "exit with words": "raise SystemExit('the reason')",
+    "exit None": "raise SystemExit",
+    "exception": "def f():\n    raise ValueError('the reason')\nf()",
+    "chained exception": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('why') from error",
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+    "syntax error": "def f(:\n    pass",
+    "failing import": "import no_such_module_at_all",
+    "a hook": "import sys\nsys.excepthook = lambda kind, *rest: print('mine', kind.__name__)\n1 / 0",
+    "an atexit callback": "import atexit\natexit.register(print, 'bye')",
+    "os._exit": "import os\nos._exit(5)",
+}
+
+
+@pytest.fixture
+def folder(launch: Launch, tmp_path: Path) -> Path:
+    """A folder with programs in it; needs `launch` only since one rank is enough."""
+    (tmp_path / "who.py").write_text(WHO_AM_I)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "__main__.py").write_text(WHO_AM_I)
+    (tmp_path / "package" / "broken.py").write_text("import no_such_module_at_all")
+    (tmp_path / "link.py").symlink_to(tmp_path / "package" / "__main__.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "who.py a --timeout -h",
+        "./who.py -- x",
+        "link.py",
+        "-m who a -c b",
+        "-m package --only",
+        "package",
+        "-m package.broken",
+        "-m no_such_module_at_all",
+        "-m package.none",
+        "-m who.none",
+        "none.py",
+    ],
+)
+def test_programs_are_found_and_named_as_by_python(folder: Path, arguments: str) -> None:
+    theirs = alone(*arguments.split(), cwd=folder)
+    ours = alone(*RUN, *arguments.split(), cwd=folder)
+    assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout), ours.stderr
+    # Python shows its own way to a module; of ours nothing is to be seen.
+    said = re.sub(r'  File "<frozen runpy>".*\n', "", theirs.stderr)
+    assert ours.stderr == said
+
+
+def test_a_text_runs_as_by_python(folder: Path) -> None:
+    text = "import sys; print(sys.argv, sys.path[0], __name__, '__file__' in globals()); sys.exit(4)"
+    theirs, ours = (alone(*head, "-c", text, "a", "-b", cwd=folder) for head in ([], RUN))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (4, theirs.stdout, "")
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_program_ends_as_by_python(folder: Path, how: str) -> None:
+    (folder / "ends.py").write_text(ENDS[how])
+    theirs, ours = (alone(*head, "ends.py", cwd=folder) for head in ([], RUN))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ("", "name one program"),
+        ("-m", "expected"),
+        ("--timeout 0 who.py", "'0' is no positive number of seconds"),
+        ("--timeout many who.py", "'many' is no positive number of seconds"),
+        ("--timeout inf who.py", "'inf' is no positive number of seconds"),
+        ("--chek all who.py", "unrecognized arguments: --chek"),
+    ],
+)
+def test_what_is_refused(folder: Path, arguments: str, what: str) -> None:
+    job = alone(*RUN, *arguments.split(), cwd=folder)
+    assert job.returncode == 2
+    assert what in job.stderr or "name one program" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_options_become_variables(folder: Path) -> None:
+    job = alone(*RUN, "--timeout", "2.5", "-c", "import os; print(os.environ['MPISTRATEGY_TIMEOUT'])")
+    assert (job.returncode, job.stdout, job.stderr) == (0, "2.5\n", "")
+
+
+def test_sigquit_shows_the_stacks_and_the_program_goes_on(folder: Path) -> None:
+    text = "import os, signal\ndef here():\n    os.kill(os.getpid(), signal.SIGQUIT)\nhere()\nprint('on')"
+    job = alone(*RUN, "-c", text)
+    assert (job.returncode, job.stdout) == (0, "on\n")
+    assert re.search(r'File "<string>", line \d in here', job.stderr), job.stderr
+
+
+def test_a_signal_that_kills_shows_the_stack(folder: Path) -> None:
+    job = alone(*RUN, "-c", "import os, signal\ndef here():\n    os.kill(os.getpid(), signal.SIGSEGV)\nhere()")
+    # Open MPI catches the signal, and shows its own stack.
+    assert job.returncode in (-signal.SIGSEGV, -signal.SIGABRT)
+    assert "in here" in job.stderr, job.stderr
+
+
+# ------------------------------------------------------------------------------------- the end of one of two ranks
+
+PROGRAM = """
+import atexit, os, signal, sys, threading, time
+from mpi4py import MPI
+rank, phase = MPI.COMM_WORLD.rank, {phase!r}
+
+def broken():
+    raise ValueError("the reason")
+
+def fail(*given):
+    with open(os.environ["WHEN"], "w") as file:
+        file.write(repr(time.time()))
+    {fail}
+
+is_bad = rank == {bad}
+if phase == "import" and is_bad:
+    fail()
+import mpistrategy as ms
+strategy = ms.MirroredStrategy()
+strategy.reduce("SUM", 1.0)
+if is_bad and phase == "scope":
+    with strategy.scope():
+        fail()
+if is_bad and phase == "run":
+    strategy.run(fail)
+if is_bad and phase == "merge_call":
+    strategy.run(lambda: ms.get_replica_context().merge_call(fail))
+if is_bad and phase == "atexit":
+    atexit.register(fail)
+    sys.exit()
+{wait}
+"""
+WAITS = ["MPI.COMM_WORLD.Barrier()", 'strategy.reduce("SUM", 1.0)', "time.sleep(30)"]
+# What the bad rank does, the status of the job, the last line of its traceback.
+FAILURES = {
+    "ValueError": ('raise ValueError("the reason")', 1, "ValueError: the reason"),
+    "sys.exit(3)": ("sys.exit(3)", 3, "SystemExit: 3"),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    "thread": (
+        "threading.Thread(target=broken, name='worker').start(); time.sleep(30)",
+        1,
+        # Python 3.12 starts no thread at that point any more
+        r"(ValueError: the reason|RuntimeError: can't create new thread at interpreter shutdown)",
+    ),
+}
+PHASES = ["import", "scope", "run", "merge_call", "atexit"]
+MATRIX = [
+    (how, phase, (row + column) % 2, WAITS[(row + 2 * column) % 3])
+    for row, how in enumerate(FAILURES)
+    for column, phase in enumerate(PHASES)
+]
+
+
+def start(launch: Launch, tmp_path: Path, source: str, ranks: int = 2) -> tuple[launching.Finished, float]:
+    """Run a program, and return also how many seconds after its failure the job had ended."""
+    when = tmp_path / "when"
+    program = launching.program(source, tmp_path)
+    job = launch(ranks, [*RUN, program], timeout=20, env={"WHEN": str(when)})
+    return job, time.time() - float(when.read_text()) if when.exists() else 0.0
+
+
+@pytest.mark.parametrize(("how", "phase", "bad", "wait"), MATRIX, ids=[f"{h}-{p}-{b}" for h, p, b, _ in MATRIX])
+def test_one_rank_ends_and_the_job_ends(
+    launch: Launch, tmp_path: Path, how: str, phase: str, bad: int, wait: str
+) -> None:
+    code, status, last = FAILURES[how]
+    job, seconds = start(launch, tmp_path, PROGRAM.format(phase=phase, fail=code, bad=bad, wait=wait))
+    assert (tmp_path / "when").exists(), f"it never came so far: {job}"
+    assert seconds < 5, job
+    assert job.returncode == status, job
+    lines = job.stderr.splitlines()
+    assert lines[0] == f"[rank {bad}/2] Traceback (most recent call last):", job
+    end = next(number for number, line in enumerate(lines) if re.fullmatch(rf"\[rank {bad}/2\] {last}", line))
+    told = "\n".join(lines[:end])
+    assert ", in broken" in told or ", in fail" in told, job
+    assert "mpistrategy/run.py" not in told, "frames that say nothing to the user"
+    assert "runpy" not in told
+
+
+@pytest.mark.parametrize("wait", WAITS[:2])
+def test_a_system_exit_that_is_written_out(launch: Launch, tmp_path: Path, wait: str) -> None:
+    source = PROGRAM.format(phase="scope", fail="raise SystemExit(3)", bad=1, wait=wait)
+    job, seconds = start(launch, tmp_path, source)
+    assert job.returncode == 3, job
+    assert seconds < 5
+    assert "[rank 1/2] SystemExit: 3" in job.stderr, job
+
+
+@pytest.mark.parametrize("end", ["os._exit(4)", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_a_rank_that_is_gone(launch: Launch, tmp_path: Path, end: str) -> None:
+    job, seconds = start(launch, tmp_path, PROGRAM.format(phase="import", fail=end, bad=1, wait=WAITS[0]))
+    assert job.returncode != 0, job
+    assert seconds < 5
+
+
+def test_a_hook_of_the_programs_own_hides_nothing(launch: Launch, tmp_path: Path) -> None:
+    source = PROGRAM.format(
+        phase="import", fail="sys.excepthook = lambda *error: print('mine'); broken()", bad=0, wait=WAITS[0]
+    )
+    job, seconds = start(launch, tmp_path, source)
+    assert job.returncode == 1, job
+    assert seconds < 5
+    assert "[rank 0/2] ValueError: the reason" in job.stderr, job
+
+
+def test_all_ranks_exit_together_without_a_word(launch: Launch, tmp_path: Path) -> None:
+    job, _ = start(launch, tmp_path, "import sys\nsys.exit(7)")
+    assert job.returncode == 7, job
+    assert "rank" not in job.stderr.partition("---")[0].partition("===")[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import mpistrategy as ms\ns = ms.MirroredStrategy()\nassert s.reduce('SUM', 1.0) == 3\n",
+        "import sys\ntry:\n    sys.exit(3)\nexcept SystemExit:\n    pass\n",
+        "from mpi4py import MPI\nMPI.Finalize()\n",
+    ],
+    ids=["a strategy", "a caught exit", "MPI is over"],
+)
+def test_a_normal_end_is_status_0_and_says_nothing(launch: Launch, tmp_path: Path, source: str) -> None:
+    job, _ = start(launch, tmp_path, source, 3)
+    assert (job.returncode, job.stderr.strip()) == (0, ""), job
