@@ -47,7 +47,6 @@ ENDS = {
     "the end": "print('done')",
     "exit 3": "import sys\nsys.exit(3)",
     "exit with words": "raise SystemExit('the reason')",
-    "exit None": "raise SystemExit",
     "exception": "def f():\n    raise ValueError('the reason')\nf()",
     "chained exception": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('why') from error",
     "KeyboardInterrupt": "raise KeyboardInterrupt",
@@ -113,7 +112,7 @@ def test_a_program_ends_as_by_python(folder: Path, how: str) -> None:
     ("arguments", "what"),
     [
         ("", "name one program"),
-        ("-m", "expected"),
+        ("-m", "name one program"),
         ("--timeout 0 who.py", "'0' is no positive number of seconds"),
         ("--timeout many who.py", "'many' is no positive number of seconds"),
         ("--timeout inf who.py", "'inf' is no positive number of seconds"),
@@ -123,7 +122,7 @@ def test_a_program_ends_as_by_python(folder: Path, how: str) -> None:
 def test_what_is_refused(folder: Path, arguments: str, what: str) -> None:
     job = alone(*RUN, *arguments.split(), cwd=folder)
     assert job.returncode == 2
-    assert what in job.stderr or "name one program" in job.stderr
+    assert what in job.stderr
     assert "Traceback" not in job.stderr
 
 

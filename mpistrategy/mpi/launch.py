@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mpistrategy.errors import LaunchError
@@ -23,12 +23,13 @@ from mpistrategy.errors import LaunchError
 ALONE = "MPISTRATEGY_ALONE"
 
 _MPICH, _OPEN_MPI, _SRUN = "the mpiexec of MPICH or Intel MPI", "the mpirun of Open MPI", "srun"
+_JSRUN = "jsrun"
 #: How the launchers that belong to an MPI tell a process its place: who, how many, which one.
 _PLACES = (
     (_MPICH, "PMI_SIZE", "PMI_RANK"),
     (_OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("the mpirun_rsh of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    ("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    (_JSRUN, "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
 )
 #: Of this node only: for want of anything better.
 _PLACE_ON_NODE = (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
@@ -78,8 +79,11 @@ def claim_in(environment: Mapping[str, str], slurm_step: str = "") -> Claim | No
         slurm_step: as in `Process`.
     """
     said = [claim for place in _PLACES if (claim := _place(environment, *place)) is not None]
-    if _is_of_another_job(environment):  # sbatch hands on the variables of the step that it was called in
-        said = [claim for claim in said if claim.launcher != _MPICH]
+    job = _job_of_pmi(environment)
+    if job:  # of `srun --mpi=pmi2`; sbatch hands on the variables of the step that it was called in
+        is_this = job == environment.get("SLURM_JOB_ID", "")
+        said = [replace(claim, launcher=_SRUN) if claim.launcher == _MPICH else claim for claim in said]
+        said = [claim for claim in said if is_this or claim.launcher != _SRUN]
     if said:
         return min(said, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
     return _place(environment, *_PLACE_ON_NODE) or _claim_of_srun(environment, slurm_step)
@@ -101,11 +105,10 @@ def _claim_of_srun(environment: Mapping[str, str], slurm_step: str) -> Claim | N
     return _place(environment, _SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
 
-def _is_of_another_job(environment: Mapping[str, str]) -> bool:
-    """Return whether Slurm's PMI variables are left over from another job."""
+def _job_of_pmi(environment: Mapping[str, str]) -> str:
+    """Return the Slurm job that the PMI variables speak of; "" where Slurm has not set them."""
     job, _, step = environment.get("PMI_JOBID", "").partition(".")
-    here = environment.get("SLURM_JOB_ID", "")
-    return job.isdigit() and step.isdigit() and here.isdigit() and job != here
+    return job if job.isdigit() and step.isdigit() else ""
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -141,10 +144,12 @@ def _cure(launcher: str, library: str) -> str:
     is_open_mpi = library.startswith("Open MPI")
     if launcher == _SRUN:
         option = "pmix" if is_open_mpi else "pmi2"
-        return f"Start it with `srun --mpi={option}`, or with the mpiexec of {library or 'that MPI'} in the batch script."
+        return (
+            f"Start it with `srun --mpi={option}`, or with the mpiexec of {library or 'that MPI'} in the batch script."
+        )
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else "mpiexec"
-    if is_open_mpi != (launcher == _OPEN_MPI):
+    if is_open_mpi != (launcher in (_OPEN_MPI, _JSRUN)):  # jsrun starts Spectrum MPI, which is an Open MPI
         return (
             f"Launcher and library are of two MPIs: start it with the mpiexec of {library or 'the library'} "
             f"({mpiexec}), or install the other MPI beside this Python."
@@ -257,8 +262,7 @@ class Introduction:
     @classmethod
     def of_this_rank(cls, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
         """Return what this rank says."""
-        python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        return cls(version(), python, size, leader, local_size, tuple(cores))
+        return cls(version(), python_version(), size, leader, local_size, tuple(cores))
 
     def text(self) -> str:
         """Return it as a text for the others."""
@@ -268,6 +272,11 @@ class Introduction:
 def version() -> str:
     """Return the version of this package."""
     return str(sys.modules[__name__.partition(".")[0]].__version__)
+
+
+def python_version() -> str:
+    """Return the version of Python: major and minor."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list[Introduction]:

@@ -1,0 +1,319 @@
+"""Right layout or no start: launches that must be refused, those that must not, and ranks that do not fit together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import launching
+import pytest
+from mpi4py import MPI
+from replicas import RANK, SIZE, gather_texts, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy.errors import LaunchError
+from mpistrategy.mpi import launch as launches
+from mpistrategy.mpi.launch import Introduction, Process, introductions, refusal
+
+Launch = Callable[..., launching.Finished]
+
+MPICH, OPEN_MPI, INTEL = "MPICH 5.0.2", "Open MPI v5.0.11", "Intel MPI Library 2021.18"
+ROOT = Path(__file__).resolve().parents[1]
+
+# ------------------------------------------------------------------------------------- the decision
+
+BATCH = {
+    "SLURM_JOB_ID": "6",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_TASK_PID": "140",
+}
+STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-1@1"}
+
+# name: environment, library, the rank, what the text must say of the launcher and of the cure
+BROKEN = {
+    "Hydra and Open MPI": (HYDRA, OPEN_MPI, 1, "the mpiexec of MPICH", "mpiexec of Open MPI v5.0.11"),
+    "Open MPI's mpirun and MPICH": (OMPI, MPICH, 3, "the mpirun of Open MPI", "mpiexec of MPICH 5.0.2"),
+    "Open MPI's mpirun and Intel MPI": (OMPI, INTEL, 3, "the mpirun of Open MPI", "mpiexec of Intel MPI"),
+    "Hydra whose pipe was closed": (HYDRA, MPICH, 1, "the mpiexec of MPICH", "cannot reach its launcher"),
+    "mpirun whose server was lost": (OMPI, OPEN_MPI, 3, "the mpirun of Open MPI", "cannot reach its launcher"),
+    "a Hydra that tells only of its node": (
+        {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
+        OPEN_MPI,
+        1,
+        "the mpiexec of MPICH",
+        "mpiexec of Open MPI",
+    ),
+    "srun --mpi=none and MPICH": (STEP, MPICH, 2, "srun started it", "srun --mpi=pmi2"),
+    "srun --mpi=none and Open MPI": (STEP, OPEN_MPI, 2, "srun started it", "srun --mpi=pmix"),
+    "srun --mpi=none and Intel MPI": (STEP, INTEL, 2, "srun started it", "srun --mpi=pmi2"),
+    "srun --mpi=pmi2 and Open MPI": (
+        STEP | {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_JOBID": "6.0"},
+        OPEN_MPI,
+        2,
+        "srun started it",
+        "srun --mpi=pmix",
+    ),
+    "srun --mpi=pmix and an MPI that does not know it": (
+        STEP | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.6.0"},
+        MPICH,
+        2,
+        "srun started it",
+        "srun --mpi=pmi2",
+    ),
+    "srun in a job array": (
+        STEP | {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "5"},
+        MPICH,
+        2,
+        "srun started it",
+        "srun --mpi=pmi2",
+    ),
+    "jsrun": ({"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "1"}, MPICH, 1, "jsrun", "mpiexec of MPICH"),
+    "mpirun_rsh": (
+        {"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_RANK": "1"},
+        OPEN_MPI,
+        1,
+        "MVAPICH",
+        "mpiexec of Open MPI",
+    ),
+}
+INTERACTIVE, BATCH_STEP = str(0xFFFFFFFA), str(0xFFFFFFFB)  # what Slurm calls them
+ONE = Process(1, MPICH)
+CHILD = Process(1, MPICH, is_child_of_rank=lambda claim: True)
+VALID = {
+    "python on a laptop": ({}, ONE),
+    "python in an sbatch script": (BATCH, ONE),
+    "python in an sbatch script, numbered": (BATCH | {"SLURM_STEP_ID": BATCH_STEP, "SLURM_STEP_NUM_TASKS": "4"}, ONE),
+    "python in a shell of salloc": ({"SLURM_JOB_ID": "6", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4"}, ONE),
+    "python in a shell of salloc on a node": (STEP | {"SLURM_STEP_ID": INTERACTIVE}, ONE),
+    "python in a shell of srun --pty": (STEP | {"SLURM_PTY_PORT": "44449", "SLURM_PROCID": "0"}, ONE),
+    "a job array's task": (BATCH | {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "9"}, ONE),
+    "sbatch from inside a step": (STEP, Process(1, MPICH, slurm_step="6.batch")),
+    "sbatch from inside a step with PMI": (
+        STEP | {"PMI_JOBID": "5.0", "PMI_RANK": "0", "PMI_SIZE": "4"},
+        Process(1, MPICH, slurm_step="6.batch"),
+    ),
+    "mpirun -n 2 inside a larger allocation": (
+        STEP | {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"},
+        Process(2, MPICH),
+    ),
+    "mpirun -n 1 whose daemons srun started": (
+        STEP | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+        Process(1, OPEN_MPI),
+    ),
+    "mpiexec -n 1": ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, ONE),
+    "mpiexec -n 1 in a rank": (OMPI | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ONE),
+    "srun -n 1": (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ONE),
+    "srun -n 4": (STEP | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Process(4, MPICH)),
+    "a child of a rank of Hydra's": (HYDRA, CHILD),
+    "a child of a rank of mpirun's": (OMPI, replace(CHILD, library=OPEN_MPI)),
+    "a child of a rank of srun's": (STEP, CHILD),
+    "single programs on purpose": (STEP | {"MPISTRATEGY_ALONE": "1"}, ONE),
+    "numbers that are none": ({"PMI_SIZE": "many", "PMI_RANK": "0", "SLURM_STEP_ID": "batch"}, ONE),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_launch_is_refused(name: str) -> None:
+    environment, library, rank, launcher, cure = BROKEN[name]
+    error = refusal(environment, Process(1, library))
+    assert isinstance(error, LaunchError)
+    text = str(error)
+    tasks = 2 if "only of its node" in name else 4
+    assert f"rank {rank} of {tasks}" in text
+    assert launcher in text
+    assert cure in text
+    assert "MPISTRATEGY_ALONE=1" in text
+    assert refusal(environment | {"MPISTRATEGY_ALONE": "1"}, Process(1, library)) is None
+    assert refusal(environment, Process(4, library)) is None, "MPI sees them all"
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_a_valid_launch_is_not_refused(name: str) -> None:
+    environment, process = VALID[name]
+    assert refusal(environment, process) is None
+
+
+# ------------------------------------------------------------------------------------- real launches
+
+PROGRAM = """
+import mpistrategy as ms
+strategy = ms.MirroredStrategy()
+print("replicas:", strategy.num_replicas_in_sync, flush=True)
+"""
+
+
+def alone(folder: Path, *, told: dict[str, str], run: bool = False, shell: bool = False) -> launching.Finished:
+    """Run PROGRAM without a launcher, in the environment that one would have made; maybe in a shell in between."""
+    program = launching.program(PROGRAM, folder)
+    command = [sys.executable, "-W", "ignore", *(["-m", "mpistrategy", "run"] if run else []), str(program)]
+    if shell:
+        command = ["sh", "-c", f"{' '.join(command)}; exit $?"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith((*launching.LAUNCHER_PREFIXES, "SLURM_"))}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    more = {"PYTHONPATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # This process has MPI in it, but was not told the same: it is taken for a launcher.
+    done = subprocess.run(
+        command, env=kept | more | told, capture_output=True, text=True, timeout=30, check=False, cwd=folder
+    )
+    return launching.Finished(command, done.returncode, done.stdout, done.stderr, 0.0)
+
+
+@pytest.mark.parametrize("shell", [False, True])
+@pytest.mark.parametrize("run", [False, True])
+def test_what_srun_starts_without_pmi_does_not_run(launch: Launch, tmp_path: Path, run: bool, shell: bool) -> None:
+    job = alone(tmp_path, told=STEP, run=run, shell=shell)
+    assert job.returncode == (2 if run else 1), job
+    assert "replicas" not in job.stdout
+    assert "srun started it as rank 2 of 4" in job.stderr, job
+    assert ("Traceback" in job.stderr) is not run
+
+
+@pytest.mark.parametrize("told", [BATCH, STEP | {"SLURM_PTY_PORT": "1"}, STEP | {launches.ALONE: "1"}])
+def test_what_runs_alone_in_an_allocation_runs(launch: Launch, tmp_path: Path, told: dict[str, str]) -> None:
+    assert alone(tmp_path, told=told).check().stdout == "replicas: 1\n"
+
+
+#: A rank starts a program of one rank of its own, for which it takes away what leads to the launcher.
+PARENT = """
+import os, subprocess, sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    ways = ("PMI_FD", "HYDI_CONTROL_FD", "PMIX_NAMESPACE", "PMIX_SERVER_")
+    told = {k: v for k, v in os.environ.items() if not k.startswith(ways)}
+    assert {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE"} & set(told)
+    command = [sys.executable, "-W", "ignore", os.environ["CHILD"]]
+    print(subprocess.run(command, env=told, timeout=20, capture_output=True, text=True), flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+def test_a_child_of_a_rank_runs_alone(launch: Launch, tmp_path: Path) -> None:
+    child = launching.program(PROGRAM, tmp_path)
+    job = launch(2, PARENT, env={"CHILD": str(child)}, timeout=30).check()
+    assert "returncode=0, stdout='replicas: 1\\n'" in job.stdout, job
+
+
+def _mpiexec_of_another_mpi() -> str | None:
+    """Return a Hydra when this is Open MPI: its ranks come up, each for itself.  (MPICH gives up under PMIx.)"""
+    own = os.path.realpath(Path(sys.executable).parent / "mpiexec")
+    folders = [*os.environ.get("MPISTRATEGY_TEST_MPIEXEC", "").split(os.pathsep), shutil.which("mpiexec.hydra") or ""]
+    for path in filter(None, folders):
+        if os.path.exists(path) and os.path.realpath(path) != own:
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20).stdout
+            if "HYDRA" in said.upper():
+                return path
+    return None
+
+
+def test_the_mpiexec_of_another_mpi(launch: Launch, tmp_path: Path) -> None:
+    other = _mpiexec_of_another_mpi()
+    if not launching.IS_OPEN_MPI or other is None:
+        pytest.skip("needs Open MPI and a Hydra besides: MPISTRATEGY_TEST_MPIEXEC=/path/to/mpiexec, or on PATH")
+    program = launching.program(PROGRAM, tmp_path)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(launching.LAUNCHER_PREFIXES)}
+    job = subprocess.run(
+        [other, "-n", "3", sys.executable, "-W", "ignore", "-m", "mpistrategy", "run", str(program)],
+        env=kept | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert job.returncode != 0
+    assert "replicas" not in job.stdout
+    for rank in range(3):
+        assert f"rank {rank} of 3" in job.stderr, job.stderr
+    assert "mpiexec of Open MPI" in job.stderr
+
+
+def test_a_strategy_of_one_rank_on_purpose_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    with ms.MirroredStrategy(communicator=MPI.COMM_SELF) as strategy:
+        assert strategy.num_replicas_in_sync == 1
+
+
+# ------------------------------------------------------------------------------------- do the ranks fit together
+
+ME = Introduction("1.0", "3.11", 4, 0, 2, (0, 1))
+FOUR = [ME, ME, replace(ME, leader=2), replace(ME, leader=2)]
+
+
+def met(*ranks: Introduction) -> list[Introduction]:
+    return introductions([rank.text() for rank in ranks])
+
+
+def test_ranks_that_fit() -> None:
+    assert met(*FOUR) == FOUR
+    assert met(replace(ME, size=1, local_size=1)) == [replace(ME, size=1, local_size=1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({1: {"mpistrategy": "2.0"}}, "different versions of mpistrategy: 1.0 on ranks 0, 2, 3; 2.0 on rank 1"),
+        ({3: {"python": "3.12"}}, "different versions of Python: 3.11 on ranks 0, 1, 2; 3.12 on rank 3"),
+        ({0: {"size": 2}}, "different numbers of ranks: 2 on rank 0; 4 on ranks 1, 2, 3"),
+        ({1: {"local_size": 1}}, "rank 1 counting 1 ranks on the node of rank 0"),
+        ({1: {"leader": 2}}, "rank 0 counting 2 ranks on the node of rank 0"),
+        ({0: {"leader": 1}, 1: {"leader": 0}}, "rank 0 counting"),
+        ({rank: {"size": 8} for rank in range(4)}, "rank 0 counting 2 ranks on the node of rank 0 and 8 in all"),
+    ],
+)
+def test_ranks_that_do_not_fit(changes: dict[int, dict[str, object]], what: str) -> None:
+    ranks = [replace(rank, **changes.get(number, {})) for number, rank in enumerate(FOUR)]  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match=re.escape(what)):
+        met(*ranks)
+
+
+def test_a_version_that_says_more_or_less_is_told_by_its_version() -> None:
+    other = json.loads(ME.text()) | {"mpistrategy": "2.0", "news": 1}
+    del other["leader"]
+    with pytest.raises(LaunchError, match=r"2\.0 on rank 1"):
+        introductions([ME.text(), json.dumps(other)])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("what", ["mpistrategy", "Python"])
+def test_different_versions_are_refused_on_every_rank(
+    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    if RANK == SIZE - 1:
+        if what == "mpistrategy":
+            monkeypatch.setattr(launches, "version", lambda: "9.9")
+        else:
+            monkeypatch.setattr(launches, "python_version", lambda: "9.9")
+    for outcome in outcomes(ms.MirroredStrategy):
+        assert outcome.error is LaunchError, outcome
+        assert f"different versions of {what}: " in outcome.text
+        assert f"9.9 on rank {SIZE - 1}; expected" in outcome.text
+    monkeypatch.undo()
+    assert still_works(strategy)
+    with ms.MirroredStrategy() as another:
+        assert still_works(another)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_different_arguments_are_refused_on_every_rank() -> None:
+    odd = RANK == SIZE - 1
+    different = [
+        {"cross_device_ops": ms.ReductionToOneDevice() if odd else ms.MpiAllReduce()},
+        {"communication_options": ms.CommunicationOptions(bytes_per_pack=8) if odd else None},
+        {"devices": [f"CPU:{index}" for index in range(SIZE)] if odd else None},
+    ]
+    for arguments in different:
+        for outcome in outcomes(lambda given=arguments: ms.MirroredStrategy(**given)):
+            assert outcome.error is ms.errors.CollectiveMismatchError, outcome
+    assert len(gather_texts("all are here")) == SIZE
