@@ -23,8 +23,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from mpistrategy.errors import LaunchError
-from mpistrategy.mpi import abort
+from mpistrategy.errors import LaunchError, OptionError
+from mpistrategy.mpi import abort, fault_plans
 from mpistrategy.mpi.launch import no_mpi
 
 _WHERE = "mpistrategy run"
@@ -58,9 +58,20 @@ def _seconds(text: str) -> str:
     return text
 
 
+def _plan(text: str) -> str:
+    try:
+        fault_plans.parse(text, "mpistrategy run --inject")
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 #: A further option that only sets a variable is one line here.
 SETTINGS = {
     "--timeout": Setting("MPISTRATEGY_TIMEOUT", "S", _seconds, "give a collective that is late so many seconds"),
+    "--inject": Setting(
+        "MPISTRATEGY_INJECT", "PLAN", _plan, "make a collective go wrong, to see what a job makes of it"
+    ),
 }
 
 

@@ -116,6 +116,7 @@ def test_a_program_ends_as_by_python(folder: Path, how: str) -> None:
         ("--timeout 0 who.py", "'0' is no positive number of seconds"),
         ("--timeout many who.py", "'many' is no positive number of seconds"),
         ("--timeout inf who.py", "'inf' is no positive number of seconds"),
+        ("--inject rank=0,at=#1,do=sing who.py", "argument --inject"),
         ("--chek all who.py", "unrecognized arguments: --chek"),
     ],
 )
@@ -127,8 +128,11 @@ def test_what_is_refused(folder: Path, arguments: str, what: str) -> None:
 
 
 def test_options_become_variables(folder: Path) -> None:
-    job = alone(*RUN, "--timeout", "2.5", "-c", "import os; print(os.environ['MPISTRATEGY_TIMEOUT'])")
-    assert (job.returncode, job.stdout, job.stderr) == (0, "2.5\n", "")
+    given = {"TIMEOUT": "2.5", "INJECT": "rank=2, at=allreduce#17, do=kill"}
+    options = [word for name, value in given.items() for word in (f"--{name.lower()}", value)]
+    text = f"import os; print([os.environ['MPISTRATEGY_' + name] for name in {list(given)}])"
+    job = alone(*RUN, *options, "-c", text)
+    assert (job.returncode, job.stdout, job.stderr) == (0, f"{list(given.values())}\n", "")
 
 
 def test_sigquit_shows_the_stacks_and_the_program_goes_on(folder: Path) -> None:
