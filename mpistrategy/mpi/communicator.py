@@ -1,4 +1,4 @@
-"""The transport over real MPI.  Only this file, `control_channel` and `world` import mpi4py.MPI.
+"""The transport over real MPI.  Only this file, `operations`, `control_channel` and `world` import mpi4py.MPI.
 
 Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever pickled.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays import COMBINE, Array
+from mpistrategy.arrays import Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
 from mpistrategy.mpi import abort, buffers, world
@@ -25,6 +25,7 @@ from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import ControlChannel, Guard
 from mpistrategy.mpi.launch import Introduction, introductions
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
+from mpistrategy.mpi.operations import operation
 from mpistrategy.mpi.path_files import agreed, library_name
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import Fence, SharedMemory, private_memory, share
@@ -211,7 +212,7 @@ class MpiCommunicator:
             np.copyto(buffer, source)
         count = min(self.max_count, max(1, self.paths.piece_bytes // buffer.itemsize))
         for piece in buffers.pieces(buffer, count):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, _mpi_op(op, buffer.dtype))
+            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
         divide_by(divisor, buffer)
 
     def allreduce_many(
@@ -231,9 +232,9 @@ class MpiCommunicator:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
         for piece in buffers.pieces(buffer, self.max_count):
             if self.rank == root:
-                self._comm.Reduce(MPI.IN_PLACE, piece, _mpi_op(op, buffer.dtype), root)
+                self._comm.Reduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype), root)
             else:
-                self._comm.Reduce(piece, None, _mpi_op(op, buffer.dtype), root)
+                self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
@@ -365,21 +366,6 @@ def _memory_fence() -> Fence | None:
     window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
     return window.Sync
-
-
-@cache
-def _mpi_op(op: str, dtype: np.dtype[Any]) -> MPI.Op:
-    """Return MPI's operation; for MIN and MAX of floats one of our own, since MPI's may lose a NaN."""
-    if op not in ("MIN", "MAX") or dtype.kind != "f":
-        known: MPI.Op = getattr(MPI, op)
-        return known
-    combine = COMBINE[op]
-
-    def keep_nan(these: Any, those: Any, datatype: MPI.Datatype) -> None:
-        target = np.frombuffer(those, dtype)
-        combine(np.frombuffer(these, dtype), target, out=target)
-
-    return MPI.Op.Create(keep_nan, commute=True)
 
 
 class _Group(MpiCommunicator):
