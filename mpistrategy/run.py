@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import faulthandler
 import io
-import math
 import os
 import pkgutil
 import signal
@@ -48,16 +47,6 @@ class Setting:
     summary: str
 
 
-def _seconds(text: str) -> str:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return text
-
-
 def _plan(text: str) -> str:
     try:
         fault_plans.parse(text, "mpistrategy run --inject")
@@ -68,7 +57,6 @@ def _plan(text: str) -> str:
 
 #: A further option that only sets a variable is one line here.
 SETTINGS = {
-    "--timeout": Setting("MPISTRATEGY_TIMEOUT", "S", _seconds, "give a collective that is late so many seconds"),
     "--inject": Setting(
         "MPISTRATEGY_INJECT", "PLAN", _plan, "make a collective go wrong, to see what a job makes of it"
     ),

@@ -113,9 +113,6 @@ def test_a_program_ends_as_by_python(folder: Path, how: str) -> None:
     [
         ("", "name one program"),
         ("-m", "name one program"),
-        ("--timeout 0 who.py", "'0' is no positive number of seconds"),
-        ("--timeout many who.py", "'many' is no positive number of seconds"),
-        ("--timeout inf who.py", "'inf' is no positive number of seconds"),
         ("--inject rank=0,at=#1,do=sing who.py", "argument --inject"),
         ("--chek all who.py", "unrecognized arguments: --chek"),
     ],
