@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import os
 import signal
 import sys
@@ -159,6 +158,8 @@ class Armed:
         call = functools.partial(seam.function, *args, **kwargs)
         given: Given = {}
         if due:
+            import inspect  # here, for the quick import
+
             bound = inspect.signature(seam.function).bind(*args, **kwargs)
             bound.apply_defaults()
             for name, value in bound.arguments.items():  # an iterator of gradients can be looked at only once

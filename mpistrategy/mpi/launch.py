@@ -9,13 +9,11 @@ started yet, and a child of a rank has the environment of its parent.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from mpistrategy.errors import LaunchError
 
@@ -147,8 +145,8 @@ def _cure(launcher: str, library: str) -> str:
         return (
             f"Start it with `srun --mpi={option}`, or with the mpiexec of {library or 'that MPI'} in the batch script."
         )
-    beside = Path(sys.executable).parent / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else "mpiexec"
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    mpiexec = beside if os.path.exists(beside) else "mpiexec"
     if is_open_mpi != (launcher in (_OPEN_MPI, _JSRUN)):  # jsrun starts Spectrum MPI, which is an Open MPI
         return (
             f"Launcher and library are of two MPIs: start it with the mpiexec of {library or 'the library'} "
@@ -190,11 +188,17 @@ def no_mpi(where: str, error: BaseException) -> LaunchError:
 # ------------------------------------------------------------------------------------- who started this process
 
 
+def _read(process: int, what: str) -> bytes:
+    """Return what the system shows of a process."""
+    with open(f"/proc/{process}/{what}", "rb") as file:
+        return file.read()
+
+
 def _parents(process: int) -> Iterator[int]:
     """Yield the parent, its parent and so on, as far as the system shows them."""
     while process > 1:
         try:
-            text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+            text = _read(process, "stat").decode(errors="replace")
         except OSError:
             return
         process = int(text.rpartition(")")[2].split()[1])
@@ -208,12 +212,11 @@ def _is_child_of_rank(claim: Claim) -> bool:
     """
     told = {f"{name}={os.environ[name]}".encode() for name in claim.variables}
     for parent in _parents(os.getpid()):
-        folder = Path(f"/proc/{parent}")
         try:
-            if not told <= set((folder / "environ").read_bytes().split(b"\0")):
+            if not told <= set(_read(parent, "environ").split(b"\0")):
                 return False  # the launcher: what is above it does not matter
-            maps = (folder / "maps").read_text(encoding="utf-8", errors="replace")
-            is_python = "python" in os.readlink(folder / "exe") or "libpython" in maps
+            maps = _read(parent, "maps").decode(errors="replace")
+            is_python = "python" in os.readlink(f"/proc/{parent}/exe") or "libpython" in maps
         except OSError:
             return False
         if is_python and re.search(r"/libmpi(ch)?(_[a-z]+)?\.so", maps):
@@ -227,7 +230,7 @@ def _slurm_step(environment: Mapping[str, str]) -> str:
         return ""
     for parent in _parents(os.getpid()):
         try:
-            line = Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace")
+            line = _read(parent, "cmdline").decode(errors="replace")
         except OSError:
             return ""
         found = re.match(r"slurmstepd: \[([\w.+]+)\]", line)
@@ -266,6 +269,8 @@ class Introduction:
 
     def text(self) -> str:
         """Return it as a text for the others."""
+        import json  # here, for the quick import
+
         return json.dumps(asdict(self))
 
 
@@ -289,6 +294,8 @@ def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list
     Raises:
         LaunchError: when the ranks run different versions, or do not agree on who is where.  On every rank alike.
     """
+    import json  # here, for the quick import
+
     told = [json.loads(text) for text in texts]
     for key, what, fix in _MUST_BE_EQUAL:
         _compare([str(each.get(key, "?")) for each in told], what, fix, where)

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import mmap
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -111,6 +110,8 @@ def _create(total: int, sparing: bool) -> str:
         state = os.statvfs(FOLDER)
         if state.f_bavail * state.f_frsize - total < state.f_blocks * state.f_frsize // 2:
             raise OSError(errno.ENOSPC, "more than half of it would be in use")
+    import tempfile  # here, for the quick import
+
     handle, path = tempfile.mkstemp(prefix="mpistrategy-", dir=FOLDER)
     try:
         os.ftruncate(handle, total)
