@@ -13,7 +13,7 @@ from mpistrategy import nest
 from mpistrategy.arrays import Array, dtype_name, to_reducible
 from mpistrategy.errors import DTypeError, MpiStrategyError
 from mpistrategy.mpi.replicas import Replicas, joined, typed
-from mpistrategy.mpi.shared_memory import ALIGNMENT, private_memory
+from mpistrategy.mpi.shared_memory import ALIGNMENT, aligned, private_memory
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.values import contribution
@@ -82,7 +82,7 @@ def buckets_for(
     starts, total = [], 0
     for dtype, size in zip(dtypes, sizes, strict=True):
         starts.append(total)
-        total += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        total += aligned(size * dtype.itemsize)
     memory = communicator.shared(total)
     is_shared, result = memory.is_shared, None
     if shared_result:

@@ -9,7 +9,7 @@ place, in pieces (`optimizer_kernels`); a subclass that overrides `change` or `u
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,9 +40,6 @@ from mpistrategy.sliced_variables import SlicedSteps, adds_in_rank_order, dense_
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
-
-if TYPE_CHECKING:
-    pass
 
 Arrays = Sequence[Array] | None
 

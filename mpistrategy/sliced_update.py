@@ -18,7 +18,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.errors import RemoteError
-from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory, aligned
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.optimizer_kernels import SCRATCH_ARRAYS, Kernel, Scratch, chunk_size, chunks
 from mpistrategy.options import ReduceOp
@@ -76,7 +76,7 @@ class Run:
 
     def with_next(self, other: Run) -> Run | None:
         """Return this run and `other` as one; None when something else lies between them."""
-        distance = _padded(self.nbytes)
+        distance = aligned(self.nbytes)
         pairs = zip(self.places, other.places, strict=True)
         if self.dtype != other.dtype or not all(mine.is_followed_by(its, distance) for mine, its in pairs):
             return None
@@ -90,7 +90,7 @@ class Run:
             first, last = before // itemsize, (before + nbytes) // itemsize
             if first <= piece.start and piece.stop <= last:
                 return number, slice(piece.start - first, piece.stop - first)
-            before += _padded(nbytes)
+            before += aligned(nbytes)
         return None
 
 
@@ -198,10 +198,6 @@ class SlicedUpdate:
                 np.copyto(target, source)
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def _merged(variables: Sequence[Run], local_rank: int) -> Iterator[Run]:
     """Yield the runs that the variables make; clear the padding that is now part of them, in this rank's memory."""
     current: Run | None = None
@@ -212,7 +208,7 @@ def _merged(variables: Sequence[Run], local_rank: int) -> Iterator[Run]:
         elif current is not None:
             for place in (current.parameter, *current.slots.values()):
                 start = place.offset + current.nbytes
-                place.memory[local_rank][start : place.offset + _padded(current.nbytes)] = 0
+                place.memory[local_rank][start : place.offset + aligned(current.nbytes)] = 0
         current = longer or variable
     if current is not None:
         yield current
@@ -220,7 +216,7 @@ def _merged(variables: Sequence[Run], local_rank: int) -> Iterator[Run]:
 
 def _shares(runs: Sequence[Run], local_rank: int, size: int) -> Iterator[tuple[Run, int, int]]:
     """Yield the parts of the runs, from element to element, that are this rank's: equal shares of all bytes."""
-    lines = [_padded(run.nbytes) // ALIGNMENT for run in runs]
+    lines = [aligned(run.nbytes) // ALIGNMENT for run in runs]
     total, before = sum(lines), 0
     first, last = total * local_rank // size, total * (local_rank + 1) // size
     for run, count in zip(runs, lines, strict=True):

@@ -80,9 +80,8 @@ class SlicedStep:
         self.update = update
         self._gradients = gradients
         self._values = [gradients.value_of(var) for var in variables]
-        self._lonely = update.lonely
         #: For each variable, what other ranks look at of its gradient, or this one together with another's.
-        self._seen = [_gaps(parts, value.size) for parts, value in zip(self._lonely, self._values, strict=True)]
+        self._seen = [_gaps(parts, value.size) for parts, value in zip(update.lonely, self._values, strict=True)]
 
     def collect(self, gradients: Sequence[Array]) -> list[Array | None]:
         """Bring the variables' gradients to their places, as far as other ranks look at them.
@@ -102,7 +101,7 @@ class SlicedStep:
         elsewhere: list[Array | None] = [None] * len(self._values)
         for number, gradient in moved:
             value = self._values[number]
-            if not gradient.flags.c_contiguous or not self._lonely[number] or self.update.changes(gradient):
+            if not gradient.flags.c_contiguous or not self.update.lonely[number] or self.update.changes(gradient):
                 np.copyto(value, gradient)
                 continue
             source, target = gradient.reshape(-1), value.reshape(-1)

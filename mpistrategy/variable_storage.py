@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory, aligned
 from mpistrategy.mpi.transport import Communicator
 
 #: A strategy with few small variables takes no more than the first size.  Later slabs grow with what there is
@@ -86,7 +86,7 @@ def contiguous(variables: Iterable[Any]) -> bool:
 
 def padded(nbytes: int) -> int:
     """Return the bytes that a block of so many takes."""
-    return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+    return max(ALIGNMENT, aligned(nbytes))
 
 
 @dataclass

@@ -15,7 +15,7 @@ import numpy as np
 from mpistrategy.arrays import Array, quiet_runner
 from mpistrategy.cross_device_ops.packing import Pack
 from mpistrategy.mpi.replicas import combine
-from mpistrategy.mpi.shared_memory import ALIGNMENT
+from mpistrategy.mpi.shared_memory import aligned
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.window import share
 
@@ -57,7 +57,7 @@ class BlockReduction:
                     own = share(pack.size, communicator.local_rank, communicator.size, pack.dtype.itemsize)
                     others = [slice(*part) for part in ((0, own[0]), (own[1], pack.size)) if part[0] < part[1]]
                     self._places.append(_Place(pack, divisor, len(self._sizes), start, own, others))
-                    start += -(-pack.nbytes // ALIGNMENT) * ALIGNMENT
+                    start += aligned(pack.nbytes)
             if start:
                 self._sizes.append(start)
         self._blocks: list[Array] | None = None

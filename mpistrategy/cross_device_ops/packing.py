@@ -108,26 +108,29 @@ def plan(arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 
 
 def plan_layouts(layouts: Sequence[Layout], indices: Sequence[int], bytes_per_pack: float) -> tuple[Pack, ...]:
     """Return the packs for some of the arrays with these layouts, which are named by their index."""
-    by_dtype: dict[np.dtype[Any], list[_Entry]] = {}
-    for index in indices:
-        dtype, shape = layouts[index]
-        by_dtype.setdefault(wire_dtype(dtype), []).append((index, dtype, shape))
+    by_dtype = _by_dtype(layouts, indices)
     return tuple(pack for dtype, entries in by_dtype.items() for pack in _split(dtype, entries, int(bytes_per_pack)))
 
 
 @lru_cache(maxsize=256)
 def _plan(layouts: tuple[Layout, ...], bytes_per_pack: int, num_packs: int) -> tuple[Pack, ...]:
-    by_dtype: dict[np.dtype[Any], list[_Entry]] = {}
-    for index, (dtype, shape) in enumerate(layouts):
-        by_dtype.setdefault(wire_dtype(dtype), []).append((index, dtype, shape))
     packs: list[Pack] = []
-    for dtype, entries in by_dtype.items():
+    for dtype, entries in _by_dtype(layouts, range(len(layouts))).items():
         limit = bytes_per_pack or DEFAULT_BYTES_PER_PACK
         if num_packs:
             total = sum(prod(shape) for _, _, shape in entries) * dtype.itemsize
             limit = max(1, -(-total // num_packs))
         packs.extend(_split(dtype, entries, limit))
     return tuple(packs)
+
+
+def _by_dtype(layouts: Sequence[Layout], indices: Sequence[int]) -> dict[np.dtype[Any], list[_Entry]]:
+    """Return the arrays by the dtype in which they travel, in order."""
+    found: dict[np.dtype[Any], list[_Entry]] = {}
+    for index in indices:
+        dtype, shape = layouts[index]
+        found.setdefault(wire_dtype(dtype), []).append((index, dtype, shape))
+    return found
 
 
 def _split(dtype: np.dtype[Any], entries: list[_Entry], limit: int) -> list[Pack]:

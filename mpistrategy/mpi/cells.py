@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpistrategy.arrays import Array
-from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory import SharedMemory, aligned
 from mpistrategy.mpi.waiting import Waiting
 
 _NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
@@ -25,7 +25,7 @@ def segment_bytes(payload_bytes: int) -> int:
 
 
 def _slot_bytes(payload_bytes: int) -> int:
-    return -(-(_NUMBERS + payload_bytes) // ALIGNMENT) * ALIGNMENT
+    return aligned(_NUMBERS + payload_bytes)
 
 
 class Slot(NamedTuple):

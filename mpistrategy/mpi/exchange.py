@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.arrays import COMBINE, Array
-from mpistrategy.mpi.shared_memory import ALIGNMENT
+from mpistrategy.mpi.shared_memory import aligned
 from mpistrategy.mpi.window import share
 
 
@@ -58,7 +58,7 @@ class Space:
     def take(self, count: int, dtype: np.dtype[Any]) -> Array:
         """Return so many elements of it, or of fresh memory when it is too small."""
         nbytes = count * dtype.itemsize
-        start = -(-self._taken // ALIGNMENT) * ALIGNMENT
+        start = aligned(self._taken)
         if start + nbytes > self._bytes.size:
             return np.empty(count, dtype)
         self._taken = start + nbytes

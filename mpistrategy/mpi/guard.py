@@ -127,6 +127,10 @@ class Guard:
             raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
         return Call(self, where, structure, name, anywhere=anywhere)
 
+    def here(self) -> Site:
+        """Return where the program makes the call that this rank is in."""
+        return self.site or call_site()
+
     def digest(self, signature: Signature) -> int:
         """Return the number that stands for a signature."""
         digest = self._digests.get(signature)
@@ -140,7 +144,7 @@ class Guard:
     def refuse(self, signature: Signature) -> NoReturn:
         """Raise on every rank, after the digests were found to differ, outside every `call`."""
         try:
-            self._raise_mismatch(_Report(signature.describe(), (self.site or call_site()).text))
+            self._raise_mismatch(_Report(signature.describe(), self.here().text))
         except MpiStrategyError as error:
             error.__dict__[_SETTLED].discard(id(self))
             raise
@@ -151,7 +155,7 @@ class Guard:
             return
         compare = partial(all_equal_patiently, self._channel) if patiently else self._channel.all_equal
         if not compare(self.digest(signature)):
-            self._raise_mismatch(_Report(signature.describe(), (self.site or call_site()).text))
+            self._raise_mismatch(_Report(signature.describe(), self.here().text))
 
     def report_failure(self, where: str, error: BaseException) -> None:
         """Take part in the peers' comparison with an error instead of a call, so that they raise as well."""
@@ -169,7 +173,7 @@ class Guard:
                 )
             time.sleep(next(pauses))
         if not answer:
-            site = (self.site or call_site()).text
+            site = self.here().text
             self._exchange(_Report({"call": where}, site, type(error).__name__, str(error)))
 
     def start_leaving(self) -> None:
@@ -251,7 +255,7 @@ class Call:
         if outer is None:
             guard.thread = me
             if guard.size > 1 and not self._anywhere:
-                self.place = (guard.site or call_site()).place
+                self.place = guard.here().place
         else:
             if guard.thread != me:
                 raise errors.ContextError.at(

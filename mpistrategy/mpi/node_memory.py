@@ -9,7 +9,7 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi import cells, window
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.paths import Paths
-from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory import SharedMemory, aligned
 from mpistrategy.mpi.waiting import Waiting
 from mpistrategy.mpi.window import NodeWindow
 
@@ -60,7 +60,7 @@ def warn_without_memory(reason: str, rank: int) -> None:
 
 
 def _cell_bytes(paths: Paths) -> int:
-    return -(-cells.segment_bytes(paths.cell_bytes) // ALIGNMENT) * ALIGNMENT
+    return aligned(cells.segment_bytes(paths.cell_bytes))
 
 
 def _part(memory: SharedMemory, start: int, length: int | None = None) -> SharedMemory:

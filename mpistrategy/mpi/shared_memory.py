@@ -28,6 +28,11 @@ FOLDER = "/dev/shm"
 Fence = Callable[[], object]
 
 
+def aligned(nbytes: int) -> int:
+    """Return `nbytes`, rounded up to where the next array may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass
 class SharedMemory:
     """One block of zeroed bytes for each rank of a node.
