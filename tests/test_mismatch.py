@@ -142,7 +142,7 @@ def test_every_rank_is_told_what_differs(
         for word in said:
             assert word in end.text
         for other in RANKS:
-            assert re.search(rf"rank {other}: .* at \S*test_mismatch\.py:\d+", end.text)
+            assert re.search(rf"rank {other}: .* at {re.escape(__file__)}:\d+", end.text)
         assert "differ in:" in end.text
     for variable in variables:
         np.testing.assert_array_equal(variable.local_copy(), [0, 0])
