@@ -23,8 +23,9 @@ from mpistrategy.errors import (
 )
 from mpistrategy.intact import IntactNest
 from mpistrategy.mpi import wire
-from mpistrategy.mpi.guard import Call, Signature
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.replicas import broadcast_replicas, reduce_replicas
+from mpistrategy.mpi.signature import Signature
 from mpistrategy.options import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ class Arena:
         call.agree_on(
             self.signature(
                 op, call.where, call.place, in_place=in_place, destination=destination, sent=sent, name=call.name
-            )
+            ),
+            sparingly=True,
         )
         communicator = wire.on(self.communicator, sent)
         divisor = communicator.size if op is ReduceOp.MEAN else 1

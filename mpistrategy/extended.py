@@ -27,8 +27,8 @@ from mpistrategy.errors import (
     StructureError,
     UnsupportedError,
 )
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective, own_mirrored
-from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.placement import Placement

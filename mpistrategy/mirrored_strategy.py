@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy.cross_device_ops import CrossDeviceOps
 from mpistrategy.errors import MpiStrategyError, OptionTypeError
 from mpistrategy.extended import StrategyExtended
-from mpistrategy.mpi import faults, simulated
+from mpistrategy.mpi import check_level, faults, simulated
 from mpistrategy.mpi.launch import no_mpi
 from mpistrategy.mpi.simulated import SimulatedCommunicator
 from mpistrategy.mpi.topology import choose_device
@@ -31,13 +31,17 @@ class MirroredStrategy(Strategy):
         communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
             Dup of it.  Disjoint sub-communicators give independent groups.
         communication_options: the default options of every collective.
+        check: how often calls are compared between nodes, before their data moves: "always"; "first", when a call is
+            new, and at every 32nd call; "off".  None means what MPISTRATEGY_CHECK says, else "first".  Under "first"
+            calls in the wrong order are found at the next comparison, late, and an error on one rank only ends the
+            job.  Within a node the comparison rides with the data, and is always made.
 
     Raises:
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
             when the ranks run different versions of Python or of this package.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
         OptionTypeError: for arguments of the wrong type.
-        OptionError: for a malformed plan in MPISTRATEGY_INJECT.
+        OptionError: for an unknown `check`; for a malformed plan in MPISTRATEGY_INJECT, or level in MPISTRATEGY_CHECK.
         All on every rank.
     """
 
@@ -48,6 +52,7 @@ class MirroredStrategy(Strategy):
         *,
         communicator: Any = None,
         communication_options: CommunicationOptions | None = None,
+        check: str | None = None,
     ) -> None:
         where = "MirroredStrategy"
         ranks = _connect(communicator)
@@ -66,13 +71,17 @@ class MirroredStrategy(Strategy):
                         found=f"communication_options={communication_options!r}",
                         expected="a CommunicationOptions",
                     )
+                several_nodes = max(ranks.node_of) > 0
+                level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
                 device = choose_device(devices, ranks.rank, local_rank, local_size)
                 call.agree(
                     "create a strategy",
                     op=getattr(cross_device_ops, "configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
-                    options=f"devices={'given' if devices else 'automatic'}",
+                    options=f"devices={'given' if devices else 'automatic'}, check={level}",
                 )
+                if ranks.cells is None and not isinstance(ranks, SimulatedCommunicator):
+                    ranks.guard.check_as(level)
             ranks.share_device(device)
         except MpiStrategyError:
             ranks.free()

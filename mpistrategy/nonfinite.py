@@ -10,8 +10,8 @@ import numpy as np
 
 from mpistrategy.arrays import Array, wire_dtype
 from mpistrategy.errors import NonFiniteWarning, OptionError
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.call_sites import call_site
-from mpistrategy.mpi.guard import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.values import IndexedSlices, contribution
 from mpistrategy.variables import Variable

@@ -19,8 +19,8 @@ from mpistrategy.errors import ContextError, NonFiniteError, OptionError, Unsupp
 from mpistrategy.gradient_buckets import GradientBuckets
 from mpistrategy.gradients import as_dense, clip_by_global_norm
 from mpistrategy.mirrored_check import is_mirrored
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective
-from mpistrategy.mpi.guard import Call
 from mpistrategy.nonfinite import checked_policy, screen, warn_of
 from mpistrategy.optimizer_checks import (
     Target,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from threading import get_ident
+from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -23,13 +24,14 @@ from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_r
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK
 from mpistrategy.cross_device_ops.packing import Layout
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.guard import Signature
+from mpistrategy.mpi.flight_record import LEFT
+from mpistrategy.mpi.signature import Signature
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.quick_arena import arena_in_place
 from mpistrategy.quick_cells import NOT_QUICK, Agreed, array_in_cells, number_in_cells, numbers_in_cells
 from mpistrategy.quick_nests import Leaves, direct_targets, leaves_of
-from mpistrategy.quick_places import Place, Places, Run
+from mpistrategy.quick_places import Place, Places, Run, described
 
 WHERE = "ReplicaContext.all_reduce"
 
@@ -94,10 +96,19 @@ class QuickAllReduce:
             return NOT_QUICK
         guard.thread = get_ident()
         guard.current = self._call
+        record = guard.record
+        # FlightRecord.enter, without the time of a call
+        record.number = number = record.number + 1
+        entry = [number, run, monotonic(), 0.0]
+        record.entries.append(entry)
         try:
-            return run(value, out)
+            result = run(value, out)
         finally:
             guard.current = None
+            entry[LEFT] = monotonic()
+        if result is NOT_QUICK:
+            record.take_back()
+        return result
 
     def _find(self, place: Place, reduce_op: Any, value: Any) -> Run | None:
         """Return the all-reduce of a value at a place, worked out now or before; None for what is not served."""
@@ -201,11 +212,16 @@ class QuickAllReduce:
             WHERE,
             place,
         )
+        return described(self._way(op, layouts, kinds, where, signature), signature)
+
+    def _way(
+        self, op: ReduceOp, layouts: tuple[Layout, ...], kinds: set[type], where: Leaves, signature: Signature
+    ) -> Run:
         agreed = (self._guard, self._guard.digest(signature), signature)
         reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
         program = reduction.program
         if program is not None and program.cells.fence is None and len(program.packs) == 1:
-            if type(value) is np.ndarray and value.dtype == program.packs[0].dtype:
+            if where.single and kinds == {np.ndarray} and layouts[0][0] == program.packs[0].dtype:
                 return array_in_cells(program, op, agreed)
             if kinds in ({float}, {np.float64}) and where.single and op in (ReduceOp.SUM, ReduceOp.MEAN):
                 return number_in_cells(program, op, agreed)

@@ -16,6 +16,7 @@ from mpistrategy.mpi.replicas import combine, is_in_place
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.quick_cells import NOT_QUICK
+from mpistrategy.quick_places import described
 
 
 def arena_in_place(
@@ -52,4 +53,4 @@ def arena_in_place(
         barrier()
         return result
 
-    return run
+    return described(run, signature)

@@ -18,7 +18,8 @@ from mpistrategy.arrays import Array, mean_dtype
 from mpistrategy.cross_device_ops.cell_program import CellProgram
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.mpi.cells import Cells
-from mpistrategy.mpi.guard import Guard, Signature
+from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.signature import Signature
 from mpistrategy.options import ReduceOp
 from mpistrategy.quick_nests import Leaves
 

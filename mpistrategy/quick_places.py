@@ -8,10 +8,17 @@ from typing import Any
 
 from mpistrategy.mpi.call_sites import UNKNOWN, outside, site_of
 from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.signature import Signature
 
 _REMEMBERED = 1024
 
 Run = Callable[[Any, Any], Any]
+
+
+def described(run: Run, signature: Signature) -> Run:
+    """Return `run`, after it was told what it does: the flight record keeps it, and may have to say so."""
+    run.__dict__["signature"] = signature
+    return run
 
 
 class Place:

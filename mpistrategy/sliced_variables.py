@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy.arrays import Array, to_reducible
 from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce
 from mpistrategy.extended import StrategyExtended
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.optimizer_checks import Target
 from mpistrategy.optimizer_kernels import Kernel, Scratch

@@ -22,8 +22,8 @@ from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, Sh
 from mpistrategy.explain import Explained
 from mpistrategy.extended import StrategyExtended, as_given
 from mpistrategy.mirrored_check import MirroredCheck
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective, own_value
-from mpistrategy.mpi.guard import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.strategy_input import InputMethods
 from mpistrategy.strategy_old_names import OldNames

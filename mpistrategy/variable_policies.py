@@ -89,7 +89,7 @@ def first(variable: Variable) -> Array:
     """Replica 0's copy.  Collective."""
     communicator = variable.strategy.extended.communicator
     with communicator.guard.call("reading a variable", name=variable.key) as call:
-        call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),))
+        call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
         copy = variable.local_copy()
         communicator.bcast(copy, 0)
         return copy
@@ -135,7 +135,7 @@ def replica_0s(write: Write) -> Change:
     with communicator.guard.call(write.where, name=variable.key) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
-            call.agree("broadcast slices", values=((dtype_name(variable.dtype), variable.shape),))
+            call.agree("broadcast slices", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
             rows = np.array(mine.indices.size, np.int64)
             communicator.bcast(rows, 0)
             here = communicator.rank == 0
@@ -145,7 +145,7 @@ def replica_0s(write: Write) -> Change:
             for part in parts:
                 communicator.bcast(part, 0)
             return IndexedSlices(*parts)
-        call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),))
+        call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=True)
         sent = np.array(mine, order="C", copy=True)
         communicator.bcast(sent, 0)
         return sent
@@ -164,7 +164,8 @@ def alike(write: Write) -> Change:
                 fix="To give each replica its own: strategy.run(lambda x: v.assign(x), args=(value,)).",
             )
         mine = write.checked()
-        call.agree("write", op=write.where, values=((dtype_name(variable.dtype), variable.shape),))
+        layout = ((dtype_name(variable.dtype), variable.shape),)
+        call.agree("write", op=write.where, values=layout, sparingly=True)
         return mine
 
 

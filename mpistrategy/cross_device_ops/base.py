@@ -146,7 +146,8 @@ class CrossDeviceOps:
             array = to_array(contribution(tensor), call.where)
             if array.dtype.hasobject:
                 raise DTypeError.at(call.where, found=f"dtype {array.dtype}", expected="a dtype of fixed size")
-            call.agree("broadcast", values=((dtype_name(array.dtype), array.shape),), destination=destination.text)
+            layout = ((dtype_name(array.dtype), array.shape),)
+            call.agree("broadcast", values=layout, destination=destination.text, sparingly=True)
             sent = np.array(array, order="C", copy=True)
             communicator.bcast(sent, 0)
             return mirrored(sent, destination, communicator)

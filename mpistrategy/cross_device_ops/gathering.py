@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy.arrays import Array, dtype_name, to_array
 from mpistrategy.cross_device_ops.sparse import gather_rows
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.values import IndexedSlices, contribution
 
@@ -35,7 +35,7 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
     positions = [checked_axis(axis, array.ndim, call.where) for array in arrays]
     moved = [np.moveaxis(array, position, 0) for array, position in zip(arrays, positions, strict=True)]
     layouts = tuple((dtype_name(array.dtype), array.shape[1:]) for array in moved)
-    call.agree("gather", op=f"axis {positions}", values=layouts)
+    call.agree("gather", op=f"axis {positions}", values=layouts, sparingly=True)
     lengths = communicator.allgather_text(" ".join(str(array.shape[0]) for array in moved))
     rows = list(zip(*(map(int, text.split()) for text in lengths), strict=True))
     gathered = [gather_rows(communicator, array, list(n)) for array, n in zip(moved, rows, strict=True)]

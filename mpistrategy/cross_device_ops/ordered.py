@@ -16,7 +16,7 @@ from mpistrategy.cross_device_ops.ordered_combination import combine_ordered, re
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.buffers import divide_by
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.window import share

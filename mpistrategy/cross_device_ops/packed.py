@@ -19,7 +19,7 @@ from mpistrategy.cross_device_ops.destinations import EVERY_RANK, Destination
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi import wire
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -135,6 +135,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 values=tuple(_layout(value) for value in values),
                 destination=_in_words(targets),
                 options=self.settings(options),
+                sparingly=True,
             )
             if reduction is not None:
                 return [mirrored(total, EVERY_RANK, communicator) for total in reduction.run(values)]

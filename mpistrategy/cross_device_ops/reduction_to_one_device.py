@@ -13,7 +13,7 @@ from mpistrategy.cross_device_ops import packing
 from mpistrategy.cross_device_ops.destinations import Destination, ranks_of
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions

@@ -7,7 +7,7 @@ import numpy as np
 from mpistrategy.arrays import Array, dtype_name, to_array, to_reducible
 from mpistrategy.cross_device_ops.mean import divide
 from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.values import IndexedSlices

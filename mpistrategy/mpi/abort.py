@@ -26,6 +26,7 @@ from mpistrategy.mpi.guard import PATIENCE_SECONDS, Guard, growing_pauses
 INTERRUPTED = 130
 _PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FORWARDING_SECONDS = 0.2
+_ENDS = "the whole job ends here."
 
 
 class _Watch:
@@ -64,7 +65,7 @@ class _Watch:
 
     def end_with(self, status: int) -> NoReturn:
         self.say(self.last_words)
-        self.say(f"ended with status {status} while other ranks go on: the whole job ends here.")
+        self.say(f"ended with status {status} while other ranks go on: {_ENDS}")
         self.abort(status)
 
     def end_job(
@@ -76,8 +77,16 @@ class _Watch:
         status: int = 1,
     ) -> None:
         self.say(in_words(kind, error, trace))
-        self.say(f"{kind.__name__} was not caught{where}: the whole job ends here.")
+        self.say(f"{kind.__name__} was not caught{where}: {_ENDS}")
         self.abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else status)
+
+    def end_untold(self, error: BaseException) -> None:
+        stack = traceback.extract_stack()
+        theirs = [frame for frame in stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
+        lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
+        self.say("".join([*lines, *traceback.format_exception_only(error)]))
+        self.say(f"The other ranks compare this call only now and then, and cannot be told: {_ENDS}")
+        self.abort(1)
 
 
 def in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
@@ -107,7 +116,9 @@ def watch(
     if _watch is None:
         _watch = _Watch(rank, size, abort, mpi_is_over)
         _install(_watch)
-    _watch.open[guard] = free
+    state = _watch
+    state.open[guard] = free
+    guard.give_up = state.end_untold
 
 
 def note_end(status: int, last_words: str = "") -> None:
@@ -223,7 +234,10 @@ def _say_goodbye(state: _Watch) -> None:
             if left:
                 waiting.remove(guard)
             elif left is False and not status:
-                guard.tell_peers()
+                try:
+                    guard.tell_peers()
+                except MpiStrategyError as error:
+                    state.end_job(error, type(error), error.__traceback__, " at the end of the program")
             elif status and (left is False or time.monotonic() > end):
                 state.end_with(status)
         time.sleep(next(pauses))

@@ -319,7 +319,10 @@ class MpiCommunicator:
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
-        return MpiCommunicator(self._comm, self.node_of[self.rank], channel)
+        made = MpiCommunicator(self._comm, self.node_of[self.rank], channel)
+        if made.cells is None:
+            made.guard.check_as(self.guard.level)
+        return made
 
     @property
     def place_in_job(self) -> tuple[int, int]:

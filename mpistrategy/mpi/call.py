@@ -1,0 +1,147 @@
+"""One public call that all ranks make together: entered, agreed on, and left."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mpistrategy import errors
+from mpistrategy.mpi.flight_record import LEFT, Entry
+from mpistrategy.mpi.signature import Signature
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.guard import Guard
+
+
+class Call:
+    """One public call that all ranks make together; leaving it with an exception tells the peers.
+
+    The outermost call lends its name and its structure to the signatures of those inside it.
+    """
+
+    __slots__ = (
+        "_agreed",
+        "_anywhere",
+        "_entry",
+        "_guard",
+        "_outer",
+        "name",
+        "place",
+        "signature",
+        "structure",
+        "where",
+    )
+
+    def __init__(self, guard: Guard, where: str, structure: str, name: str, *, anywhere: bool) -> None:
+        self._guard = guard
+        self._anywhere = anywhere
+        self._outer: Call | None = None
+        self._agreed = False
+        self._entry: Entry | None = None
+        #: What was compared last.
+        self.signature: Signature | None = None
+        self.where = where
+        self.structure = structure
+        self.name = name
+        #: Where the program makes the call; "" for one that may be made anywhere.
+        self.place = ""
+
+    def __enter__(self) -> Call:
+        guard, me = self._guard, threading.get_ident()
+        self._outer = outer = guard.current
+        if outer is None:
+            guard.thread = me
+            if guard.size > 1:
+                if not self._anywhere:
+                    self.place = guard.here().place
+                self._entry = guard.record.enter(self, time.monotonic())
+        else:
+            if guard.thread != me:
+                raise errors.ContextError.at(
+                    self.where,
+                    found=f"a collective while another thread is in {outer.where} of the same strategy",
+                    expected="one thread at a time",
+                    fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
+                )
+            self.where = outer.where
+            self.structure = outer.structure or self.structure
+            self.name = outer.name or self.name
+            self.place = outer.place
+        guard.current = self
+        return self
+
+    def agree(
+        self,
+        verb: str,
+        *,
+        op: str = "",
+        values: tuple[tuple[str, tuple[int, ...]], ...] = (),
+        destination: str = "",
+        options: str = "",
+        patiently: bool = False,
+        sparingly: bool = False,
+    ) -> None:
+        """Compare this call with the other ranks'; on return all ranks are about to do the same.
+
+        Args:
+            verb, op, values, destination, options: what must be equal on all ranks.
+            patiently: sleep between two looks for the peers: another thread needs this core.
+            sparingly: only as often as the level of checks says; for what needs no meeting of the ranks.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when the calls differ.
+            MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
+        """
+        signature = Signature(verb, op, self.structure, values, destination, options, self.name, self.where, self.place)
+        self.agree_on(signature, patiently=patiently, sparingly=sparingly)
+
+    def agree_on(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None:
+        """Do `agree` with a signature."""
+        self._guard.compare(signature, patiently=patiently, sparingly=sparingly)
+        self._set_agreed(True)
+
+    def expect_more(self) -> None:
+        """Say that the peers will wait at one more `agree`: a failure before it must be reported to them."""
+        self._set_agreed(False)
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Say that what runs in here is the program's own: nobody is waited for."""
+        guard = self._guard
+        before, guard.since = guard.since, math.inf
+        try:
+            yield
+        finally:
+            guard.since = before if before == math.inf else time.monotonic()
+
+    def _set_agreed(self, agreed: bool) -> None:
+        call: Call | None = self
+        while call is not None:
+            call._agreed = agreed
+            call = call._outer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        guard = self._guard
+        if not isinstance(error, Exception):
+            self._leave()
+            return
+        # After an agreement the peers are on their way through the data: too late to tell them, here or further out.
+        if not self._agreed and not guard.is_settled(error):
+            guard.report_failure(self.where, error)
+        self._leave()
+        if self._outer is None:
+            guard.unsettled(error)  # the same object may be raised again, in another call
+        else:
+            guard.settled(error)
+
+    def _leave(self) -> None:
+        self._guard.current = self._outer
+        if self._entry is not None:
+            self._entry[LEFT] = time.monotonic()

@@ -1,0 +1,104 @@
+"""The flight record: which collectives this rank entered last, and when it left them.
+
+Always on, so an entry costs a fraction of a microsecond: it holds what is at hand, and is put into words when somebody
+asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+#: How many collectives are remembered.
+LENGTH = 256
+
+NUMBER, WHAT, ENTERED, LEFT = range(4)
+#: One collective: its number among those of its strategy, from 1 on; what it is (a `Call`, or an all-reduce that was
+#: worked out before: something with a `signature`); when it was entered and when it was left, in seconds of
+#: time.monotonic(), 0.0 while it lasts.
+Entry = list[Any]
+
+
+class FlightRecord:
+    """The last `LENGTH` collectives of one strategy on this rank.
+
+    Attributes:
+        entries: oldest first.
+        number: how many there have been.
+    """
+
+    __slots__ = ("entries", "number")
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=LENGTH)
+        self.number = 0
+
+    def enter(self, what: Any, now: float) -> Entry:
+        """Write down that a collective begins."""
+        self.number = number = self.number + 1
+        entry = [number, what, now, 0.0]
+        self.entries.append(entry)
+        return entry
+
+    def take_back(self) -> None:
+        """Forget the last entry: it is made again, another way."""
+        self.number -= 1
+        self.entries.pop()
+
+    def last(self, back: int = 0) -> Entry | None:
+        """Return the last entry, or the one so many before it."""
+        entries = self.entries
+        return entries[-1 - back] if len(entries) > back else None
+
+
+def in_words(entry: Entry) -> str:
+    """Return ``#7 ReplicaContext.all_reduce SUM float64[3] (24 B) at train.py:12``, as far as it is known."""
+    what = entry[WHAT]
+    signature = getattr(what, "signature", None)
+    name = getattr(signature, "call", "") or getattr(what, "where", "") or "a collective"
+    parts = [f"#{entry[NUMBER]} {name}"]
+    if signature is not None:
+        op = signature.op if len(signature.op) < _LONG else ""
+        parts += [text for text in (op, values_in_words(signature.values)) if text]
+    title = getattr(signature, "name", "") or getattr(what, "name", "")
+    place = getattr(signature, "place", "") or getattr(what, "place", "")
+    parts += [f"name={title!r}"] if title else []
+    parts += [f"at {without_column(place)}"] if place else []
+    return " ".join(parts)
+
+
+def line_of(entry: Entry, now: float) -> str:
+    """Return an entry as a line of a report: how long ago it was entered, how long it took, and what it was."""
+    took = f"{(entry[LEFT] - entry[ENTERED]) * 1e3:10.3f} ms" if entry[LEFT] else "    not left  "
+    return f"{entry[ENTERED] - now:12.6f} s {took}  {in_words(entry)}"
+
+
+_LONG, _FEW = 40, 3
+
+
+def values_in_words(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Return the layouts of what a call is about, the first few one by one, and how many bytes they are."""
+    if not values:
+        return ""
+    shown = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in values[:_FEW])
+    more = f" and {len(values) - _FEW} more" if len(values) > _FEW else ""
+    nbytes = sum(_bytes_of(dtype, shape) for dtype, shape in values)
+    return f"{shown}{more} ({nbytes} B)"
+
+
+def _bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    try:
+        itemsize = np.dtype(dtype.rpartition(" ")[2]).itemsize
+    except TypeError:  # a name that NumPy alone does not know: bfloat16, or slices with their indices
+        itemsize = 2 if dtype == "bfloat16" else 0
+    return itemsize * math.prod(shape)
+
+
+def without_column(place: str) -> str:
+    """Return ``train.py:12`` of ``train.py:12:8``."""
+    file, _, rest = place.partition(":")
+    return f"{file}:{rest.partition(':')[0]}" if rest else file

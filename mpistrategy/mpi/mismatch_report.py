@@ -1,0 +1,107 @@
+"""What the ranks tell each other after their calls were found to differ, and the table that every rank raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mpistrategy.mpi.flight_record import without_column
+
+_SHOWN = 160
+
+#: A call in words: the non-empty fields of its signature.
+Words = dict[str, str]
+
+
+@dataclass(slots=True)
+class Report:
+    """What one rank says after the digests differed.
+
+    Attributes:
+        call: what it was about to do; empty fields are left out.
+        site: where in the program.
+        error: the name of the error that kept it from making the call, and
+        text: its text.
+        earlier: the calls that were not compared when they were made, since the last agreement, oldest first: number,
+            digest, and the call in words.
+    """
+
+    call: Words
+    site: str
+    error: str = ""
+    text: str = ""
+    earlier: list[tuple[int, int, Words]] = field(default_factory=list)
+
+
+_DIFFERENT = (
+    "Nothing was sent. Make every rank call the same collectives, in the same order, with equal structures,",
+    "dtypes and shapes.",
+)
+_ALIKE = (
+    "Nothing was sent. The calls are alike but stand at different places in the program, as swapped ones do. Make the",
+    "call at one place, in a function that all ranks use, or give it a name= where it takes one.",
+)
+
+
+def table(reports: Sequence[Report]) -> str:
+    """Return what all ranks were about to do, by rank, and in which fields it differs."""
+    late = _first_divergence(reports)
+    if late is not None:
+        return late
+    fields = list(dict.fromkeys(name for report in reports for name in report.call))
+    different = [name for name in fields if len({report.call.get(name, "") for report in reports}) > 1]
+    lines = [f"the ranks do not make the same call; they differ in: {', '.join(different) or 'nothing'}"]
+    lines += _rows([report.call for report in reports], different, [report.site for report in reports])
+    lines.extend(_ALIKE if different == ["place"] else _DIFFERENT)
+    return "\n".join(lines)
+
+
+def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]) -> list[str]:
+    starts = {name: _first_difference([call.get(name, "-") for call in calls]) for name in different}
+    rows = []
+    for rank, (call, site) in enumerate(zip(calls, sites, strict=True)):
+        shown = {name: _cut(call.get(name, "-"), starts.get(name, 0)) for name in ("call", *different)}
+        words = "  ".join(f"{name}={value}" for name, value in shown.items())
+        rows.append(f"  rank {rank}: {words}  at {site}")
+    return rows
+
+
+def _first_divergence(reports: Sequence[Report]) -> str | None:
+    """Return the table of the first call that was made without a comparison and differed; None where there is none."""
+    logs = [report.earlier for report in reports]
+    alike = [len({digest for _, digest, _ in entries}) == 1 for entries in zip(*logs, strict=False)]
+    number = [*alike, False].index(False)
+    if number == max(map(len, logs)):
+        return None  # alike so far: it is the call of this moment that differs
+    calls: list[Words] = [
+        log[number][2] if number < len(log) else report.call for log, report in zip(logs, reports, strict=True)
+    ]
+    fields = list(dict.fromkeys(name for call in calls for name in call))
+    different = [name for name in fields if len({call.get(name, "") for call in calls}) > 1]
+    first = next(log[number][0] for log in logs if number < len(log))
+    now = {report.site for report in reports}
+    lines = [
+        f"the ranks did not make the same call earlier: call #{first} of this strategy differed in: "
+        f"{', '.join(different) or 'its number'}",
+        *_rows(calls, different, [without_column(call.get("place", "?")) for call in calls]),
+        f"It is found only now ({', '.join(sorted(now))}), since calls that were seen before are compared at every "
+        "so many only:",
+        "its data, and that of the calls after it, may be mixed. Set check='always' (MPISTRATEGY_CHECK=always, or",
+        "mpistrategy run --check always) to stop before data moves.",
+    ]
+    return "\n".join(lines)
+
+
+def _first_difference(texts: Sequence[str]) -> int:
+    """Return where texts begin to differ."""
+    pairs = enumerate(zip(*texts, strict=False))
+    return next((at for at, characters in pairs if len(set(characters)) > 1), min(map(len, texts)))
+
+
+def _cut(text: str, start: int) -> str:
+    """Return a long text from a little before its first difference on."""
+    if len(text) <= _SHOWN:
+        return text
+    begin = max(0, start - _SHOWN // 4)
+    end = begin + _SHOWN
+    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
