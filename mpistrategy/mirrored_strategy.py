@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy.cross_device_ops import CrossDeviceOps
 from mpistrategy.errors import MpiStrategyError, OptionTypeError
 from mpistrategy.extended import StrategyExtended
-from mpistrategy.mpi import check_level, faults, simulated
+from mpistrategy.mpi import check_level, faults, simulated, timeout
 from mpistrategy.mpi.launch import no_mpi
 from mpistrategy.mpi.simulated import SimulatedCommunicator
 from mpistrategy.mpi.topology import choose_device
@@ -41,7 +41,8 @@ class MirroredStrategy(Strategy):
             when the ranks run different versions of Python or of this package.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
         OptionTypeError: for arguments of the wrong type.
-        OptionError: for an unknown `check`; for a malformed plan in MPISTRATEGY_INJECT, or level in MPISTRATEGY_CHECK.
+        OptionError: for an unknown `check`; for a malformed plan in MPISTRATEGY_INJECT, level in MPISTRATEGY_CHECK or
+            number in MPISTRATEGY_TIMEOUT.
         All on every rank.
     """
 
@@ -73,6 +74,7 @@ class MirroredStrategy(Strategy):
                     )
                 several_nodes = max(ranks.node_of) > 0
                 level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
+                limit = timeout.chosen(communication_options and communication_options.timeout_seconds)
                 device = choose_device(devices, ranks.rank, local_rank, local_size)
                 call.agree(
                     "create a strategy",
@@ -82,6 +84,7 @@ class MirroredStrategy(Strategy):
                 )
                 if ranks.cells is None and not isinstance(ranks, SimulatedCommunicator):
                     ranks.guard.check_as(level)
+                ranks.guard.timeout = limit
             ranks.share_device(device)
         except MpiStrategyError:
             ranks.free()
@@ -94,7 +97,9 @@ def _connect(comm: Any) -> MpiCommunicator | SimulatedCommunicator:
     if replicas is not None and comm is None:
         return replicas.duplicate()
     try:
+        from mpistrategy.mpi import world
         from mpistrategy.mpi.communicator import MpiCommunicator
     except (ImportError, RuntimeError) as error:
         raise no_mpi("MirroredStrategy", error) from error
-    return MpiCommunicator(comm)
+    with world.joining("MirroredStrategy", comm):
+        return MpiCommunicator(comm)

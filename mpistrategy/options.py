@@ -91,7 +91,9 @@ class CommunicationOptions:
 
     Attributes:
         bytes_per_pack: small values are packed into buffers of at most this many bytes; 0 lets the library choose.
-        timeout_seconds: how long a collective may take; None means the default.  Kept, not enforced yet.
+        timeout_seconds: for how long a rank waits in a collective before the job ends, with a roll call that says who
+            waits where and who has not come; 0 for no limit.  None means what MPISTRATEGY_TIMEOUT says, else 600.
+            Only time in which this rank waits counts; see `Strategy.expect_long`.
         implementation: a `CommunicationImplementation` or its name in any letter case.  MPI carries everything so
             far, whatever is asked for.
         wire: "bfloat16" halves what travels between nodes in sums and means of float32 (and of 16-bit floats, which
@@ -102,8 +104,9 @@ class CommunicationOptions:
             package ml_dtypes.  None, the default, sends all digits.
 
     Raises:
-        OptionError: for a negative bytes_per_pack, an unknown implementation or wire.
-        OptionTypeError: for a bytes_per_pack that is no number.
+        OptionError: for a negative bytes_per_pack, a negative timeout_seconds, an unknown implementation or
+            wire.
+        OptionTypeError: for a bytes_per_pack or a timeout_seconds that is no number.
     """
 
     bytes_per_pack: float = 0
@@ -118,6 +121,12 @@ class CommunicationOptions:
             raise OptionTypeError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
         if not 0 <= self.bytes_per_pack < math.inf:
             raise OptionError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
+        seconds: Any = self.timeout_seconds
+        if seconds is not None:
+            if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
+                raise OptionTypeError.at(where, found=f"timeout_seconds={seconds!r}", expected="seconds, or None")
+            if not float(seconds) >= 0:
+                raise OptionError.at(where, found=f"timeout_seconds={seconds!r}", expected="seconds >= 0, or None")
         chosen = self.implementation
         if isinstance(chosen, str) and chosen.upper() in CommunicationImplementation.__members__:
             object.__setattr__(self, "implementation", CommunicationImplementation[chosen.upper()])

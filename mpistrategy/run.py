@@ -23,7 +23,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from mpistrategy.errors import LaunchError, OptionError
-from mpistrategy.mpi import abort, fault_plans
+from mpistrategy.mpi import abort, check_level, fault_plans, timeout, watchdog
 from mpistrategy.mpi.launch import no_mpi
 
 _WHERE = "mpistrategy run"
@@ -47,18 +47,36 @@ class Setting:
     summary: str
 
 
-def _plan(text: str) -> str:
-    try:
-        fault_plans.parse(text, "mpistrategy run --inject")
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def _checked(parse: Callable[[str, str], object], option: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        try:
+            parse(text, f"mpistrategy run {option}")
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return check
 
 
 #: A further option that only sets a variable is one line here.
 SETTINGS = {
+    "--check": Setting(
+        check_level.VARIABLE,
+        "LEVEL",
+        _checked(check_level.parse, "--check"),
+        "how often calls are compared between nodes: always, first or off",
+    ),
+    "--timeout": Setting(
+        timeout.VARIABLE,
+        "SECONDS",
+        _checked(timeout.parse, "--timeout"),
+        "how long a rank waits in a collective before the job ends, with a roll call",
+    ),
     "--inject": Setting(
-        "MPISTRATEGY_INJECT", "PLAN", _plan, "make a collective go wrong, to see what a job makes of it"
+        "MPISTRATEGY_INJECT",
+        "PLAN",
+        _checked(fault_plans.parse, "--inject"),
+        "make a collective go wrong, to see what a job makes of it",
     ),
 }
 
@@ -148,6 +166,7 @@ def _show_stacks_of_crashes() -> None:
             faulthandler.enable()
         if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
             faulthandler.register(signal.SIGQUIT)
+            watchdog.stack_signal = int(signal.SIGQUIT)
 
 
 # ------------------------------------------------------------------------------------- what to run, and as what

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +24,7 @@ from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, Sh
 from mpistrategy.explain import Explained
 from mpistrategy.extended import StrategyExtended, as_given
 from mpistrategy.mirrored_check import MirroredCheck
+from mpistrategy.mpi import watchdog
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective, own_value
 from mpistrategy.options import ReduceOp
@@ -281,6 +284,28 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             CollectiveMismatchError: on every rank, when another rank makes another call.
         """
         self.extended.barrier(name)
+
+    def expect_long(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Say that this rank is about to work for so long that the others must wait; rank-local, sends nothing.
+
+        A rank that waits in a collective ends the job after `CommunicationOptions.timeout_seconds`.  While some rank is
+        in this block they wait as many seconds longer.
+
+        Args:
+            seconds: how long the work may take.
+
+        Raises:
+            OptionError: for anything but a number of seconds above 0.
+
+        >>> import mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> with strategy.expect_long(1800):
+        ...     pass  # rank 0 writes a large file
+        """
+        given: Any = seconds
+        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < float(given) < math.inf:
+            raise OptionError.at("Strategy.expect_long", found=f"seconds={seconds!r}", expected="a number above 0")
+        return watchdog.expect_long(float(seconds))
 
     @collective("close")
     def close(self) -> None:

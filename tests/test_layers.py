@@ -75,6 +75,7 @@ FLOORS = [
 MAY_IMPORT_MPI = (
     "mpistrategy.mpi.communicator",
     "mpistrategy.mpi.control_channel",
+    "mpistrategy.mpi.node_peers",
     "mpistrategy.mpi.operations",
     "mpistrategy.mpi.world",
     "mpistrategy.bench.raw",

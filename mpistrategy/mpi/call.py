@@ -34,6 +34,7 @@ class Call:
         "place",
         "signature",
         "structure",
+        "timeout",
         "where",
     )
 
@@ -45,6 +46,8 @@ class Call:
         self._entry: Entry | None = None
         #: What was compared last.
         self.signature: Signature | None = None
+        #: How long it may wait for the other ranks, in seconds; None: as long as its strategy says.
+        self.timeout: float | None = None
         self.where = where
         self.structure = structure
         self.name = name

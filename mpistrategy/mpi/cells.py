@@ -101,6 +101,12 @@ class Cells:
                 self.waiting.until(peer, sequence)
         return self._equal()
 
+    def shown(self) -> list[int]:
+        """Return the number of the last exchange that each rank has come to, by local rank; for the watchdog."""
+        first, second = (slot.peers for slot in self.slots)
+        peers = [max(int(one[0]), int(other[0])) for one, other in zip(first, second, strict=True)]
+        return [*peers[: self.local_rank], self.sequence, *peers[self.local_rank :]]
+
     def _equal(self) -> bool:
         if self.fence is not None:
             self.fence()

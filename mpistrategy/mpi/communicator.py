@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpistrategy.arrays import Array
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
-from mpistrategy.mpi import abort, buffers, world
+from mpistrategy.mpi import abort, buffers, watch_lines, watchdog, world
 from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across, lanes_of
 from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
@@ -25,12 +25,16 @@ from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import ControlChannel, Guard
 from mpistrategy.mpi.launch import Introduction, introductions
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
+from mpistrategy.mpi.node_peers import NodePeers
 from mpistrategy.mpi.operations import operation
 from mpistrategy.mpi.path_files import agreed, library_name
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
-from mpistrategy.mpi.shared_memory import Fence, SharedMemory, private_memory, share
+from mpistrategy.mpi.run_directory import RunDirectory
+from mpistrategy.mpi.shared_memory import Fence, SharedMemory, part, private_memory, share
 from mpistrategy.mpi.transport import NodeGroups
 from mpistrategy.mpi.waiting import Waiting, cores
+from mpistrategy.mpi.watch_lines import Lines
+from mpistrategy.mpi.watched import Watched
 from mpistrategy.mpi.window import NodeWindow
 
 
@@ -78,9 +82,9 @@ class MpiCommunicator:
             self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         else:
             self._inside = self._comm.Split(node_key, self.rank)
-        self.local_rank: int = self._inside.rank
-        self.local_size: int = self._inside.size
-        leader = int(self.text_of_leader(str(self.rank)))
+        self._peers = NodePeers(self._inside, self.allgather_text)
+        self.local_rank, self.local_size = self._peers.local_rank, self._peers.local_size
+        leader = int(self._peers.text_of_leader(str(self.rank)))
         ranks = self._introduce(Introduction.of_this_rank(self.size, leader, self.local_size, sorted(cores())))
         leaders = sorted({each.leader for each in ranks})
         self.node_of = tuple(leaders.index(each.leader) for each in ranks)
@@ -95,7 +99,7 @@ class MpiCommunicator:
         self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
-        usual = self._share_node_memory() if self.size > 1 else None
+        memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(watch_lines.BYTES), None)
         self.guard = Guard(None if usual is None else channel(usual), self.rank, self.size)
         self.devices: tuple[Device, ...] = ()
         self._node: NodeGroups | None = None
@@ -108,6 +112,17 @@ class MpiCommunicator:
         self._links: list[_Group] = []
         self.max_count = buffers.MAX_COUNT
         world.watch(self.guard, self.free)
+        if self.size > 1:
+            self._watch_waiting(memory, ranks[0].directory)
+
+    def _watch_waiting(self, memory: SharedMemory, path: str) -> None:
+        """Make a collective that is late end the job; the watchdogs' lines are in `memory`, their files in `path`."""
+        node, nodes = self.node_of[self.rank], max(self.node_of) + 1
+        if not memory.is_shared:  # who shares no memory is a node of its own
+            node, nodes = self.rank, self.size
+        directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] ")
+        shown = None if self.cells is None else self.cells.shown
+        world.watch_waiting(self._comm, Watched(self.guard, Lines(memory), node, nodes, directory, shown))
 
     def _introduce(self, me: Introduction) -> list[Introduction]:
         """Return what all ranks say about themselves.
@@ -124,10 +139,14 @@ class MpiCommunicator:
             self._comm.Free()
             raise
 
-    def _share_node_memory(self) -> MpiControlChannel | CellChannel:
-        """Make the cells and the window of this node; return the channel on which the ranks compare their calls."""
+    def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | CellChannel]:
+        """Make the cells and the window of this node.
+
+        Returns the memory of the watchdogs' lines, and the channel on which the ranks compare their calls.
+        """
         assert self._control is not None
-        shared = self.shared(NodeMemory.bytes_for(self.local_size, self.paths))
+        shared = self.shared(watch_lines.BYTES + NodeMemory.bytes_for(self.local_size, self.paths))
+        lines, shared = part(shared, 0, watch_lines.BYTES), part(shared, watch_lines.BYTES)
         self.shares_memory = shared.is_shared
         if shared.is_shared and self.local_size > 1:
             control = self._control
@@ -136,21 +155,8 @@ class MpiCommunicator:
             if self.local_size == self.size:
                 self.cells = node.cells
                 self.blocks = Blocks(node.cells, self._shared_if_there_is_room)
-                return CellChannel(node.cells, control.allgather_text)
-        return self._control
-
-    def text_of_leader(self, text: str) -> str:
-        """Return the text of the first rank of this node."""
-        length = np.array([len(text.encode())])
-        self._inside.Bcast(length, 0)
-        letters = np.frombuffer(text.encode(), np.uint8) if self.local_rank == 0 else np.empty(length[0], np.uint8)
-        letters = letters.copy()
-        self._inside.Bcast(letters, 0)
-        return bytes(letters).decode()
-
-    def any_reason(self, reason: str) -> str:
-        """Return the first text that is not empty, of all ranks; "" when all are."""
-        return next(filter(None, self.allgather_text(reason)), "")
+                return lines, CellChannel(node.cells, control.allgather_text)
+        return lines, self._control
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see.  Collective.
@@ -159,7 +165,7 @@ class MpiCommunicator:
         """
         if not self.shares_memory:
             return private_memory(nbytes)
-        memory = share(nbytes, self, _memory_fence())
+        memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
             if not self._has_warned:
                 warn_without_memory(memory, self.rank)
@@ -169,7 +175,7 @@ class MpiCommunicator:
 
     def _shared_if_there_is_room(self, nbytes: int) -> SharedMemory | None:
         """Return shared memory for what is only faster with it: without a word where there is not plenty."""
-        memory = share(nbytes, self, _memory_fence(), sparing=True)
+        memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
         return None if isinstance(memory, str) else memory
 
     def node_barrier(self) -> None:
@@ -320,6 +326,7 @@ class MpiCommunicator:
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
         made = MpiCommunicator(self._comm, self.node_of[self.rank], channel)
+        made.guard.timeout = self.guard.timeout
         if made.cells is None:
             made.guard.check_as(self.guard.level)
         return made
@@ -342,6 +349,7 @@ class MpiCommunicator:
             self.engine.stop()
         self.guard.closed = True
         abort.forget(self.guard)
+        watchdog.forget(self.guard)
         self.across = None
         for link in self._links:
             link.free()

@@ -55,19 +55,19 @@ class FlightRecord:
         return entries[-1 - back] if len(entries) > back else None
 
 
-def in_words(entry: Entry) -> str:
+def in_words(entry: Entry, *, with_place: bool = True) -> str:
     """Return ``#7 ReplicaContext.all_reduce SUM float64[3] (24 B) at train.py:12``, as far as it is known."""
     what = entry[WHAT]
     signature = getattr(what, "signature", None)
     name = getattr(signature, "call", "") or getattr(what, "where", "") or "a collective"
     parts = [f"#{entry[NUMBER]} {name}"]
     if signature is not None:
-        op = signature.op if len(signature.op) < _LONG else ""
+        op = signature.op if signature.op.isupper() else ""
         parts += [text for text in (op, values_in_words(signature.values)) if text]
     title = getattr(signature, "name", "") or getattr(what, "name", "")
     place = getattr(signature, "place", "") or getattr(what, "place", "")
     parts += [f"name={title!r}"] if title else []
-    parts += [f"at {without_column(place)}"] if place else []
+    parts += [f"at {without_column(place)}"] if place and with_place else []
     return " ".join(parts)
 
 
@@ -77,7 +77,7 @@ def line_of(entry: Entry, now: float) -> str:
     return f"{entry[ENTERED] - now:12.6f} s {took}  {in_words(entry)}"
 
 
-_LONG, _FEW = 40, 3
+_FEW = 3
 
 
 def values_in_words(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:

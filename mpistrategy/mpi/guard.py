@@ -27,6 +27,7 @@ from mpistrategy.mpi.check_level import ALWAYS, Sparingly
 from mpistrategy.mpi.flight_record import WHAT, FlightRecord
 from mpistrategy.mpi.mismatch_report import Report, table
 from mpistrategy.mpi.signature import Signature
+from mpistrategy.mpi.timeout import DEFAULT_SECONDS
 
 _CACHED_DIGESTS = 4096
 
@@ -80,6 +81,8 @@ class Guard:
         self.record = FlightRecord()
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
         self.since = 0.0
+        #: How long a collective may wait for the other ranks, in seconds.
+        self.timeout = DEFAULT_SECONDS
         #: Set when this rank has come to its end.
         self.leaving = False
         #: Where the program made the call, when that was in another thread.
@@ -201,7 +204,7 @@ class Guard:
 
     def start_leaving(self) -> None:
         """Begin to tell the peers that this rank has come to its end."""
-        self.leaving = True
+        self.leaving, self.since = True, time.monotonic()
         if self._channel is not None:
             digest, sparingly = self._known(_LEAVING)[0], self._sparingly
             if sparingly is not None:  # calls at the end that were not compared are found here

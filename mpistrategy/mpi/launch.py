@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from mpistrategy.errors import LaunchError
+from mpistrategy.mpi import run_directory
 
 #: Set to 1 where several programs of one rank each are meant.
 ALONE = "MPISTRATEGY_ALONE"
@@ -253,6 +254,7 @@ class Introduction:
         leader: the first rank on its node.
         local_size: how many ranks its node has.
         cores: the cores that it may use.
+        directory: where the job's records would go, if this rank is the first.
     """
 
     mpistrategy: str
@@ -261,11 +263,12 @@ class Introduction:
     leader: int
     local_size: int
     cores: tuple[int, ...]
+    directory: str = ""
 
     @classmethod
     def of_this_rank(cls, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
         """Return what this rank says."""
-        return cls(version(), python_version(), size, leader, local_size, tuple(cores))
+        return cls(version(), python_version(), size, leader, local_size, tuple(cores), run_directory.proposal())
 
     def text(self) -> str:
         """Return it as a text for the others."""

@@ -9,7 +9,7 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi import cells, window
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.paths import Paths
-from mpistrategy.mpi.shared_memory import SharedMemory, aligned
+from mpistrategy.mpi.shared_memory import SharedMemory, aligned, part
 from mpistrategy.mpi.waiting import Waiting
 from mpistrategy.mpi.window import NodeWindow
 
@@ -26,8 +26,8 @@ class NodeMemory:
     def __init__(self, memory: SharedMemory, paths: Paths, waiting: Waiting) -> None:
         cell_bytes = _cell_bytes(paths)
         chunk_bytes = window.chunk_bytes_for(len(memory.segments), paths.chunk_bytes)
-        self.cells = Cells(_part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
-        self.window = NodeWindow(_part(memory, cell_bytes), chunk_bytes, waiting)
+        self.cells = Cells(part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
+        self.window = NodeWindow(part(memory, cell_bytes), chunk_bytes, waiting)
 
     @staticmethod
     def bytes_for(ranks: int, paths: Paths) -> int:
@@ -61,10 +61,3 @@ def warn_without_memory(reason: str, rank: int) -> None:
 
 def _cell_bytes(paths: Paths) -> int:
     return aligned(cells.segment_bytes(paths.cell_bytes))
-
-
-def _part(memory: SharedMemory, start: int, length: int | None = None) -> SharedMemory:
-    stop = None if length is None else start + length
-    return SharedMemory(
-        tuple(segment[start:stop] for segment in memory.segments), memory.local_rank, memory.is_shared, memory.fence
-    )

@@ -55,6 +55,13 @@ class SharedMemory:
         return self.segments[self.local_rank]
 
 
+def part(memory: SharedMemory, start: int, length: int | None = None) -> SharedMemory:
+    """Return the same part of every segment."""
+    stop = None if length is None else start + length
+    segments = tuple(segment[start:stop] for segment in memory.segments)
+    return SharedMemory(segments, memory.local_rank, memory.is_shared, memory.fence)
+
+
 def private_memory(nbytes: int) -> SharedMemory:
     """Return memory of the same alignment that this rank alone sees."""
     block = np.zeros(nbytes + ALIGNMENT, np.uint8)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mpi4py import MPI
 
-from mpistrategy.mpi import abort, launch
+from mpistrategy.mpi import abort, launch, run_directory, timeout, watch_lines, watchdog
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.node_peers import NodePeers
 from mpistrategy.mpi.path_files import library_name
+from mpistrategy.mpi.run_directory import RunDirectory
+from mpistrategy.mpi.shared_memory import private_memory, share
+from mpistrategy.mpi.watch_lines import Lines
+from mpistrategy.mpi.watched import Watched
 
 
 def check(where: str, comm: Any = None) -> None:
@@ -30,9 +37,60 @@ def watch(guard: Guard, free: Any) -> None:
         abort.watch(guard, free, world.rank, world.size, world.Abort, MPI.Is_finalized)
 
 
+def watch_waiting(comm: MPI.Intracomm, watched: Watched) -> None:
+    """Make a collective that is late end the job.
+
+    Args:
+        comm: whose ranks are watched.
+        watched: what else there is to know of them.
+    """
+    world = MPI.COMM_WORLD
+    watched.guard.timeout = timeout.expected()
+    watched.ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
+    # Hydra, MPICH's and Intel MPI's launcher, takes the status of any rank that it has to kill for that of the job.
+    by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(watched)
+
+
 def watch_from_now_on() -> None:
     """Watch over this process before it has a strategy.  Collective over all ranks."""
     world = MPI.COMM_WORLD
-    if world.size > 1:
-        channel = MpiControlChannel(world)
-        watch(Guard(channel, world.rank, world.size), channel.close)
+    if world.size == 1:
+        return
+    channel = MpiControlChannel(world)
+    guard = Guard(channel, world.rank, world.size)
+    watch(guard, channel.close)
+    inside = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
+    peers = NodePeers(inside, channel.allgather_text)
+    leaders = channel.allgather_text(peers.text_of_leader(str(world.rank)))
+    nodes = list(dict.fromkeys(leaders))
+    memory = share(watch_lines.BYTES, peers)
+    inside.Free()
+    directory = RunDirectory(channel.allgather_text(run_directory.proposal())[0], f"[rank {world.rank}] ")
+    if isinstance(memory, str):
+        watched = Watched(guard, Lines(private_memory(watch_lines.BYTES)), world.rank, world.size, directory)
+    else:
+        watched = Watched(guard, Lines(memory), nodes.index(leaders[world.rank]), len(nodes), directory)
+    watch_waiting(world, watched)
+
+
+@contextmanager
+def joining(where: str, comm: Any = None) -> Iterator[None]:
+    """Watch over the making of a communicator, in which the ranks wait for each other and nothing connects them yet.
+
+    Args:
+        where: the public name of what makes it.
+        comm: the ranks; None for all.
+    """
+    ranks = comm if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL else MPI.COMM_WORLD
+    if ranks.size == 1 or MPI.COMM_WORLD.size == 1:
+        yield
+        return
+    guard = Guard(None, ranks.rank, ranks.size)
+    lines = Lines(private_memory(watch_lines.BYTES))
+    watch_waiting(ranks, Watched(guard, lines, 0, 1, RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")))
+    try:
+        with guard.call(where):
+            yield
+    finally:
+        watchdog.forget(guard)

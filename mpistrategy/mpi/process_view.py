@@ -1,0 +1,99 @@
+"""What this process can say about itself, and about others of its node, without the help of those that hang."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+
+from mpistrategy.mpi import flight_record
+from mpistrategy.mpi.call_sites import outside
+from mpistrategy.mpi.flight_record import ENTERED, LEFT, Entry
+from mpistrategy.mpi.guard import Guard
+
+_STATES = {
+    "T": "its process {} is stopped (SIGSTOP, SIGTSTP)",
+    "t": "its process {} is stopped by a debugger",
+    "D": "its process {} waits for a disk or a file system",
+    "Z": "its process {} has ended",
+    "X": "its process {} has ended",
+}
+_HOLDING = "its process {} runs, but code in it does not let other Python threads run"
+
+
+def now_doing(guards: Iterable[Guard]) -> str:
+    """Return where this process is: in which collective, or after which one and where in the program."""
+    now = time.monotonic()
+    guards = list(guards)
+    inside = [(entry, guard.thread) for guard in guards if (entry := inside_of(guard)) is not None]
+    if inside:
+        oldest, thread = min(inside, key=lambda pair: float(pair[0][ENTERED]))
+        in_main = thread == threading.main_thread().ident
+        words = flight_record.in_words(oldest, with_place=not in_main)
+        return f"in {words} for {now - oldest[ENTERED]:.1f} s; {'' if in_main else 'main thread '}{_place()}"
+    if any(guard.leaving for guard in guards):
+        return f"at its end: its program has ended; {_last(guards, now)}"
+    return f"in no collective: {_place()}; {_last(guards, now)}"
+
+
+def _last(guards: Iterable[Guard], now: float) -> str:
+    entries = [entry for guard in guards if (entry := guard.record.last()) is not None and entry[LEFT]]
+    if not entries:
+        return "it has made no collective yet"
+    last = max(entries, key=lambda entry: float(entry[LEFT]))
+    return f"its last was {flight_record.in_words(last)}, {now - last[LEFT]:.1f} s ago"
+
+
+def inside_of(guard: Guard) -> Entry | None:
+    """Return the entry of the collective that this rank is in; None when it is in none."""
+    entry = guard.record.last()
+    return entry if guard.current is not None and entry is not None and not entry[LEFT] else None
+
+
+def _place() -> str:
+    """Return where the main thread is, in the program's own code."""
+    frame = outside(sys._current_frames().get(threading.main_thread().ident or 0))
+    if frame is None:
+        return "its main thread has ended"
+    code = frame.f_code
+    return f"at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def record(guards: Iterable[Guard]) -> str:
+    """Return the flight record of this process: the last collectives of all its strategies, oldest first."""
+    now = time.monotonic()
+    entries = sorted((entry for guard in guards for entry in guard.record.entries), key=lambda entry: entry[ENTERED])
+    if not entries:
+        return "no collectives yet\n"
+    head = f"{'entered':>14} {'took':>13}  collective (# its number in its strategy)\n"
+    return head + "".join(f"{flight_record.line_of(entry, now)}\n" for entry in entries)
+
+
+def stacks() -> str:
+    """Return the Python stacks of all threads, the main one first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    main, me = threading.main_thread().ident, threading.get_ident()
+    parts = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        if ident != me:
+            stack = "".join(traceback.format_stack(frames[ident]))
+            parts.append(f"thread {names.get(ident, ident)} (most recent call last):\n{stack}")
+    return "\n".join(parts)
+
+
+def why_silent(process: int) -> str:
+    """Return why a process of this node does not answer, as far as the system shows it."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            state = file.read().decode(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return f"its process {process} is gone"
+    return _STATES.get(state, _HOLDING).format(process)
+
+
+def is_stopped(process: int) -> bool:
+    """Return whether a process of this node is stopped, so that a signal would only wait for it."""
+    return "stopped" in why_silent(process)

@@ -1,0 +1,45 @@
+"""How long a collective may wait for the other ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from mpistrategy.errors import OptionError
+
+#: The environment variable that sets it, in seconds; 0 for no limit.
+VARIABLE = "MPISTRATEGY_TIMEOUT"
+DEFAULT_SECONDS = 600.0
+_EXPECTED = "seconds >= 0 (0: no limit)"
+
+
+def parse(text: str, where: str = VARIABLE) -> float:
+    """Return the seconds that `text` names.
+
+    Raises:
+        OptionError: for anything else than a number, or a negative one.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise OptionError.at(where, found=f"{text!r}", expected=_EXPECTED)
+    return seconds or math.inf
+
+
+def expected() -> float:
+    """Return the limit of what has none of its own yet; a malformed variable is refused later, on all ranks."""
+    try:
+        return chosen()
+    except OptionError:
+        return DEFAULT_SECONDS
+
+
+def chosen(given: Any = None) -> float:
+    """Return the limit of a strategy: what it was given, else the variable, else `DEFAULT_SECONDS`."""
+    if given is not None:
+        return float(given) or math.inf
+    text = os.environ.get(VARIABLE, "")
+    return parse(text) if text else DEFAULT_SECONDS

@@ -1,0 +1,165 @@
+"""The watchdog: one thread that never calls MPI, and finds out when a collective is late.
+
+It looks now and then where this rank is, and says so in a line that its peers can read.  When the rank has waited in a
+collective for longer than its timeout, or a peer says that it has, the alarm is answered (`mpistrategy.mpi.alarm`):
+records, stacks, roll call, and the end of the job.
+
+Time in which the whole process stood still (a suspended job, a sleeping machine) does not count.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mpistrategy.mpi import alarm, process_view
+from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.watch_lines import WELL, Line
+from mpistrategy.mpi.watched import Watched
+
+_SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
+_STOOD_STILL_SECONDS = 4.0
+
+
+class Watchdog:
+    """Watches over the collectives of this process.
+
+    Args:
+        rank: this process's number in the job.
+        size: how many there are.
+        end: see `mpistrategy.mpi.alarm.answer`.
+    """
+
+    def __init__(self, rank: int, size: int, end: Callable[[int], object] | None = None) -> None:
+        self._end = end
+        self.rank = rank
+        self.size = size
+        self.pid = os.getpid()
+        self._watched: dict[Guard, Watched] = {}
+        self._expected = 0.0
+        self._busy = 0
+        self._resumed = 0.0
+        self._reminded = False
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, watched: Watched) -> None:
+        """Watch over one more communicator."""
+        self._watched[watched.guard] = watched
+        self._changed.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
+            self._thread.start()
+
+    def remove(self, guard: Guard) -> None:
+        """Watch over the communicator of `guard` no longer."""
+        watched = self._watched.pop(guard, None)
+        if watched is not None:
+            watched.directory.remove()
+
+    @contextmanager
+    def expect(self, seconds: float) -> Iterator[None]:
+        """Tell the peers that this rank is busy for so many seconds; they wait longer, by that much."""
+        before = self._expected
+        self._set_expected(max(before, time.monotonic() + seconds))
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            self._set_expected(before if self._busy else time.monotonic())
+
+    def _set_expected(self, until: float) -> None:
+        self._expected = until
+        for watched in list(self._watched.values()):
+            watched.lines.expect(until)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while True:
+            tick = self._tick()
+            self._changed.wait(tick)
+            self._changed.clear()
+            now = time.monotonic()
+            if now - last > tick + _STOOD_STILL_SECONDS:
+                self._resumed = now
+            last = now
+            try:
+                self._look(now)
+            except Exception as error:  # a mistake in here must not end the job
+                sys.stderr.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
+                return
+
+    def _tick(self) -> float:
+        limits = [watched.limit for watched in list(self._watched.values())]
+        return min(max(min(limits, default=math.inf) / 10, _SHORTEST_TICK), _LONGEST_TICK)
+
+    def _look(self, now: float) -> None:
+        everything = list(self._watched.values())
+        if not everything:
+            return
+        line = self._line(now, everything)
+        for watched in everything:
+            watched.lines.write(line)
+            watched.exchange(now)
+        if any(watched.is_alarmed() for watched in everything) or self._is_late(now, everything):
+            alarm.answer(everything, lambda: self._line(time.monotonic(), everything), self.rank, self.size, self._end)
+        self._remind(now, everything)
+
+    def _is_late(self, now: float, everything: list[Watched]) -> bool:
+        late = [watched for watched in everything if watched.waited(now, self._resumed) > watched.limit]
+        if not late:
+            return False
+        limit = min(watched.limit for watched in late)
+        return not any(watched.is_excused(now, limit) for watched in everything)
+
+    def _line(self, now: float, everything: list[Watched]) -> Line:
+        longest = max(everything, key=lambda watched: watched.waited(now, self._resumed) / watched.limit)
+        text = process_view.now_doing(watched.guard for watched in everything)
+        waited = longest.waited(now, self._resumed)
+        return Line(self.rank, self.pid, WELL, now, self._expected, waited, longest.limit, stack_signal, text)
+
+    def _remind(self, now: float, everything: list[Watched]) -> None:
+        """Say once that this rank has come to its end and waits: others may be at work, which is nobody's fault."""
+        waiting = [watched for watched in everything if watched.guard.leaving]
+        if self._reminded or not any(now - watched.guard.since > watched.guard.timeout for watched in waiting):
+            return
+        self._reminded = True
+        widest = max(waiting, key=lambda watched: len(watched.ranks))
+        others = [line for line in widest.lines.read() if line.rank != self.rank and "at its end" not in line.text]
+        told = "".join(f"\n  rank {line.rank}: {line.text}" for line in others)
+        sys.stderr.write(f"[rank {self.rank}/{self.size}] has come to its end and waits for the other ranks.{told}\n")
+
+
+_watchdog: Watchdog | None = None
+#: The signal that makes this process show its stacks, whatever it is doing; 0 without one.
+stack_signal = 0
+
+
+def of_this_process(rank: int, size: int, end: Callable[[int], object] | None = None) -> Watchdog:
+    """Return the watchdog of this process, made by the first call; a child of a rank gets one of its own."""
+    global _watchdog
+    if _watchdog is None or _watchdog.pid != os.getpid():
+        _watchdog = Watchdog(rank, size, end)
+    return _watchdog
+
+
+def forget(guard: Guard) -> None:
+    """Watch over the communicator of `guard` no longer."""
+    if _watchdog is not None:
+        _watchdog.remove(guard)
+
+
+@contextmanager
+def expect_long(seconds: float) -> Iterator[None]:
+    """Do `Watchdog.expect`, if there is one."""
+    if _watchdog is None:
+        yield
+        return
+    with _watchdog.expect(seconds):
+        yield
