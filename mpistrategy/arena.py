@@ -213,7 +213,9 @@ class Arena:
                 targets=self.leaves if in_place else None,
             )
             return self._values if in_place else self._structure.pack(results)
-        sent = extended.options.merge(options).wire
+        chosen = extended.options.merge(options)
+        call.wait_as(chosen.timeout_seconds)
+        sent = chosen.wire
         wire.check(sent)
         call.agree_on(
             self.signature(

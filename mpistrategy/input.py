@@ -158,11 +158,12 @@ class DistributedDatasetsFromFunction:
         """Return this rank's iterator, and for how many steps every rank has elements, as far as lengths tell."""
         lengths = [np.zeros(1, np.int64) for _ in range(self._communicator.size)]
         with self._communicator.guard.call("iter(distributed dataset)") as call:
-            iterator = iter(self._dataset)
-            try:
-                length = len(self._dataset)  # type: ignore[arg-type]  # a generator has none
-            except TypeError:
-                length = 0
+            with call.own_work():
+                iterator = iter(self._dataset)
+                try:
+                    length = len(self._dataset)  # type: ignore[arg-type]  # a generator has none
+                except TypeError:
+                    length = 0
             call.agree("begin")
             self._communicator.allgatherv(np.array([length], np.int64), lengths)
         return iterator, int(min(lengths)[0])
@@ -170,7 +171,8 @@ class DistributedDatasetsFromFunction:
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
         """Return this rank's next element, one without rows where other ranks go on, or END."""
         with self._communicator.guard.call("next(distributed dataset)") as call:
-            element = next(iterator, END)
+            with call.own_work():
+                element = next(iterator, END)
             call.agree("next")
             have = np.array([element is not END], np.int64)
             self._communicator.allreduce(have)

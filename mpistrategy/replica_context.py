@@ -238,7 +238,7 @@ class ReplicaContext:
         """
         extended = self._strategy.extended
         with self._required("all_gather"), extended.communicator.guard.call("ReplicaContext.all_gather") as call:
-            extended.options.merge(options)
+            call.wait_as(extended.options.merge(options).timeout_seconds)
             return extended.gather_nest(value, axis, call)
 
     def merge_call(

@@ -159,7 +159,8 @@ def _make_input(
         check_options(options, where)
         if replication_mode(mode, where) is not InputReplicationMode.PER_WORKER:
             raise OptionError.at(where, found=f"replication_mode={mode!r}", expected="InputReplicationMode.PER_WORKER")
-        dataset = function(InputContext(communicator.size, communicator.rank, communicator.size))
+        with call.own_work():
+            dataset = function(InputContext(communicator.size, communicator.rank, communicator.size))
         check_iterable(dataset, where)
         call.agree("make input")
     return dataset

@@ -75,7 +75,8 @@ class Variable(ArrayLike):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
             call.name = "Variable" if name is None else name
             try:
-                value = initial_value() if callable(initial_value) else initial_value
+                with call.own_work():
+                    value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # whatever the function did together with the others, they wait at the next step
             array = to_array(plain(value), call.where)

@@ -19,6 +19,7 @@ from mpistrategy.errors import (
     UnsupportedError,
 )
 from mpistrategy.mpi import ambient
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective, own_mirrored
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -62,7 +63,7 @@ class CrossDeviceOps:
         with ambient.working_on(communicator), communicator.guard.call(f"{type(self).__name__}.reduce") as call:
             op = ReduceOp.parse(reduce_op, call.where)
             placing.resolve(destinations, communicator, call.where)
-            return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call.where))
+            return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call))
 
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
     def batch_reduce(
@@ -92,7 +93,7 @@ class CrossDeviceOps:
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
                 placing.resolve(destinations, communicator, call.where)
-            results: Any = self.batch_reduce_implementation(op, pairs, _checked(options, call.where))
+            results: Any = self.batch_reduce_implementation(op, pairs, _checked(options, call))
             if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
                 raise StructureError.at(
                     f"{type(self).__name__}.batch_reduce_implementation",
@@ -184,11 +185,12 @@ def _first_value(pairs: Any) -> Any:
         return None
 
 
-def _checked(options: Any, where: str) -> CommunicationOptions:
+def _checked(options: Any, call: Call) -> CommunicationOptions:
     if options is None:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
-        raise OptionTypeError.at(where, found=f"options={options!r}", expected="a CommunicationOptions or None")
+        raise OptionTypeError.at(call.where, found=f"options={options!r}", expected="a CommunicationOptions or None")
+    call.wait_as(options.timeout_seconds)
     return options
 
 

@@ -75,6 +75,7 @@ class Call:
             self.structure = outer.structure or self.structure
             self.name = outer.name or self.name
             self.place = outer.place
+            self.timeout = outer.timeout
         guard.current = self
         return self
 
@@ -111,6 +112,11 @@ class Call:
     def expect_more(self) -> None:
         """Say that the peers will wait at one more `agree`: a failure before it must be reported to them."""
         self._set_agreed(False)
+
+    def wait_as(self, timeout_seconds: float | None) -> None:
+        """Wait for the other ranks as long as the options of this call say; None: as long as the strategy's do."""
+        if timeout_seconds is not None:
+            self.timeout = float(timeout_seconds) or math.inf
 
     @contextmanager
     def own_work(self) -> Iterator[None]:

@@ -120,7 +120,7 @@ class MpiCommunicator:
         node, nodes = self.node_of[self.rank], max(self.node_of) + 1
         if not memory.is_shared:  # who shares no memory is a node of its own
             node, nodes = self.rank, self.size
-        directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] ")
+        directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if self.rank == 0 else "")
         shown = None if self.cells is None else self.cells.shown
         world.watch_waiting(self._comm, Watched(self.guard, Lines(memory), node, nodes, directory, shown))
 

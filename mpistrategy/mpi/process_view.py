@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ _STATES = {
     "Z": "its process {} has ended",
     "X": "its process {} has ended",
 }
+_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _HOLDING = "its process {} runs, but code in it does not let other Python threads run"
 
 
@@ -53,10 +55,13 @@ def inside_of(guard: Guard) -> Entry | None:
 
 
 def _place() -> str:
-    """Return where the main thread is, in the program's own code."""
-    frame = outside(sys._current_frames().get(threading.main_thread().ident or 0))
-    if frame is None:
+    """Return where the main thread is, in the program's own code rather than in Python's library."""
+    frame = innermost = outside(sys._current_frames().get(threading.main_thread().ident or 0))
+    if innermost is None:
         return "its main thread has ended"
+    while frame is not None and frame.f_code.co_filename.startswith((_LIBRARY, "<frozen")):
+        frame = frame.f_back
+    frame = frame or innermost
     code = frame.f_code
     return f"at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
 

@@ -28,10 +28,10 @@ class RunDirectory:
 
     Args:
         path: where; "" for nowhere.
-        title: what warnings begin with.
+        title: what warnings begin with; "" for none: another rank warns.
     """
 
-    def __init__(self, path: str, title: str) -> None:
+    def __init__(self, path: str, title: str = "") -> None:
         self.path = path
         self._title = title
         self._works = bool(path)
@@ -52,7 +52,8 @@ class RunDirectory:
             self._works = False
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-            self._warn(error)
+            if self._title:
+                self._warn(error)
             return False
         self._written.add(name)
         return True

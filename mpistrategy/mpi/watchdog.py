@@ -23,7 +23,7 @@ from mpistrategy.mpi.watch_lines import WELL, Line
 from mpistrategy.mpi.watched import Watched
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
-_STOOD_STILL_SECONDS = 4.0
+_STOOD_STILL_SECONDS = 1.0
 
 
 class Watchdog:

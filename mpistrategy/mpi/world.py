@@ -66,7 +66,8 @@ def watch_from_now_on() -> None:
     nodes = list(dict.fromkeys(leaders))
     memory = share(watch_lines.BYTES, peers)
     inside.Free()
-    directory = RunDirectory(channel.allgather_text(run_directory.proposal())[0], f"[rank {world.rank}] ")
+    path = channel.allgather_text(run_directory.proposal())[0]
+    directory = RunDirectory(path, "[rank 0] " if world.rank == 0 else "")
     if isinstance(memory, str):
         watched = Watched(guard, Lines(private_memory(watch_lines.BYTES)), world.rank, world.size, directory)
     else:

@@ -1,0 +1,265 @@
+"""A collective that is late ends the job: who waits where, who has not come, status 124; and nothing else does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import launching
+import pytest
+from mpi4py import MPI
+
+Launch = Callable[..., launching.Finished]
+
+RUN = ["-m", "mpistrategy", "run"]
+TIMEOUT = 1.5
+#: What detection may take beyond the timeout, in seconds.
+ALLOWED = 10
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np
+from mpi4py import MPI
+
+what, rank = sys.argv[1], MPI.COMM_WORLD.rank
+
+
+def work_for_ever():
+    while True:
+        pass
+
+
+def hold_the_interpreter():
+    sum(range(10**13))
+
+
+def odd():
+    with open("odd", "w") as file:
+        file.write(repr(time.time()))
+    if what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "loop":
+        work_for_ever()
+    elif what == "holding":
+        hold_the_interpreter()
+    elif what == "thread":
+        threading.Event().wait()
+    elif what == "other MPI":
+        MPI.COMM_WORLD.Barrier()
+
+
+if what == "making" and rank == 1:
+    odd()
+    work_for_ever()
+
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+other = ms.MirroredStrategy() if what == "swapped" else None
+
+
+def step(value):
+    return ms.get_replica_context().all_reduce("SUM", value)
+
+
+for _ in range(5):
+    strategy.run(step, (np.ones(3),))
+print(f"rank {rank} is half way")
+if rank == 1:
+    odd()
+    if what == "swapped":
+        other.barrier()
+        strategy.barrier()
+if what == "swapped":
+    strategy.barrier()
+    other.barrier()
+if what == "gather":
+    strategy.gather(np.ones(rank), 0)
+strategy.run(step, (np.ones(3),))
+"""
+
+WAITS = r"rank {}: waits in #\d+ {} for \d\.\d s; at \S+\.py:{} in "
+STEP = r"ReplicaContext\.all_reduce SUM float64\[3\] \(24 B\)"
+LINE = str(1 + PROGRAM[: PROGRAM.index('.all_reduce("SUM"')].count("\n"))
+#: What each odd rank does; how it is started; what the roll call says of it.
+CASES: dict[str, tuple[list[str], str]] = {
+    "stopped": ([], r"rank 1: does not answer: its process \d+ is stopped .*its last was #6 \S+all_reduce"),
+    "loop": ([], r"rank 1: has not come, is in no collective: at \S+ in work_for_ever; its last was #6 \S+all_reduce"),
+    "holding": (
+        RUN,
+        r"rank 1: does not answer: its process \d+ runs, but code in it does not let other Python threads run; "
+        r"its last was #6 \S+all_reduce",
+    ),
+    "thread": ([], r"rank 1: has not come, is in no collective: at \S+ in odd; its last was #6 \S+all_reduce"),
+    "other MPI": ([], r"rank 1: has not come, is in no collective: at \S+ in odd; its last was #6 \S+all_reduce"),
+    "making": (RUN, r"rank 1: has not come, is in no collective: at \S+ in work_for_ever; it has made no collective"),
+    "swapped": ([], r"rank 1: waits in #2 barrier for"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[launching.Finished, Path]]:
+    """All hanging jobs, a few at a time: they mostly wait."""
+    if MPI.COMM_WORLD.size > 1:
+        pytest.skip("starts MPI jobs of its own: runs in the session on 1 rank")
+
+    def job(what: str) -> tuple[launching.Finished, Path]:
+        folder = tmp_path_factory.mktemp("job")
+        path = launching.program(PROGRAM, folder)
+        environment = {"MPISTRATEGY_TIMEOUT": str(TIMEOUT)}
+        return launching.launch(3, [*CASES[what][0], path, what], env=environment, cwd=folder), folder
+
+    with ThreadPoolExecutor(3) as pool:
+        return dict(zip(CASES, pool.map(job, CASES), strict=True))
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_late_collective_ends_the_job_and_says_why(
+    what: str, jobs: dict[str, tuple[launching.Finished, Path]]
+) -> None:
+    job, folder = jobs[what]
+    assert job.returncode == 124, job
+    assert job.stderr.count("roll call: a collective is late") == 1, job
+    assert re.search(CASES[what][1], job.stderr), job
+    lines = {0: LINE, 2: LINE}
+    waits = STEP
+    if what == "making":
+        waits, lines = "MirroredStrategy", dict.fromkeys(lines, r"\d+")
+    if what == "swapped":
+        waits, lines = "barrier", dict.fromkeys((0, 1, 2), r"\d+")
+    else:
+        assert "2 of 3 ranks wait; not come: rank 1." in job.stderr, job
+    for rank, line in lines.items():
+        assert re.search(WAITS.format(rank, waits, line), job.stderr), job
+    if what != "making":
+        assert job.stdout.count("is half way") == 3, "what the program had printed is lost"
+
+    (records,) = folder.glob("mpistrategy-run-*")
+    called = (records / "roll-call.txt").stat().st_mtime - float((folder / "odd").read_text())
+    assert called < TIMEOUT + ALLOWED
+    for rank in {0, 1, 2} - ({1} if what in ("stopped", "holding") else set()):
+        record = (records / f"rank-{rank}.txt").read_text()
+        assert "thread MainThread (most recent call last):" in record
+        if what not in ("making", "swapped"):
+            assert len(re.findall(STEP + r" at program_\w+\.py:\d+", record)) >= 5, record
+
+
+def test_code_that_holds_the_interpreter_still_shows_its_stack(
+    jobs: dict[str, tuple[launching.Finished, Path]],
+) -> None:
+    job, _ = jobs["holding"]
+    assert re.search(r"line \d+ in hold_the_interpreter", job.stderr), job
+
+
+# ------------------------------------------------------------------------------------- what must not end a job
+
+WELL = """
+import os, subprocess, sys, time
+import numpy as np
+from mpi4py import MPI
+import mpistrategy as ms
+
+what, rank = sys.argv[1], MPI.COMM_WORLD.rank
+options = ms.CommunicationOptions(timeout_seconds=30) if what == "own limit" else None
+strategy = ms.MirroredStrategy(communication_options=options)
+
+
+def long_work():
+    end = time.monotonic() + 1.6
+    while time.monotonic() < end:
+        pass
+    return np.ones(2)
+
+
+def step():
+    return ms.get_replica_context().all_reduce("SUM", np.ones(2))
+
+
+strategy.run(step)
+if what == "busy" and rank == 1:
+    with strategy.expect_long(10):
+        long_work()
+elif what == "own limit" and rank == 1:
+    long_work()
+elif what == "together":
+    with strategy.scope():
+        ms.Variable(long_work)
+    dataset = strategy.distribute_datasets_from_function(lambda context: (long_work() for _ in range(1)))
+    assert len(list(dataset)) == 1
+elif what == "suspended":
+    process = os.getpid()
+    subprocess.run(["sh", "-c", f"kill -STOP {process}; sleep 4; kill -CONT {process}"], check=True)
+    strategy.barrier()
+if what == "the end":
+    print("last", float(strategy.run(step)[0]), flush=True)
+    if rank == 1:
+        long_work()
+else:
+    print("last", float(strategy.run(step)[0]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["busy", "own limit", "together", "suspended", "the end"])
+def test_honest_work_is_no_alarm(what: str, launch: Launch, tmp_path: Path) -> None:
+    path = launching.program(WELL, tmp_path)
+    job = launch(2, [path, what], env={"MPISTRATEGY_TIMEOUT": "0.6"}, cwd=tmp_path).check()
+    assert job.stdout.count("last 2.0") == 2, job
+    assert "roll call" not in job.stderr
+    assert not list(tmp_path.glob("mpistrategy-run-*"))
+    if what == "the end":
+        assert "[rank 0/2] has come to its end and waits for the other ranks" in job.stderr, job
+        assert re.search(r"rank 1: in no collective: at \S+ in long_work", job.stderr), job
+
+
+ONE_CALL = """
+import sys, threading
+import numpy as np
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+quickly = ms.CommunicationOptions(timeout_seconds=0.7)
+calls = {
+    "all_reduce": lambda: ms.get_replica_context().all_reduce("SUM", np.ones(2), options=quickly),
+    "all_gather": lambda: ms.get_replica_context().all_gather(np.ones(2), 0, options=quickly),
+    "reduce_to": lambda: ms.get_replica_context().merge_call(
+        lambda s: s.extended.reduce_to("SUM", np.ones(2), "task:0", quickly)
+    ),
+}
+strategy.barrier()
+if strategy.extended.communicator.rank == 1:
+    threading.Event().wait()
+strategy.run(calls[sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "all_gather", "reduce_to"])
+def test_one_call_may_have_a_limit_of_its_own(what: str, launch: Launch, tmp_path: Path) -> None:
+    path = launching.program(ONE_CALL, tmp_path)
+    job = launch(2, [path, what], env={"MPISTRATEGY_RUN_DIR": "/proc/nowhere"}, cwd=tmp_path)
+    assert job.returncode == 124, job
+    assert "(timeout_seconds=0.7)" in job.stderr
+    # The run directory cannot be made: one warning, and everything on stderr.
+    assert job.stderr.count("cannot write to its run directory") == 1, job
+    assert job.stderr.count("thread MainThread (most recent call last):") == 2, job
+    assert "stacks and its last collectives are above" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("MPISTRATEGY_TIMEOUT", "-1", "seconds >= 0"),
+        ("MPISTRATEGY_TIMEOUT", "soon", "seconds >= 0"),
+        ("MPISTRATEGY_CHECK", "sometimes", '"always" or "first" or "off"'),
+    ],
+)
+def test_a_malformed_setting_is_refused_on_every_rank(
+    variable: str, value: str, expected: str, launch: Launch, tmp_path: Path
+) -> None:
+    job = launch(2, "import mpistrategy as ms\nms.MirroredStrategy()\n", env={variable: value}, cwd=tmp_path)
+    assert job.returncode == 1, job
+    assert re.search(rf"OptionError: {variable}: found '{value}'; expected {expected}", job.stderr), job
+    refused = launch(2, [*RUN, f"--{variable.partition('_')[2].lower()}", value, "x.py"], cwd=tmp_path)
+    assert refused.returncode == 2, refused
+    assert expected in refused.stderr
