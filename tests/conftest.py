@@ -9,6 +9,7 @@ rank's reason. A rank that failed while the others are stuck in a collective say
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import io
 import os
@@ -143,6 +144,7 @@ RANKS = pytest.StashKey[Ranks]()
 FOLDER = pytest.StashKey[Path]()
 STATUS = pytest.StashKey[int]()
 FAILED = pytest.StashKey[bool]()
+FILE = pytest.StashKey[Path]()
 COLLECT_ERRORS = pytest.StashKey[list[str]]()
 
 
@@ -245,6 +247,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             report.outcome, report.longrepr = "failed", others
             vars(report).pop("wasxfail", None)
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before each file, set aside what lives: each gc.collect() would walk through thousands of tests and reports."""
+    if item.path != item.session.stash.get(FILE, None):
+        item.session.stash[FILE] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def _tell(accounts: Sequence[Account], told: str | None = None) -> str:
