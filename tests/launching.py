@@ -73,14 +73,14 @@ def launch(
     """
     command = [*_mpiexec(), "-n", str(ranks), sys.executable, *map(str, arguments)]
     mark = uuid.uuid4().hex
-    environment = {**_environment(), **(env or {}), JOB_MARK: mark}
+    told = {**environment(), **(env or {}), JOB_MARK: mark}
     started = time.monotonic()
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment,
+        env=told,
         cwd=cwd,
         text=True,
         errors="replace",
@@ -116,7 +116,8 @@ def _mpiexec() -> list[str]:
     return [path, *(["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if IS_OPEN_MPI else [])]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the environment of a job: that of this process, without what its own launcher told it."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     return kept | {
         "OMP_NUM_THREADS": "1",
@@ -124,6 +125,8 @@ def _environment() -> dict[str, str]:
         # more ranks than cores: a waiting rank gives its core away
         "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
+        # libfabric looks for networks, which takes a second in MPI_Init on some machines; on one node none is used
+        "OMPI_MCA_btl": "^ofi",
         "I_MPI_PIN": "0",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

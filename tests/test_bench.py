@@ -139,7 +139,7 @@ def test_save_that_cannot_write(launch: Launch, tmp_path: Path) -> None:
 
 def test_one_rank_is_told_how_to_start_more() -> None:
     job = subprocess.run(
-        [sys.executable, *BENCH], capture_output=True, text=True, check=False, env=launching._environment()
+        [sys.executable, *BENCH], capture_output=True, text=True, check=False, env=launching.environment()
     )
     assert job.returncode == 2
     assert "mpiexec -n 2 mpistrategy bench" in job.stderr

@@ -160,12 +160,17 @@ def alone(folder: Path, *, told: dict[str, str], run: bool = False, shell: bool 
     command = [sys.executable, "-W", "ignore", *(["-m", "mpistrategy", "run"] if run else []), str(program)]
     if shell:
         command = ["sh", "-c", f"{' '.join(command)}; exit $?"]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith((*launching.LAUNCHER_PREFIXES, "SLURM_"))}
+    kept = {k: v for k, v in launching.environment().items() if not k.startswith("SLURM_")}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    more = {"PYTHONPATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # This process has MPI in it, but was not told the same: it is taken for a launcher.
     done = subprocess.run(
-        command, env=kept | more | told, capture_output=True, text=True, timeout=30, check=False, cwd=folder
+        command,
+        env=kept | {"PYTHONPATH": path} | told,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        cwd=folder,
     )
     return launching.Finished(command, done.returncode, done.stdout, done.stderr, 0.0)
 
