@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from mpistrategy.arrays import Array
 from mpistrategy.devices import Device
 from mpistrategy.mpi.communicator import MpiCommunicator
 
+#: Whether to run all cases and examples (scripts/soak does), not the short lane's part of them.
+ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 RANKS = range(SIZE)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -25,6 +28,11 @@ INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 INEXACT = ["float16", BFLOAT16, "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble"]
 DTYPES = [np.dtype(dtype) for dtype in [*INTEGERS, *INEXACT]]
 SIXTEEN_BITS = [np.dtype(np.float16), BFLOAT16]
+
+
+def part_of(count: int) -> int:
+    """Return how many of `count` examples to run: all in scripts/soak, a third in the short lane."""
+    return count if ALL else count // 3
 
 
 def context() -> ms.ReplicaContext:

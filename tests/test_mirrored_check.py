@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, gather_texts, outcomes, still_works
+from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, gather_texts, outcomes, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -71,7 +71,7 @@ def told_everywhere(check: Callable[[], None]) -> str:
 
 
 @several
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=part_of(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     which=st.integers(0, 9), place=st.floats(0, 1, exclude_max=True), rank=st.integers(0, SIZE - 1), all_=st.booleans()
 )

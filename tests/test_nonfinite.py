@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, bits, gather_texts, outcomes, same_everywhere, still_works
+from replicas import (
+    BFLOAT16,
+    RANK,
+    RANKS,
+    SIZE,
+    OnNodes,
+    bits,
+    gather_texts,
+    outcomes,
+    part_of,
+    same_everywhere,
+    still_works,
+)
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -166,7 +178,7 @@ def test_a_warning_that_is_made_an_error_leaves_the_replicas_equal(strategy: ms.
     assert still_works(strategy)
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=part_of(75), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=st.sampled_from(["raise", "skip"]),
     bad=st.dictionaries(st.integers(0, 3), st.tuples(st.integers(0, SIZE - 1), st.sampled_from(list(KINDS)))),

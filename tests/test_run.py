@@ -13,6 +13,7 @@ from pathlib import Path
 
 import launching
 import pytest
+from replicas import ALL
 
 Launch = Callable[..., launching.Finished]
 
@@ -22,11 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def alone(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run one python without a launcher."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launching.LAUNCHER_PREFIXES)}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(
         [sys.executable, *arguments],
-        env=kept | {"PYTHONPATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        env=launching.environment() | {"PYTHONPATH": path},
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -197,7 +197,7 @@ MATRIX = [
     (how, phase, (row + column // 2) % 2, WAITS[(row + 2 * column) % 3])
     for row, how in enumerate(FAILURES)
     for column, phase in enumerate(PHASES)
-    if os.environ.get("MPISTRATEGY_TEST_ALL") or (row + column) % 2 == 0  # scripts/soak asks for all
+    if ALL or (row + column) % 2 == 0
 ]
 
 
