@@ -330,7 +330,7 @@ def test_a_job_that_dies_or_hangs_fails_its_case_only(tmp_path: Path, monkeypatc
         pytest.skip("starts MPI jobs of its own: runs in the session on 1 rank")
     (tmp_path / "broken_runner.py").write_text(BROKEN_RUNNER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(launch, "CASE_SECONDS", 6.0)
+    monkeypatch.setattr(launch, "CASE_SECONDS", 3.0)
     mpi = "openmpi" if launching.IS_OPEN_MPI else "mpich"
     options = launch.parse(["--mpi", mpi])
     results = launch.replay_all(["a", "dies", "b", "hangs", "c"], 2, options, module="broken_runner")
