@@ -13,6 +13,7 @@ import gc
 import hashlib
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -151,6 +152,14 @@ COLLECT_ERRORS = pytest.StashKey[list[str]]()
 # ---------------------------------------------------------------------------------------------- the session
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        metavar="I/N",
+        help="run the I-th of N parts: the last has the tests that start no jobs, the others share those that do",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.help or config.option.markers:
@@ -271,11 +280,26 @@ def _tell(accounts: Sequence[Account], told: str | None = None) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.part:
+        _keep_part(config, items)
     ranks = config.stash[RANKS]
     for item in items:
         handle = getattr(getattr(item, "obj", None), "hypothesis", None)
         if ranks.size > 1 and handle is not None and not hasattr(handle.inner_test, "agreed"):
             handle.inner_test = _agree_on_examples(handle.inner_test, item.nodeid, ranks)
+
+
+def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one part of the tests: sessions on one rank mostly wait for jobs, and several at once wait together."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.option.part)
+    part, parts = map(int, match.groups()) if match else (1, 0)
+    if not 1 <= part <= parts or parts < 2:
+        raise pytest.UsageError(f"--part takes I/N, I from 1 to N and N from 2 on, not {config.option.part!r}")
+    starters = [item for item in items if "launch" in getattr(item, "fixturenames", ())]
+    place = {item: number % (parts - 1) + 1 for number, item in enumerate(starters)}
+    mine = [item for item in items if place.get(item, parts) == part]
+    config.hook.pytest_deselected(items=[item for item in items if place.get(item, parts) != part])
+    items[:] = mine
 
 
 def _agree_on_examples(test: Callable[..., None], name: str, ranks: Ranks) -> Callable[..., None]:
