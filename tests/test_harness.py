@@ -7,7 +7,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import launching
 import pytest
@@ -151,6 +154,38 @@ def test_a_session_without_with_mpi_is_refused(session: Session) -> None:
     job = session(1, "def test_nothing(): pass", "-m", "pytest")
     assert job.returncode == pytest.ExitCode.USAGE_ERROR, job
     assert "--with-mpi" in job.stderr, job
+
+
+@dataclass(frozen=True)
+class Item:
+    """A test as far as parts need it."""
+
+    number: int
+    fixturenames: tuple[str, ...]
+
+
+def test_parts_together_are_all_tests(request: pytest.FixtureRequest) -> None:
+    conftest: Any = next(p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "_keep_part"))
+    everything = [Item(number, ("launch", "tmp_path") if number % 3 else ("comm",)) for number in range(20)]
+    dropped: list[Item] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+
+    def part(text: str) -> list[Item]:
+        items = list(everything)
+        dropped.clear()
+        conftest._keep_part(SimpleNamespace(option=SimpleNamespace(part=text), hook=hook), items)
+        assert {*items, *dropped} == {*everything}
+        assert len(items) + len(dropped) == len(everything)
+        return items
+
+    for parts in (2, 3, 5):
+        kept = [part(f"{number}/{parts}") for number in range(1, parts + 1)]
+        assert sorted(item.number for items in kept for item in items) == list(range(20))
+        assert {item.fixturenames[0] for item in kept[-1]} == {"comm"}
+        assert max(map(len, kept[:-1])) - min(map(len, kept[:-1])) <= 1
+    for wrong in ("0/3", "4/3", "1/1", "1/0", "1", "-1/2", "two/3", "1/3 "):
+        with pytest.raises(pytest.UsageError, match="--part takes I/N"):
+            part(wrong)
 
 
 def test_a_job_over_its_time_leaves_nothing_running(launch: Callable[..., launching.Finished], tmp_path: Path) -> None:
