@@ -98,7 +98,7 @@ def _text(widest: Watched, began: float, where: str, last_calls: Mapping[int, st
     now = time.monotonic()
     accounts = [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
     if widest.nodes > 1:
-        _within(_FILE_SECONDS, lambda: widest.tell(final=True))
+        _within(_FILE_SECONDS, lambda: widest.tell(accounts))
         _until(lambda: _all_final(widest) or widest.is_published(), began + _NODES_SECONDS)
         others = widest.others()
         if any(final and node < widest.node for node, final, _ in others):

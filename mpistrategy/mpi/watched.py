@@ -113,16 +113,17 @@ class Watched:
         expected = self.lines.expected()
         if expected != self._told_expected or now - self._wrote > min(limit / 10, _LONGEST_SECONDS_BETWEEN_FILES):
             self._wrote, self._told_expected = now, expected
-            self.tell(final=False)
+            self.tell()
         if now - self._looked > min(limit / 10, _LONGEST_SECONDS_BETWEEN_LOOKS):
             self._looked = now
             self._heard = self.directory.has(_ALARM)
 
-    def tell(self, *, final: bool) -> None:
-        """Write this node's lines for the other nodes; `final` when its ranks have answered an alarm."""
+    def tell(self, accounts: Sequence[Account] | None = None) -> None:
+        """Write this node's lines for the other nodes; with `accounts`, what came of an alarm."""
         now = time.monotonic()
         lines = [asdict(_relative(line, now)) for line in self.lines.read()]
-        told = {"wall": time.time(), "final": final, "lines": lines}
+        silent = {str(each.line.rank): each.silent for each in accounts or ()}
+        told = {"wall": time.time(), "final": accounts is not None, "lines": lines, "silent": silent}
         self.directory.write(_file_of(self.node), json.dumps(told))
 
     def others(self) -> list[tuple[int, bool, list[Account]]]:
@@ -130,11 +131,10 @@ class Watched:
         found = []
         for told in self._other_nodes():
             passed = max(0.0, time.time() - told["wall"])
-            silent = "" if told["final"] else "nothing on its node does"
             lines = [Line(**line) for line in told["lines"]]
-            found.append(
-                (told["node"], bool(told["final"]), [Account(each, passed - each.beat, silent) for each in lines])
-            )
+            why = {each.rank: told["silent"].get(str(each.rank), "nothing on its node does") for each in lines}
+            accounts = [Account(each, passed - each.beat, why[each.rank]) for each in lines]
+            found.append((told["node"], bool(told["final"]), accounts))
         return found
 
     def publish(self, text: str) -> None:
