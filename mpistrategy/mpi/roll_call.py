@@ -50,7 +50,7 @@ def roll_call(accounts: Sequence[Account], unknown: Sequence[int], size: int, re
     if missing:
         lines.append(f"{len(waiting)} of {size} ranks wait; not come: rank {_numbers(missing)}.")
     else:
-        lines.append(f"All {len(waiting)} ranks known wait, each in the collective named above.")
+        lines.append(f"All {size} ranks wait: in calls that do not fit together, or for a network that has stopped.")
     lines.append(records)
     lines.append(
         "The job ends with status 124. Work that one rank does for long on purpose: `with "

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 
 #: The environment variable that says where run directories are made: a folder that all nodes see.
 VARIABLE = "MPISTRATEGY_RUN_DIR"
+_PATIENCE_SECONDS = 1.0
 
 
 def proposal() -> str:
@@ -36,11 +38,19 @@ class RunDirectory:
         self._title = title
         self._works = bool(path)
         self._written: set[str] = set()
+        # The watchdog writes while the program closes its strategies; a file system that hangs must keep neither.
+        self._lock = threading.Lock()
 
     def write(self, name: str, text: str) -> bool:
         """Write a file as a whole, or warn once; return whether it is there."""
-        if not self._works:
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             return False
+        try:
+            return self._works and self._write(name, text)
+        finally:
+            self._lock.release()
+
+    def _write(self, name: str, text: str) -> bool:
         target = os.path.join(self.path, name)
         temporary = f"{target}.{os.getpid()}.new"
         try:
@@ -71,7 +81,10 @@ class RunDirectory:
         return bool(self.path) and os.path.exists(os.path.join(self.path, name))
 
     def remove(self) -> None:
-        """Remove what this rank has written, and the directory when it is empty."""
+        """Remove what this rank has written, and the directory when it is empty; nothing is written any more."""
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            return
+        self._works = False
         for name in self._written:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.path, name))
@@ -79,6 +92,7 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 os.rmdir(self.path)
         self._written.clear()
+        self._lock.release()
 
     def _warn(self, error: OSError) -> None:
         sys.stderr.write(
