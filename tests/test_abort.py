@@ -164,6 +164,9 @@ def test_exits_that_end_nothing(launch: Launch) -> None:
     assert run(launch, body).check().stderr.strip() == ""
 
 
+LEFT = "left: its program has ended"
+
+
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "pass"])
 def test_a_rank_that_is_done_is_named_to_those_who_still_call_it(launch: Launch, end: str) -> None:
     body = f"""
@@ -176,8 +179,40 @@ def test_a_rank_that_is_done_is_named_to_those_who_still_call_it(launch: Launch,
                 print(error, flush=True)
     """
     job = run(launch, body).check()
-    assert re.search(r"rank 0: .*this rank has left", job.stdout), job
-    assert re.search(r"rank 1: .*Strategy\.reduce.* at .*program_\w+\.py:\d+", job.stdout), job
+    assert f"  rank 0 {LEFT}\n" in job.stdout, job
+    assert re.search(r"rank 1: call=Strategy\.reduce  at .*program_\w+\.py:\d+", job.stdout), job
+
+
+@pytest.mark.parametrize("leavers", [{1, 2}, {0, 3}, {1}], ids=str)
+def test_those_who_left_are_told_apart_from_those_who_differ(launch: Launch, leavers: set[int]) -> None:
+    """Every rank that stays hears of all that left, again and again, and of the calls of the others."""
+    body = f"""
+        for time in range(2 * (rank not in {leavers})):
+            try:
+                strategy.extended.barrier() if rank == {min({0, 1, 2, 3} - leavers)} else strategy.reduce("SUM", 1.0)
+            except ms.errors.CollectiveMismatchError as error:
+                text = str(error).replace(chr(10), " | ")
+                sys.stdout.write(f"{{rank}}: {{text}}\\n")
+    """
+    job = run(launch, body, 4).check()
+    reports = job.stdout.splitlines()
+    stay = sorted({0, 1, 2, 3} - leavers)
+    assert sorted(int(report[0]) for report in reports) == sorted(2 * stay), job
+    named = f"rank{'s' * (len(leavers) > 1)} {', '.join(map(str, sorted(leavers)))} left; they differ in: verb"
+    for report in reports:
+        assert named in report, job
+        assert {rank for rank in range(4) if f"|   rank {rank} {LEFT} |" in report} == leavers, job
+        for rank in stay:
+            assert re.search(rf"rank {rank}: call=(barrier|Strategy\.reduce)  .* at \S+\.py:\d+ ", report), job
+
+
+@pytest.mark.parametrize("waiting", ["in a library collective", "in an all-reduce"])
+def test_a_rank_that_left_ends_those_who_do_not_catch_it(launch: Launch, waiting: str) -> None:
+    call = WAITS.get(waiting, 'strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1.0))')
+    job = run(launch, f"sys.exit(0) if rank == 1 else {call}", 3)
+    assert job.returncode == 1, job
+    assert job.seconds < 10, job
+    assert re.search(rf"\[rank [02]/3\]   rank 1 {LEFT}", job.stderr), job
 
 
 def test_a_group_of_ranks_that_fails_ends_the_other_groups_too(launch: Launch) -> None:

@@ -277,7 +277,7 @@ ENDS = {
     "raises": ("raise ValueError('the reason')", "the reason"),
     "exits": ("sys.exit(3)", "sys.exit(3) was called"),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-    "leaves": ("sys.exit(0)", "this rank has left"),
+    "leaves": ("sys.exit(0)", "rank 1 left: its program has ended"),
 }
 
 

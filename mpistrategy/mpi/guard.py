@@ -25,7 +25,7 @@ from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.call_sites import Site, call_site
 from mpistrategy.mpi.check_level import ALWAYS, Sparingly
 from mpistrategy.mpi.flight_record import WHAT, FlightRecord
-from mpistrategy.mpi.mismatch_report import Report, table
+from mpistrategy.mpi.mismatch_report import LEFT, Report, table
 from mpistrategy.mpi.signature import Signature
 from mpistrategy.mpi.timeout import DEFAULT_SECONDS
 
@@ -41,7 +41,7 @@ _LOOKS = 8
 E = TypeVar("E", bound=BaseException)
 
 
-_LEAVING = Signature("exit", call="(this rank has left: its program ended)")
+_LEAVING = Signature("exit")
 
 
 class ControlChannel(Protocol):
@@ -215,16 +215,16 @@ class Guard:
         """Return True when all ranks have come to their end, False when one calls a collective, None while waiting."""
         return True if self._channel is None else self._channel.finished()
 
-    def tell_peers(self) -> None:
+    def tell_peers(self, why: str = "its program has ended") -> None:
         """Answer the peers that call a collective: they raise an error that names this rank.  Then wait on.
 
         Raises:
             CollectiveMismatchError: when all have come to their end, and made different calls before.
         """
-        reports = self._exchange(Report(_LEAVING.describe(), "its end", earlier=self._pending()))
+        reports = self._exchange(Report({LEFT: why}, "its end", earlier=self._pending()))
         if self._sparingly is not None:
             self._sparingly.begin_anew()
-        if all(report.call == _LEAVING.describe() for report in reports):
+        if all(LEFT in report.call for report in reports):
             raise CollectiveMismatchError(table(reports))  # all have left; what they did before differed
         self.start_leaving()
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from mpistrategy.mpi.flight_record import without_column
 
 _SHOWN = 160
+#: In the place of a call, of a rank that has come to its end: why.
+LEFT = "left"
 
 #: A call in words: the non-empty fields of its signature.
 Words = dict[str, str]
@@ -48,18 +50,34 @@ def table(reports: Sequence[Report]) -> str:
     late = _first_divergence(reports)
     if late is not None:
         return late
-    fields = list(dict.fromkeys(name for report in reports for name in report.call))
-    different = [name for name in fields if len({report.call.get(name, "") for report in reports}) > 1]
-    lines = [f"the ranks do not make the same call; they differ in: {', '.join(different) or 'nothing'}"]
-    lines += _rows([report.call for report in reports], different, [report.site for report in reports])
-    lines.extend(_ALIKE if different == ["place"] else _DIFFERENT)
+    calls = [report.call for report in reports]
+    different = _different(calls)
+    left = [str(rank) for rank, call in enumerate(calls) if LEFT in call]
+    head = "the ranks do not make the same call"
+    if left:
+        head += f"; rank{'s' * (len(left) > 1)} {', '.join(left)} left"
+    if different or not left:
+        head += f"; they differ in: {', '.join(different) or 'nothing'}"
+    lines = [head, *_rows(calls, different, [report.site for report in reports])]
+    lines.extend(_ALIKE if different == ["place"] and not left else _DIFFERENT)
     return "\n".join(lines)
 
 
+def _different(calls: Sequence[Words]) -> list[str]:
+    """Return the fields in which the calls differ, of the ranks that make one."""
+    made = [call for call in calls if LEFT not in call]
+    fields = dict.fromkeys(name for call in made for name in call)
+    return [name for name in fields if len({call.get(name, "") for call in made}) > 1]
+
+
 def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]) -> list[str]:
-    starts = {name: _first_difference([call.get(name, "-") for call in calls]) for name in different}
+    made = [call for call in calls if LEFT not in call]
+    starts = {name: _first_difference([call.get(name, "-") for call in made]) for name in different}
     rows = []
     for rank, (call, site) in enumerate(zip(calls, sites, strict=True)):
+        if LEFT in call:
+            rows.append(f"  rank {rank} left: {call[LEFT]}")
+            continue
         shown = {name: _cut(call.get(name, "-"), starts.get(name, 0)) for name in ("call", *different)}
         words = "  ".join(f"{name}={value}" for name, value in shown.items())
         rows.append(f"  rank {rank}: {words}  at {site}")
@@ -76,8 +94,7 @@ def _first_divergence(reports: Sequence[Report]) -> str | None:
     calls: list[Words] = [
         log[number][2] if number < len(log) else report.call for log, report in zip(logs, reports, strict=True)
     ]
-    fields = list(dict.fromkeys(name for call in calls for name in call))
-    different = [name for name in fields if len({call.get(name, "") for call in calls}) > 1]
+    different = _different(calls)
     first = next(log[number][0] for log in logs if number < len(log))
     now = {report.site for report in reports}
     lines = [

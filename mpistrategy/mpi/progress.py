@@ -136,7 +136,7 @@ class Engine(AtOnce):
         pauses = growing_pauses()
         while not (left := guard.peers_have_left()):
             if left is False:
-                guard.tell_peers()
+                guard.tell_peers("it starts no further all_reduce_async")
             time.sleep(next(pauses))
         self._jobs.put(None)
         self._thread.join()
