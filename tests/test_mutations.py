@@ -1,0 +1,269 @@
+"""Every mistake that MPI answers with wrong numbers or a hang, made with every collective: all are reported.
+
+Plain MPI mixes two swapped sums, reads integers as floats, or waits for ever.  The matrix makes one mistake at a time
+in a program of a few calls (see `mutations`), with every collective where it can be made; then come random ones in
+random programs, and real jobs in which one rank ends.  The counts are printed; the time limit would end a hang.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutations import CLOSING, FILE, KINDS, PLACES, Call, Stage, call, changed, judged
+from replicas import RANKS, SIZE, OnNodes, still_works
+
+import mpistrategy as ms
+
+several = pytest.mark.mpi(min_size=2)
+#: scripts/soak asks for all.
+ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
+RANDOM = 500 if ALL else 40
+
+STAGES: dict[str, Callable[[], ms.Strategy]] = {
+    "one node": ms.MirroredStrategy,
+    "two nodes": lambda: OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce()),
+}
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[dict[str, Stage]]:
+    made = {name: Stage(make()) for name, make in STAGES.items()}
+    yield made
+    for stage in made.values():
+        stage.close()
+
+
+@pytest.fixture(scope="module")
+def counts(request: pytest.FixtureRequest) -> Iterator[Counter[tuple[str, str]]]:
+    """What came of how many mistakes, by what was tried; printed at the end."""
+    found: Counter[tuple[str, str]] = Counter()
+    yield found
+    lines = []
+    for tried in dict.fromkeys(tried for tried, _ in found):
+        of = {kind: number for (what, kind), number in found.items() if what == tried}
+        reported, silent = of.get("reported", 0) + of.get("refused", 0), of.get("silent", 0)
+        lines.append(f"mutations: {sum(of.values())} {tried}: {reported} reported, {silent} silent, 0 hung")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        writer = request.config.get_terminal_writer()
+        writer.line("\n" + "\n".join(lines))
+
+
+# ------------------------------------------------------------------------------------------ one of each, everywhere
+
+Programs = Iterator[tuple[list[Call], list[Call]]]
+BARRIER, FIRST = call("barrier"), call("all_reduce", dtype="float32")
+
+
+def another_collective(one: Call) -> Programs:
+    for other in KINDS:
+        if other != one.kind:
+            yield [FIRST, one], [FIRST, call(other)]
+
+
+def another(what: str) -> Callable[[Call], Programs]:
+    def programs(one: Call) -> Programs:
+        for other in changed(one, what):
+            yield [FIRST, one], [FIRST, other]
+
+    return programs
+
+
+def two_large_counts(one: Call) -> Programs:
+    if one.kind in ("assign", "assign_add", "scatter_add", "apply_gradients", "all_gather", "gather", "barrier"):
+        return  # these have one shape only, or take any number of rows
+    large = [call(one.kind, shape=(count,)) for count in (100_000, 50_000)]
+    yield [large[0]], [large[1]]
+
+
+def swapped(one: Call) -> Programs:
+    other = call(one.kind, place=1)
+    yield [one, other], [other, one]
+    yield [one, other, one, other, one, other], [one, other, one, other, other, one]  # the ways are known
+
+
+def swapped_with_another(one: Call) -> Programs:
+    yield [one, FIRST], [FIRST, one]
+
+
+def skipped(one: Call) -> Programs:
+    yield [FIRST, one], [FIRST]
+    yield [one, BARRIER], [BARRIER]
+    yield [one, one, one], [one, one]
+
+
+def extra(one: Call) -> Programs:
+    yield [FIRST], [FIRST, one]
+    yield [one, BARRIER], [one, one, BARRIER]
+
+
+MISTAKES: dict[str, Callable[[Call], Programs]] = {
+    "another collective": another_collective,
+    "another count": another("shape"),
+    "two large counts": two_large_counts,
+    "another dtype": another("dtype"),
+    "another op": another("op"),
+    "another root": another("to"),
+    "the same ones in another order": swapped,
+    "two collectives in another order": swapped_with_another,
+    "one left out": skipped,
+    "one too many": extra,
+}
+CASES = [
+    pytest.param(mistake, kind, id=f"{mistake}: {kind}")
+    for mistake, programs in MISTAKES.items()
+    for kind in KINDS
+    if any(True for _ in programs(call(kind)))
+]
+
+
+@several
+@pytest.mark.parametrize("place", STAGES)
+@pytest.mark.parametrize(("mistake", "kind"), CASES)
+def test_a_mistake_is_reported(
+    stages: dict[str, Stage], counts: Counter[tuple[str, str]], mistake: str, kind: str, place: str
+) -> None:
+    for number, (program, odd_program) in enumerate(MISTAKES[mistake](call(kind))):
+        for odd in {0, SIZE - 1} if ALL else {(0, SIZE - 1)[number % 2]}:
+            verdict = judged(stages[place], program, odd_program, odd)
+            counts[f"times {mistake} on {SIZE} ranks", verdict.kind] += 1
+            assert not verdict.faults, f"{program}\n{odd_program} on rank {odd}\n" + "\n".join(verdict.faults)
+    assert still_works(stages[place].strategy)
+
+
+# ------------------------------------------------------------------------------------------ random ones
+
+
+@st.composite
+def calls(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(KINDS)) -> Call:
+    kind = KINDS[name := draw(st.sampled_from(kinds))]
+    chosen: dict[str, Any] = {"place": draw(st.integers(0, PLACES - 1))}
+    if kind.ops:
+        chosen["op"] = draw(st.sampled_from(kind.ops))
+    if kind.layouts:
+        chosen["dtype"], chosen["shape"] = draw(st.sampled_from(kind.layouts))
+    if kind.goes_to:
+        chosen["to"] = draw(st.sampled_from([None, *RANKS]))
+    return Call(name, **chosen)
+
+
+def kinds_that_can(what: str) -> tuple[str, ...]:
+    """Return the kinds of which some call differs from another in `what` alone."""
+    return tuple(name for name in KINDS if changed(call(name), what))
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> tuple[str, list[Call], list[Call], int]:
+    """Draw what is wrong, the program, the one that is wrong, and the rank that runs it.
+
+    The two always part somewhere: a swap of equal calls, which nobody can see, is not drawn.
+    """
+    what = draw(st.sampled_from(["kind", "op", "dtype", "shape", "to", "order", "skipped", "extra"]))
+    before, after = (draw(st.lists(calls(), max_size=2)) for _ in range(2))
+    if what in ("kind", "order"):
+        one, other = draw(calls()), draw(calls())
+        if one.key() == other.key() or (what == "kind" and one.kind == other.kind):
+            other = draw(calls(tuple(name for name in KINDS if name != one.kind)))
+        between = draw(st.lists(calls(), max_size=1))
+        right, wrong = ([one, *between, other], [other, *between, one]) if what == "order" else ([one], [other])
+    elif what in ("skipped", "extra"):
+        one = draw(calls())
+        right = [one] * draw(st.integers(1, 3))  # a loop, perhaps
+        wrong = right[1:] if what == "skipped" else [one, *right]
+    else:
+        one = draw(calls(kinds_that_can(what)).filter(lambda drawn: bool(changed(drawn, what))))
+        right, wrong = [one], [draw(st.sampled_from(changed(one, what)))]
+    return what, [*before, *right, *after], [*before, *wrong, *after], draw(st.sampled_from(RANKS))
+
+
+@several
+@pytest.mark.timeout(1800 if ALL else 120)
+@settings(max_examples=RANDOM)
+@given(mutation=mutations(), place=st.sampled_from(sorted(STAGES)))
+def test_random_mistakes_in_random_programs_are_reported(
+    stages: dict[str, Stage],
+    counts: Counter[tuple[str, str]],
+    mutation: tuple[str, list[Call], list[Call], int],
+    place: str,
+) -> None:
+    what, program, odd_program, odd = mutation
+    verdict = judged(stages[place], program, odd_program, odd)
+    counts[f"random mismatches on {SIZE} ranks", verdict.kind] += 1
+    assert not verdict.faults, "\n".join([what, *verdict.faults])
+    assert still_works(stages[place].strategy)
+
+
+@several
+def test_the_same_program_everywhere_is_no_mistake(stages: dict[str, Stage]) -> None:
+    """What is reported above comes from the mistakes."""
+    for stage in stages.values():
+        program = [call(kind, place=place) for kind in KINDS for place in range(PLACES)]
+        ending = stage.run([*program, Call(CLOSING)])
+        assert (ending.step, ending.error, ending.wrong) == (len(program) + 1, "", [])
+
+
+# ------------------------------------------------------------------------------------------ one rank ends
+
+JOB = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+import mpistrategy as ms
+from mutations import Stage, call
+from replicas import RANK
+
+stage = Stage(ms.MirroredStrategy())
+program = [call({kind!r})]
+assert not stage.run(program).error
+if RANK == 1:
+    with open(os.environ["WHEN"], "w") as file:
+        file.write(repr(time.time()))
+    {end}
+else:
+    raise RuntimeError(stage.run(program).text)
+"""
+# What the rank does, the job's status (None: any but 0), what its output must hold.
+ENDS: dict[str, tuple[str, int | None, str]] = {
+    "raises": ('raise ValueError("the reason")', 1, r"\[rank 1/3\] ValueError: the reason"),
+    "exits": ("sys.exit(3)", 3, r"\[rank 1/3\] sys.exit\(3\) was called here"),
+    "leaves early": ("sys.exit(0)", 1, r"\[rank [02]/3\]   rank 1 left: its program has ended"),
+    # Nobody but the launcher is left to say it: Open MPI's names the rank, MPICH's the signal only.
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", None, r"(process rank 1 [^.]*signal 9|Killed \(signal 9\))"),
+    "is gone without a word": ("os._exit(4)", None, ""),
+}
+JOBS = [
+    pytest.param(how, kind, id=f"{how}: {kind}")
+    for column, kind in enumerate(KINDS)
+    for row, how in enumerate(ENDS)
+    if ALL or (column % 2 == 0 and column // 2 % len(ENDS) == row)
+]
+
+
+@pytest.mark.parametrize(("how", "kind"), JOBS)
+def test_one_rank_ends_while_the_others_are_in_a_collective(
+    launch: Callable[..., launching.Finished], tmp_path: Path, counts: Counter[tuple[str, str]], how: str, kind: str
+) -> None:
+    end, status, said = ENDS[how]
+    source = JOB.format(tests=str(Path(__file__).parent), kind=kind, end=end)
+    job = launch(3, source, timeout=30, env={"WHEN": str(tmp_path / "when")})
+    seconds = time.time() - float((tmp_path / "when").read_text())
+    counts[f"times one rank {how} on 3 ranks", "reported" if job.returncode else "silent"] += 1
+
+    assert job.returncode if status is None else job.returncode == status, job
+    assert seconds < 5, job
+    assert re.search(said, job.stdout + job.stderr), job
+    if how in ("raises", "exits"):
+        line = 1 + source.split("\n").index(f"    {end}")
+        assert re.search(rf'\[rank 1/3\]   File "{tmp_path}/\w+\.py", line {line}\b', job.stderr), job
+    if how == "leaves early":
+        public = "|".join(map(re.escape, call(kind).public))
+        for rank in (0, 2):
+            assert re.search(rf"  rank {rank}: call=({public})  at {FILE}:{call(kind).line}\n", job.stderr), job
