@@ -351,7 +351,8 @@ class Verdict:
 
     Attributes:
         faults: what was not as it should be, in words.
-        kind: "reported" as a mismatch, "refused" with the error of the odd rank, or "silent".
+        kind: "reported" as a mismatch, "refused" with the error of the odd rank, "silent" where some rank went on,
+            "wrong" for other faults.
     """
 
     faults: list[str]
@@ -378,8 +379,9 @@ def judged(stage: Stage, program: Sequence[Call], odd_program: Sequence[Call], o
         others = [ending for rank, ending in enumerate(endings) if rank != odd]
         faults += [f"{end.error}: {end.text}" for end in others if words + endings[odd].text != end.text]
         faults += [f"the wrong kind: {end.error}" for end in others if end.error != endings[odd].error]
-        return Verdict(faults, "refused")
-    return Verdict(faults + _of_report([f"{end.error}: {end.text}" for end in endings], calls, odd), "reported")
+        return Verdict(faults, "wrong" if faults else "refused")
+    faults += _of_report([f"{end.error}: {end.text}" for end in endings], calls, odd)
+    return Verdict(faults, "wrong" if faults else "reported")
 
 
 def _of_report(texts: list[str], calls: list[Call], odd: int) -> list[str]:
