@@ -31,7 +31,7 @@ RANDOM = 500 if ALL else 40
 
 STAGES: dict[str, Callable[[], ms.Strategy]] = {
     "one node": ms.MirroredStrategy,
-    "two nodes": lambda: OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce()),
+    "two nodes": lambda: OnNodes([2 * rank // SIZE for rank in RANKS], ms.MpiAllReduce()),
 }
 
 
