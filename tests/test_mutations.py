@@ -30,7 +30,7 @@ ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
 RANDOM = 500 if ALL else 40
 
 STAGES: dict[str, Callable[[], ms.Strategy]] = {
-    "one node": ms.MirroredStrategy,
+    "one node": lambda: ms.MirroredStrategy(check="always"),
     "two nodes": lambda: OnNodes([2 * rank // SIZE for rank in RANKS], ms.MpiAllReduce()),
 }
 
