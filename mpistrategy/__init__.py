@@ -3,6 +3,8 @@
 Importing it starts no MPI; the first `MirroredStrategy` does.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from mpistrategy import errors, gradients, metrics, optimizers, testing
 from mpistrategy.arena import Arena
 from mpistrategy.async_reduce import AllReduceHandle
@@ -41,11 +43,34 @@ from mpistrategy.streams import Streams
 from mpistrategy.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrategy.variables import Variable
 
+if TYPE_CHECKING:
+    from mpistrategy.checkpoint import Checkpoint
+    from mpistrategy.checkpoint_manager import CheckpointManager
+
 __version__ = "0.1.0"
+
+#: Names that are loaded when they are first used, and where they are.
+_LATER = {"Checkpoint": "checkpoint", "CheckpointManager": "checkpoint_manager"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "AllReduceHandle",
     "Arena",
+    "Checkpoint",
+    "CheckpointManager",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",

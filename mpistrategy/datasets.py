@@ -151,14 +151,19 @@ class Dataset:
         """Return a batch without rows."""
         return self._structure.pack([Rows(source, range(0))[:] for source in self._sources])
 
-    def describe(self) -> str:
-        """Return what all ranks must have in common, in words."""
+    def describe(self, *, epochs: bool = True) -> str:
+        """Return what all ranks must have in common, in words; without `epochs`, what the order of batches depends on."""
         kinds = ", ".join(
             f"{dtype_name(np.dtype(s.dtype)) if hasattr(s, 'dtype') else '?'}{list(s.shape)}" for s in self._sources
         )
-        return (
+        order = (
             f"Dataset {self._structure.text} of {kinds}, global_batch_size={self._batch}, shuffle_seed={self._seed}, "
-            f"drop_remainder={self._drop_remainder}, epochs={self._epochs}, first_epoch={self._first_epoch}"
+            f"drop_remainder={self._drop_remainder}, "
+        )
+        return (
+            f"{order}epochs={self._epochs}, first_epoch={self._first_epoch}"
+            if epochs
+            else (f"{order}first_epoch={self._first_epoch}")
         )
 
     def __repr__(self) -> str:

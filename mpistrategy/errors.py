@@ -126,6 +126,37 @@ class CollectiveMismatchError(MpiStrategyError, RuntimeError):
     """
 
 
+class CheckpointError(MpiStrategyError, RuntimeError):
+    """Base: a checkpoint could not be written or read.  Raised on every rank."""
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint under this name."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """There is something under this name already, or another job writes there.  Nothing has changed."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """Writing failed on some rank (a full disk, no permission).  Nothing half-made is left, what was there still is."""
+
+
+class CheckpointReadError(CheckpointError, OSError):
+    """Reading failed on some rank, although the files may be good (no permission, a file system that is away)."""
+
+
+class CheckpointDamagedError(CheckpointError, ValueError):
+    """What is there is no whole checkpoint: no manifest, a file of another size or checksum, another format."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The checkpoint is good, but it does not fit the objects: other names, shapes, dtypes or kinds.  None has changed.
+
+    The text lists what does not fit.
+    """
+
+
 class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake of anybody's)
     """Raised on purpose, where a plan in MPISTRATEGY_INJECT says so; the other ranks are not told."""
 

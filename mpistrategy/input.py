@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy import nest
 from mpistrategy.datasets import Dataset, common_length, to_rows
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
-from mpistrategy.input_iterators import END, DistributedIterator
+from mpistrategy.input_iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.transport import Communicator
 
 
@@ -67,7 +67,10 @@ class DistributedDataset:
             _rows_of(dataset[0])  # whoever passes one batch, or its rows, hears it now
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._elements())
+        dataset = self._dataset
+        of = dataset.describe(epochs=False) if isinstance(dataset, Dataset) else "global batches"
+        of += f", drop_remainder={self._drop_remainder}, pad={self._pad}"
+        return DistributedIterator(Walk(self._elements, of, any_ranks=True, is_one_shot=isinstance(dataset, Iterator)))
 
     def __len__(self) -> int:
         steps = len(self._dataset)  # type: ignore[arg-type]  # a generator has none, and says so
@@ -80,8 +83,9 @@ class DistributedDataset:
     def _batches(self) -> Iterable[Any]:
         return self._dataset.lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
 
-    def _elements(self) -> Iterator[Any]:
-        for batch in self._batches():
+    def _elements(self, walk: Walk) -> Iterator[Any]:
+        for batch in itertools.islice(self._batches(), walk.position, None):
+            walk.position += 1
             part = self._part(batch)
             if part is not END:
                 yield part
@@ -136,12 +140,17 @@ class DistributedDatasetsFromFunction:
         self._drop_remainder = drop_remainder
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._elements())
+        is_one_shot = isinstance(self._dataset, Iterator)
+        return DistributedIterator(
+            Walk(self._elements, "a dataset of each rank's own", any_ranks=False, is_one_shot=is_one_shot)
+        )
 
-    def _elements(self) -> Iterator[Any]:
+    def _elements(self, walk: Walk) -> Iterator[Any]:
         iterator, certain = self._begin()
         element = END
-        for step in itertools.count():
+        for skipped in itertools.islice(iterator, walk.position):
+            element = skipped
+        for step in itertools.count(walk.position):
             if step >= certain:
                 element = self._next_of_all(iterator, element)
             elif (element := next(iterator, END)) is END:
@@ -152,6 +161,7 @@ class DistributedDatasetsFromFunction:
                 )
             if element is END:
                 return
+            walk.position += 1
             yield element
 
     def _begin(self) -> tuple[Iterator[Any], int]:

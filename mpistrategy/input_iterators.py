@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from mpistrategy.errors import OutOfRangeError
+from mpistrategy.errors import OptionError, OutOfRangeError
 from mpistrategy.mpi.faults import collective
 
 END = object()
 
 
-class DistributedIterator(Iterator[Any]):
-    """One walk through a distributed dataset; what `iter(dataset)` returns."""
+@dataclass
+class Walk:
+    """How far an iterator has come through a dataset, and how to begin there again.
 
-    def __init__(self, elements: Iterator[Any]) -> None:
-        self._elements = elements
+    Attributes:
+        begin: returns the elements from `position` on, and counts on.
+        of: what the dataset is, in words; in another one the position would mean something else.
+        any_ranks: whether the position means the same on any number of ranks.
+        is_one_shot: whether the dataset can be gone through only once.
+        position: how many elements have been taken from it; of a dataset of global batches, how many of those.
+    """
+
+    begin: Callable[[Walk], Iterator[Any]]
+    of: str
+    any_ranks: bool
+    is_one_shot: bool = False
+    position: int = 0
+
+
+class DistributedIterator(Iterator[Any]):
+    """One walk through a distributed dataset; what `iter(dataset)` returns.  A `Checkpoint` keeps its position."""
+
+    def __init__(self, elements: Iterator[Any] | Walk) -> None:
+        #: Where it is; None for what cannot tell.
+        self.walk: Walk | None = elements if isinstance(elements, Walk) else getattr(elements, "walk", None)
+        self._elements = elements.begin(elements) if isinstance(elements, Walk) else elements
+
+    def check_can_go(self) -> None:
+        """Raise OptionError when `go_to` cannot go anywhere."""
+        walk = self.walk
+        if walk is None or (walk.is_one_shot and walk.position > 0):
+            raise OptionError.at(
+                "DistributedIterator.go_to",
+                found="a dataset that cannot be gone through anew",
+                expected="a dataset that can, or an iterator that has not begun",
+                fix="Use Dataset.from_arrays, a list, or a generator that is fresh.",
+            )
+
+    def go_to(self, position: int) -> None:
+        """Go on with the element after the first `position` ones; what is left out is not read where that can be.
+
+        Raises:
+            OptionError: for a dataset that can be gone through only once, when that has begun.
+        """
+        self.check_can_go()
+        assert self.walk is not None
+        self.walk.position = position
+        self._elements = self.walk.begin(self.walk)
 
     @collective("next")
     def __next__(self) -> Any:
@@ -66,14 +110,14 @@ class DatasetIterator(DistributedIterator):
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
-        super().__init__(iter(dataset))
+        super().__init__(iter(dataset))  # whose `walk` is this one's
 
     def initialize(self) -> list[Any]:
         """Start at the first element; return a list of nothing to run.
 
         A generator cannot start again: it goes on.
         """
-        self._elements = iter(self._dataset)
+        DistributedIterator.__init__(self, iter(self._dataset))
         return []
 
 

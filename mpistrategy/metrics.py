@@ -22,6 +22,11 @@ class Sum:
     def __init__(self, name: str = "sum") -> None:
         self._total = _per_replica_sum(f"{name}/total")
 
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """What it counts in; for checkpoints."""
+        return (self._total,)
+
     def update_state(self, value: Any) -> None:
         """Add all elements of `value`; local, for step functions.
 
@@ -49,6 +54,11 @@ class Mean:
     def __init__(self, name: str = "mean") -> None:
         self._total = _per_replica_sum(f"{name}/total")
         self._count = _per_replica_sum(f"{name}/count")
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """What it counts in; for checkpoints."""
+        return (self._total, self._count)
 
     def update_state(self, value: Any, weight: Any = 1.0) -> None:
         """Add the elements of `value`, each with `weight` (a number, or an array that broadcasts to its shape); local.

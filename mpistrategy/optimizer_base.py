@@ -147,6 +147,10 @@ class Optimizer(GradientPlaces):
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
         return self._slots.of(var)
 
+    def slotted(self) -> list[Variable]:
+        """Return the variables that have been given slots (those of an optimizer without any, too), in that order."""
+        return self._slots.everything()[0]
+
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The optimizer's own: the step counter, once there is one, and all slots."""

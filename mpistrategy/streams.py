@@ -45,6 +45,11 @@ class Streams:
         self.shared = self._generator(_SHARED)
         self.replica = self._generator(_REPLICA, replica_id)
 
+    @property
+    def seed(self) -> int:
+        """The seed that it was made with."""
+        return self._seed
+
     def at(self, *numbers: SupportsIndex) -> np.random.Generator:
         """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.
 

@@ -68,6 +68,18 @@ FLOORS = [
         "nonfinite",
         "metrics",
         "testing",
+        "checkpoint",
+        "checkpoint_files",
+        "checkpoint_fitting",
+        "checkpoint_manager",
+        "checkpoint_manifest",
+        "checkpoint_optimizers",
+        "checkpoint_random",
+        "checkpoint_restoring",
+        "checkpoint_saving",
+        "checkpoint_shards",
+        "checkpoint_state",
+        "checkpoint_values",
     },
     {"bench", "cli", "run", "__main__"},  # programs: they use the library as its users do, front page included
 ]

@@ -31,6 +31,8 @@ KINDS = {
     "update": "an optimizer's apply_gradients",
     "create": "Variable(...)",
     "next": "the next element of a distributed dataset",
+    "save": "Checkpoint.save, and with it CheckpointManager.save",
+    "restore": "Checkpoint.restore, and with it CheckpointManager.restore",
     "close": "Strategy.close",
 }
 #: What can be done, and what it does.

@@ -80,8 +80,10 @@ def collective(
     """Mark a public method as a place where planned faults happen; see `Seam`.  Returns the method itself."""
 
     def mark(function: F) -> F:
-        _seams.append(Seam(function, kind, own, memory))
-        return function
+        seam = Seam(function, kind, own, memory)
+        _seams.append(seam)
+        # A module that is loaded while a plan is in force: the class is not there yet, the method can be.
+        return function if _armed is None else _counting(seam, _armed)  # type: ignore[return-value]
 
     return mark
 

@@ -1,0 +1,352 @@
+"""Does a checkpoint fit the objects, and if so, what is to be done?  Nothing is changed while this is found out.
+
+`Fit` walks through what the checkpoint holds beside the objects.  It lists everything that does not fit; where all
+does, it knows which arrays are needed and where they go, and has for each object the function that gives it back its
+value.  All of that is the same on all ranks, but for values of a rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import Array
+from mpistrategy.checkpoint_manifest import ONE, OWN, Item, Manifest
+from mpistrategy.checkpoint_optimizers import OptimizerFit
+from mpistrategy.checkpoint_random import check_state, jumped, set_state, set_streams
+from mpistrategy.checkpoint_state import State
+from mpistrategy.checkpoint_values import below, dtype_text, from_json
+from mpistrategy.errors import MpiStrategyError
+from mpistrategy.input_iterators import DistributedIterator
+from mpistrategy.strategy import Strategy
+from mpistrategy.streams import Streams
+from mpistrategy.variables import Variable
+
+#: There is no object here; what is plain is made anew.
+ABSENT = object()
+
+#: Returns the value that an object has after restoring: itself, changed in place, or another.
+Restore = Callable[[], Any]
+
+#: What is raised over values that nobody has saved like that.
+_UNSOUND = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
+#: What is made anew where it is missing, and may be taken away where the checkpoint has nothing of it.
+_PLAIN, _HOLDING = ("plain", "array", "scalar"), ("dict", "list", "tuple")
+_KINDS = (*_PLAIN, *_HOLDING, "variable", "rng", "streams", "iterator", "object", "variables", "optimizer")
+
+
+class Fit:
+    """What restoring these objects from this checkpoint comes to.
+
+    Args:
+        manifest: what the checkpoint holds.
+        state: what the objects are now.
+        strategy: the ranks.
+        partial: restore what is in both, and leave the rest.
+
+    Attributes:
+        problems: what does not fit, in words; the others are only good when there is none.
+        left_out: what `partial` leaves: names that stand on one side only.
+        fetched: the paths of the arrays that are needed, and the variables that they go into; None for other arrays,
+            which are put into `staged`.
+        prepare: functions that make variables which are missing; collective.
+        staged: the arrays that were fetched, by path.
+    """
+
+    def __init__(self, manifest: Manifest, state: State, strategy: Strategy, partial: bool) -> None:
+        self.manifest = manifest
+        self.state = state
+        self.strategy = strategy
+        communicator = strategy.extended.communicator
+        self.rank, self._same_ranks = communicator.rank, communicator.size == manifest.ranks
+        self._partial = partial
+        self.problems: list[str] = []
+        self.left_out: list[str] = []
+        self.fetched: dict[str, Callable[[], Variable] | None] = {}
+        self.prepare: list[Callable[[], None]] = []
+        self.staged: dict[str, Array] = {}
+
+    def restore_of(self, path: str, value: Any, *, fresh: bool = False) -> Restore:
+        """Return what restores the object at `path`.
+
+        Args:
+            path: where it stands, in the checkpoint as among the objects.
+            value: the object, or `ABSENT`.
+            fresh: make arrays anew instead of writing into those that there are.
+        """
+        item = self.manifest.items.get(path)
+        if item is None:
+            return self._missing(path, value)
+        if item.kind not in _KINDS:
+            return self.problem(path, f"the checkpoint has something of an unknown kind, {item.kind[:40]!r}")
+        try:
+            restore: Restore = getattr(self, f"restore_{item.kind}")(path, item, value, fresh)
+        except _UNSOUND as error:
+            return self.problem(path, f"{type(error).__name__}: {error}")
+        return restore
+
+    def problem(self, path: str, text: str) -> Restore:
+        """Note what does not fit."""
+        self.problems.append(f"{path}: {text}")
+        return lambda: None
+
+    def _missing(self, path: str, value: Any) -> Restore:
+        if not self._partial:
+            return self.problem(path, f"{_named(value)} here, nothing in the checkpoint")
+        self.left_out.append(path)
+        return lambda: value
+
+    def _expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
+        if not holds:
+            shape = f" {item.dtype}{list(item.shape)}" if item.is_array else ""
+            self.problem(path, f"{item.kind}{shape} in the checkpoint, {_named(value)} here")
+        return holds
+
+    # ------------------------------------------------------------------------------------------- arrays
+
+    def restore_variable(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """A variable: the array goes into it."""
+        if fresh:
+            value = self.state.live.get(path, ABSENT)
+        fits = isinstance(value, Variable) and self.has_layout(item, value.local_view)
+        if self._expect(fits, path, item, value) and self._can_tell(path, item):
+            self.fetched[path] = lambda: value
+        return lambda: value
+
+    def has_layout(self, item: Item, array: Array) -> bool:
+        """Return whether dtype and shape are those of the checkpoint."""
+        return item.is_array and dtype_text(array.dtype, "") == item.dtype and array.shape == item.shape
+
+    def restore_array(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """An array: in place where there is one."""
+        in_place = isinstance(value, np.ndarray) and not fresh
+        fits = item.is_array and not isinstance(value, Variable) and (not in_place or self.has_layout(item, value))
+        if not self._expect(fits, path, item, value) or not self._can_tell(path, item):
+            return lambda: None
+        if in_place and not value.flags.writeable:
+            return self.problem(path, "a read-only array here")
+        self.fetched[path] = None
+
+        def restore() -> Any:
+            array = self.staged.pop(path)
+            if not in_place:
+                return array
+            value[...] = array
+            return value
+
+        return restore
+
+    def restore_scalar(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """A number of NumPy's."""
+        if not self._expect(item.is_array and not isinstance(value, (Variable, np.ndarray)), path, item, value):
+            return lambda: None
+        if self._can_tell(path, item):
+            self.fetched[path] = None
+        return lambda: self.staged.pop(path)[()]
+
+    def _can_tell(self, path: str, item: Item) -> bool:
+        """Return whether it is known what this rank gets."""
+        if item.copies != OWN or self._same_ranks:
+            return True
+        self.problem(path, self._of_its_own(item))
+        return False
+
+    def _of_its_own(self, item: Item) -> str:
+        now = self.strategy.num_replicas_in_sync
+        return (
+            f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own, and there are {now} now; "
+            "keep it in an ON_READ Variable, whose aggregation says what becomes of it, or make it equal on all ranks"
+        )
+
+    # ------------------------------------------------------------------------------------------- values
+
+    def _own(self, path: str, item: Item) -> Any:
+        """Return this rank's value as plain values."""
+        if item.copies == ONE:
+            return from_json(item.values[0])
+        if self._can_tell(path, item):
+            return from_json(item.values[self.rank])
+        return None
+
+    def restore_plain(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """Numbers, strings and nests of them: lists and dicts in place."""
+        here = self.state.items.get(path)
+        is_plain = value is ABSENT or here is None or here.kind in ("plain", "scalar", *_HOLDING)
+        if not self._expect(is_plain and not self._holds_others(path), path, item, value):
+            return lambda: None
+        plain = self._own(path, item)
+
+        def restore() -> Any:
+            if type(value) is type(plain) is list:
+                value[:] = plain
+                return value
+            if type(value) is type(plain) is dict:
+                value.clear()
+                value.update(plain)
+                return value
+            return plain
+
+        return restore
+
+    def _holds_others(self, path: str) -> bool:
+        """Return whether something stands below `path` that cannot be made anew."""
+        below_it = (item for other, item in self.state.items.items() if other.startswith(f"{path}/"))
+        return any(item.kind not in (*_PLAIN, *_HOLDING) for item in below_it)
+
+    def restore_rng(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """A random generator: a rank that was not there gets a stream that is independent of the others'."""
+        if not self._expect(isinstance(value, (np.random.Generator, np.random.RandomState)), path, item, value):
+            return lambda: None
+        if item.copies == ONE:
+            state = from_json(item.values[0])
+        else:
+            times, rank = divmod(self.rank, self.manifest.ranks)
+            state = from_json(item.values[rank])
+            state = jumped(state, times) if times else state
+        check_state(value, state)
+
+        def restore() -> Any:
+            set_state(value, state)
+            return value
+
+        return restore
+
+    def restore_streams(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """What `strategy.rng` made."""
+        if not self._expect(isinstance(value, Streams), path, item, value):
+            return lambda: None
+        states = [from_json(one) for one in item.values]
+        if states[0]["seed"] != value.seed:
+            return self.problem(path, f"seed {states[0]['seed']} in the checkpoint, {value.seed} here")
+        set_streams(Streams(value.seed, self.rank), states, self.rank)
+
+        def restore() -> Any:
+            set_streams(value, states, self.rank)
+            return value
+
+        return restore
+
+    def restore_iterator(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """An iterator of a distributed dataset: it goes on where it was."""
+        walk = value.walk if isinstance(value, DistributedIterator) else None
+        if not self._expect(walk is not None, path, item, value):
+            return lambda: None
+        assert walk is not None
+        if walk.of != item.more["of"]:
+            return self.problem(path, f"a position in {item.more['of']}; here it is {walk.of}")
+        if not walk.any_ranks and not self._same_ranks:
+            return self.problem(
+                path, f"{self._of_its_own(item)}; a Dataset given to experimental_distribute_dataset can go on"
+            )
+        position = self._own(path, item)
+        if type(position) is not int or position < 0:
+            return self.problem(path, f"the position {position!r} in the checkpoint")
+        try:
+            value.check_can_go()
+        except MpiStrategyError as error:
+            return self.problem(path, str(error))
+
+        def restore() -> Any:
+            value.go_to(position)
+            return value
+
+        return restore
+
+    # ------------------------------------------------------------------------------------------- what holds others
+
+    def restore_dict(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """A dict: in place."""
+        if not self._expect(value is ABSENT or type(value) is dict, path, item, value):
+            return lambda: None
+        there = {} if value is ABSENT else value
+        children = {key: self.restore_of(below(path, key), there.get(key, ABSENT), fresh=fresh) for key in item.more}
+        for key in there:
+            if key not in children and self._is_lasting(below(path, key)):
+                children[key] = self._missing(below(path, key), there[key])
+
+        def restore() -> Any:
+            restored = {key: child() for key, child in children.items()}
+            there.clear()
+            there.update(restored)
+            return there
+
+        return restore
+
+    def _is_lasting(self, path: str) -> bool:
+        """Return whether what stands at `path` is no value that a restore may take away."""
+        item = self.state.items.get(path)
+        if item is None or item.kind in _PLAIN:
+            return False
+        return item.kind not in _HOLDING or self._holds_others(path)
+
+    def restore_list(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """A list: in place."""
+        if not self._expect(value is ABSENT or type(value) is list, path, item, value):
+            return lambda: None
+        children = self._children(path, item, value, fresh)
+
+        def restore() -> Any:
+            restored = [child() for child in children]
+            if value is ABSENT:
+                return restored
+            value[:] = restored
+            return value
+
+        return restore
+
+    def restore_tuple(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """A tuple: anew."""
+        if not self._expect(value is ABSENT or type(value) is tuple, path, item, value):
+            return lambda: None
+        children = self._children(path, item, value, fresh)
+        return lambda: tuple(child() for child in children)
+
+    def restore_variables(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """An object that has variables, such as a metric."""
+        here = self.state.items.get(path)
+        if not self._expect(here is not None and here.kind == "variables", path, item, value):
+            return lambda: None
+        self._children(path, item, value.variables, fresh)  # the arrays go into the variables
+        return lambda: value
+
+    def _children(self, path: str, item: Item, value: Any, fresh: bool) -> list[Restore]:
+        there = () if value is ABSENT else value
+        if item.more > len(self.manifest.items):
+            raise ValueError(f"{item.more} elements")
+        one = [there[index] if index < len(there) else ABSENT for index in range(item.more)]
+        children = [self.restore_of(below(path, index), child, fresh=fresh) for index, child in enumerate(one)]
+        for index in range(item.more, len(there)):
+            if self._is_lasting(below(path, index)):
+                children.append(self._missing(below(path, index), there[index]))
+        return children
+
+    def restore_object(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """An object with state_dict() and load_state_dict(): it is asked to load, and may refuse."""
+        if not self._expect(callable(getattr(value, "load_state_dict", None)), path, item, value):
+            return lambda: None
+        state = self.restore_of(below(path, "state"), ABSENT, fresh=True)
+
+        def restore() -> Any:
+            value.load_state_dict(state())
+            return value
+
+        return restore
+
+    def restore_optimizer(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """An optimizer: its settings, steps and slots."""
+        here = self.state.items.get(path)
+        if not self._expect(here is not None and here.kind == "optimizer", path, item, value):
+            return lambda: None
+        return OptimizerFit(self, path, item, value).restore()
+
+
+def _named(value: Any) -> str:
+    if value is ABSENT:
+        return "nothing"
+    if isinstance(value, Variable):
+        return f"variable {dtype_text(value.dtype, '')}{list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype.str}{list(value.shape)}"
+    return f"a {type(value).__name__}"

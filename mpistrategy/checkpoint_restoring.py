@@ -1,0 +1,224 @@
+"""Reading a checkpoint: everything is read and checked on all ranks before the first object changes.
+
+Each rank reads some of the shards, whoever wrote them, and compares their checksums.  Then arrays that are there once
+are sent by the rank that has read them; of an ON_READ variable each rank gets its own copy back when there are as many
+ranks as there were, and else its part of what all copies come to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.checkpoint_files import Folder, reading
+from mpistrategy.checkpoint_fitting import Fit
+from mpistrategy.checkpoint_manifest import NAME, ONE, OWN, Item, Manifest, parse, read_shard, read_text
+from mpistrategy.checkpoint_optimizers import store
+from mpistrategy.checkpoint_saving import REPLACED
+from mpistrategy.checkpoint_shards import Stored
+from mpistrategy.checkpoint_state import State
+from mpistrategy.checkpoint_values import dtype_of
+from mpistrategy.errors import CheckpointMismatchError, CheckpointMissingError
+from mpistrategy.mpi.guard import Call
+from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.strategy import Strategy
+from mpistrategy.variable_policies import share_of
+from mpistrategy.variables import Variable
+
+_MOST_PROBLEMS = 10
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `Checkpoint.restore` did.
+
+    Attributes:
+        path: where the checkpoint is.
+        ranks: how many ranks had saved it.
+        written_by: the version of mpistrategy that did.
+        layout: `Strategy.layout()` of that job.
+        notes: what is different now, in words; it changes last bits of sums, not what was restored.
+        left_out: with partial=True, the paths of what stands on one side only.
+    """
+
+    path: str
+    ranks: int
+    written_by: str
+    layout: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def restore(
+    objects: dict[str, Any], state: State, strategy: Strategy, path: str, partial: bool, call: Call
+) -> Restored:
+    """Restore `objects`, whose state is `state`, from the checkpoint at `path`.  Collective."""
+    communicator = strategy.extended.communicator
+    call.expect_more()
+    told = ""
+    if communicator.rank == 0:
+        with reading(call.where, path):
+            told = _told(path)
+    call.agree("read a manifest")
+    name, text = json.loads(communicator.allgather_text(told)[0])
+    call.expect_more()
+    manifest = parse(text.encode("latin-1"), path)
+    fit = Fit(manifest, state, strategy, partial)
+    changes = {name: fit.restore_of(name, value) for name, value in objects.items()}
+    for missing in [other for other in manifest.names if other not in objects]:
+        if partial:
+            fit.left_out.append(missing)
+        else:
+            fit.problem(missing, f"{manifest.items[missing].kind} in the checkpoint, nothing here")
+    if fit.problems:
+        raise _mismatch(call.where, path, fit.problems)
+    with reading(call.where, path), Folder.parent_of(path) as parent, parent.folder(name) as folder:
+        mine = range(communicator.rank, manifest.ranks, communicator.size)
+        shards = {shard: read_shard(folder, manifest, shard) for shard in mine}
+    call.agree("read shards", patiently=True)
+    for prepare in fit.prepare:
+        prepare()
+    copies = _Copies(manifest, shards, strategy)
+    for item_path, target in fit.fetched.items():
+        if target is None:
+            fit.staged[item_path] = copies.of_array(item_path)
+        else:
+            copies.into(item_path, target())
+    call.expect_more()
+    restored = {name: change() for name, change in changes.items()}
+    objects.update(restored)
+    call.agree("restore a checkpoint")
+    notes = tuple(_notes(manifest, strategy))
+    return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, tuple(fit.left_out))
+
+
+def _told(path: str) -> str:
+    """Return the name of the folder and what its manifest says."""
+    with Folder.parent_of(path) as parent:
+        name = _name_of(parent, os.path.basename(path))
+        with parent.folder(name) as folder:
+            return json.dumps([name, read_text(folder).decode("latin-1")])
+
+
+def _name_of(parent: Folder, name: str) -> str:
+    """Return the folder in which the checkpoint is: another one when a job ended while it was replacing it."""
+    if parent.kind_of(name):
+        return name
+    for other in parent.names():
+        if other.startswith(REPLACED.format(name)) and parent.kind_of(other) == "folder":
+            with parent.folder(other) as folder:
+                if folder.kind_of(NAME) == "file":
+                    return other
+    raise CheckpointMissingError.at(
+        "a checkpoint", found=f"nothing at {os.path.join(parent.path, name)!r}", expected="a checkpoint"
+    )
+
+
+def _mismatch(where: str, path: str, problems: Sequence[str]) -> CheckpointMismatchError:
+    shown = [f"  {problem}" for problem in problems[:_MOST_PROBLEMS]]
+    more = [f"  and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
+    return CheckpointMismatchError.at(
+        where,
+        found=f"a checkpoint, {path!r}, that does not fit the objects",
+        expected="the same names, kinds, dtypes and shapes",
+        fix="\n".join(["Nothing has changed. These do not fit:", *shown, *more]),
+    )
+
+
+def _notes(manifest: Manifest, strategy: Strategy) -> list[str]:
+    now = strategy.layout()
+    keys = [key for key in {**manifest.layout, **now} if key != "source" and manifest.layout.get(key) != now.get(key)]
+    return [f"{key}: {manifest.layout.get(key)!r} when it was saved, {now.get(key)!r} now" for key in keys]
+
+
+class _Copies:
+    """The copies in the shards that the ranks have read, and what each rank gets of them.  All collective."""
+
+    def __init__(self, manifest: Manifest, shards: dict[int, dict[str, Stored]], strategy: Strategy) -> None:
+        self._manifest = manifest
+        self._shards = shards
+        self._communicator = strategy.extended.communicator
+
+    def of_array(self, path: str) -> Array:
+        """Return this rank's array: the one that there is, or its own."""
+        item = self._manifest.items[path]
+        if item.copies == ONE:
+            return self._sent(path, item, item.shard)
+        if item.copies == OWN:
+            return self._read(path, item, self._communicator.rank)
+        return self._together(path, item)
+
+    def into(self, path: str, var: Variable) -> None:
+        """Give a variable its value, or this rank's part of it."""
+        item = self._manifest.items[path]
+        by_replica = var.synchronization is VariableSynchronization.ON_READ and not var.strategy.extended.is_local
+        if by_replica and self._manifest.ranks == self._communicator.size and item.copies == var.aggregation.name:
+            array = self._read(path, item, self._communicator.rank)
+        else:
+            array = self.of_array(path)
+            if by_replica and var.aggregation is VariableAggregation.SUM:
+                array = share_of(array, self._communicator.rank, self._communicator.size)
+        store(var, array)
+
+    def _read(self, path: str, item: Item, shard: int) -> Array:
+        return self._shards[shard][path].array(dtype_of(item.dtype), item.shape)
+
+    def _sent(self, path: str, item: Item, shard: int) -> Array:
+        """Return the copy in a shard, from the rank that has read it."""
+        root = shard % self._communicator.size
+        if root == self._communicator.rank:
+            array = self._read(path, item, shard)
+        else:
+            array = np.empty(item.shape, dtype_of(item.dtype).newbyteorder("="))
+        if array.nbytes:
+            self._communicator.bcast(array, root)
+        return array
+
+    def _together(self, path: str, item: Item) -> Array:
+        copies = 1 if item.copies == "ONLY_FIRST_REPLICA" else self._manifest.ranks
+        return combined((self._sent(path, item, shard) for shard in range(copies)), item.copies, copies)
+
+
+def combined(copies: Any, how: str, count: int) -> Array:
+    """Return what copies of a variable come to, added in rank order; integers wrap around as they do everywhere."""
+    first, total = None, None
+    for copy in copies:
+        if first is None or total is None:
+            first, total = copy, copy.astype(wire_dtype(copy.dtype))
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = np.asarray(total + copy)
+    assert first is not None
+    assert total is not None
+    if how == "MEAN":
+        total = total / count
+    with np.errstate(over="ignore"):
+        return np.asarray(total).astype(first.dtype).reshape(first.shape)
+
+
+def arrays_of(path: str) -> dict[str, Array]:
+    """Return the arrays of a checkpoint by path, those that were combined as one, each rank's own as ``path@rank``."""
+    where = "Checkpoint.arrays"
+    with reading(where, path), Folder.parent_of(path) as parent, parent.folder(os.path.basename(path)) as folder:
+        manifest = parse(read_text(folder), path)
+        shards = [read_shard(folder, manifest, shard) for shard in range(manifest.ranks)]
+    found = {}
+    for name, item in manifest.items.items():
+        if not item.is_array:
+            continue
+        dtype = dtype_of(item.dtype)
+        if item.copies == ONE:
+            found[name] = shards[item.shard][name].array(dtype, item.shape)
+        elif item.copies == OWN:
+            found |= {f"{name}@{rank}": shard[name].array(dtype, item.shape) for rank, shard in enumerate(shards)}
+        else:
+            count = 1 if item.copies == "ONLY_FIRST_REPLICA" else manifest.ranks
+            copies = (shard[name].array(dtype, item.shape) for shard in shards[:count])
+            found[name] = combined(copies, item.copies, count)
+    return found

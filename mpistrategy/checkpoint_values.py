@@ -1,0 +1,132 @@
+"""What a checkpoint's manifest can say in JSON: plain values, dtypes, and the paths that things stand at.
+
+Plain values come back as they were: ints of any size, floats with every bit, tuples as tuples.  What JSON has no word
+for is an object with one key that says what it is; objects of the user's are lists of pairs, so that no key of theirs
+can be taken for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.errors import CheckpointDamagedError, DTypeError
+
+#: What `None` cannot stand for: a value that is no plain one.
+NOT_PLAIN = object()
+
+_DEEPEST = 100
+
+
+def to_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else `NOT_PLAIN`.
+
+    `inside` are those that it is in.  Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would come back as others.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return {"float": value.hex()}
+    if type(value) is complex:
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if type(value) is bytes:
+        return {"bytes": value.hex()}
+    if len(inside) > _DEEPEST or id(value) in inside:
+        return NOT_PLAIN
+    inside = (*inside, id(value))
+    if type(value) in (list, tuple):
+        items = [to_json(item, inside) for item in value]
+        if any(item is NOT_PLAIN for item in items):
+            return NOT_PLAIN
+        return items if type(value) is list else {"tuple": items}
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
+        pairs = [[key, to_json(item, inside)] for key, item in value.items()]
+        return NOT_PLAIN if any(item is NOT_PLAIN for _, item in pairs) else {"dict": pairs}
+    return NOT_PLAIN
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given.
+
+    Raises:
+        ValueError, TypeError, KeyError: for what it did not write.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return float.fromhex(inner)
+    if kind == "complex":
+        real, imaginary = inner
+        return complex(float.fromhex(real), float.fromhex(imaginary))
+    if kind == "bytes":
+        return bytes.fromhex(inner)
+    if kind == "tuple":
+        return tuple(from_json(item) for item in inner)
+    if kind == "dict":
+        return {key: from_json(item) for key, item in inner}
+    raise ValueError(f"a value of kind {kind!r}")
+
+
+# ------------------------------------------------------------------------------------------------ dtypes
+
+
+def dtype_text(dtype: np.dtype[Any], where: str) -> str:
+    """Return the name of a dtype in a manifest: ``<f8``, ``|b1``, ``bfloat16``; little-endian whatever the machine.
+
+    Raises:
+        DTypeError: for objects, structures and other dtypes whose bytes do not say what they mean.
+    """
+    if dtype.kind in "biufcmMSU":
+        return dtype.newbyteorder("<").str
+    if dtype.type.__module__ == "ml_dtypes":
+        return dtype.name
+    raise DTypeError.at(where, found=f"an array of dtype {dtype}", expected="numbers, bools, strings or times")
+
+
+def dtype_of(text: Any) -> np.dtype[Any]:
+    """Return the dtype of a name, little-endian.
+
+    Raises:
+        CheckpointDamagedError: for a name that `dtype_text` does not give, or that this machine does not know.
+    """
+    found = _dtype_of(text) if isinstance(text, str) else None
+    if found is None or dtype_text(found, "") != text:
+        raise CheckpointDamagedError.at("a checkpoint", found=f"the dtype {text!r}", expected="a dtype of numbers")
+    return found
+
+
+def _dtype_of(text: str) -> np.dtype[Any] | None:
+    try:
+        if text[:1] in "<|" and text[1:2] in "biufcmMSU":
+            return np.dtype(text)
+        import ml_dtypes
+
+        kind = getattr(ml_dtypes, text) if text.isidentifier() else None
+        return np.dtype(kind) if isinstance(kind, type) and issubclass(kind, np.generic) else None
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ paths
+
+
+def below(path: str, key: Any) -> str:
+    """Return the path of what stands under `key` in what stands at `path`."""
+    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
+
+
+def is_below(path: str, other: str) -> bool:
+    """Return whether `path` is `other` or stands below it."""
+    return path == other or path.startswith(f"{other}/")
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """Yield the paths that `path` stands below, from the nearest on."""
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
