@@ -156,7 +156,7 @@ class Fit:
     def _of_its_own(self, item: Item) -> str:
         now = self.strategy.num_replicas_in_sync
         return (
-            f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own, and there are {now} now; "
+            f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own; now there are {now}; "
             "keep it in an ON_READ Variable, whose aggregation says what becomes of it, or make it equal on all ranks"
         )
 
@@ -317,10 +317,8 @@ class Fit:
             raise ValueError(f"{item.more} elements")
         one = [there[index] if index < len(there) else ABSENT for index in range(item.more)]
         children = [self.restore_of(below(path, index), child, fresh=fresh) for index, child in enumerate(one)]
-        for index in range(item.more, len(there)):
-            if self._is_lasting(below(path, index)):
-                children.append(self._missing(below(path, index), there[index]))
-        return children
+        extra = [index for index in range(item.more, len(there)) if self._is_lasting(below(path, index))]
+        return children + [self._missing(below(path, index), there[index]) for index in extra]
 
     def restore_object(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """An object with state_dict() and load_state_dict(): it is asked to load, and may refuse."""

@@ -75,7 +75,7 @@ class CheckpointManager:
         return os.path.join(self.directory, f"step-{_checked(step):012}")
 
     def steps(self) -> list[int]:
-        """Return the steps of which there are checkpoints here, in order; of this rank alone, and without reading them."""
+        """Return the steps that have checkpoints here, in order; of this rank alone, and without reading them."""
         with reading("CheckpointManager.steps", self.directory):
             try:
                 with Folder.at(self.directory) as folder:

@@ -160,9 +160,9 @@ def _checked(body: Any, where: str) -> Manifest:
 
 
 def _item(
-    ranks: int, kind: str, copies: str, dtype: str, shape: list[int], shard: int, more: Any, values: list[Any]
+    ranks: int, kind: Any, copies: Any, dtype: Any, shape: list[Any], shard: Any, more: Any, values: list[Any]
 ) -> Item:
-    _require(isinstance(kind, str) and copies in ("", ONE, OWN, *COMBINED), "copies")
+    _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, *COMBINED), "copies")
     _require(all(map(_is_count, shape)) and _is_count(shard) and shard < ranks, "numbers")
     _require(len(values) in (0, 1, ranks), "values")
     if dtype:

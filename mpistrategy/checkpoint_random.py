@@ -49,7 +49,7 @@ def jumped(state: Any, times: int) -> Any:
     kind = getattr(np.random, str(full["bit_generator"]), None)
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator) and hasattr(kind, "jumped")):
         raise ValueError(f"{full['bit_generator']} has no further streams")
-    generator = kind(0)
+    generator: Any = kind(0)
     generator.state = {key: full[key] for key in generator.state}
     return {**state, **_plain(generator.jumped(times).state)}
 

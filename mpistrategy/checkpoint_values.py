@@ -23,7 +23,8 @@ _DEEPEST = 100
 def to_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
     """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else `NOT_PLAIN`.
 
-    `inside` are those that it is in.  Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would come back as others.
+    Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would come back as others.
+    `inside` are the ids of what it stands in.
     """
     if value is None or type(value) in (bool, int, str):
         return value

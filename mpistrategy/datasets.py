@@ -152,7 +152,7 @@ class Dataset:
         return self._structure.pack([Rows(source, range(0))[:] for source in self._sources])
 
     def describe(self, *, epochs: bool = True) -> str:
-        """Return what all ranks must have in common, in words; without `epochs`, what the order of batches depends on."""
+        """Return what all ranks must have in common; without `epochs`, what the order of the batches depends on."""
         kinds = ", ".join(
             f"{dtype_name(np.dtype(s.dtype)) if hasattr(s, 'dtype') else '?'}{list(s.shape)}" for s in self._sources
         )

@@ -1,0 +1,501 @@
+"""Checkpoints on all ranks of the session: everything comes back, and what does not fit is refused by all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import Training, shared_folder
+from replicas import RANK, SIZE, gather_texts, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shared_folder(tmp_path)
+
+
+def checkpoint_of(strategy: ms.Strategy, **objects: Any) -> ms.Checkpoint:
+    with strategy.scope():
+        return ms.Checkpoint(**objects)
+
+
+def variable(strategy: ms.Strategy, value: Any, **options: Any) -> ms.Variable:
+    with strategy.scope():
+        return ms.Variable(value, **options)
+
+
+def shards(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name.startswith("shard"))
+
+
+# ------------------------------------------------------------------------------------------------ round trips
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_everything_comes_back(strategy: ms.MirroredStrategy, folder: Path, wait: bool) -> None:
+    training = Training(strategy)
+    for _ in range(3):
+        training.step()
+    saving = training.checkpoint.save(folder / "a b", wait=wait)
+    training.checkpoint.wait()
+    assert saving.is_committed
+    assert saving.path == str(folder / "a b")
+    assert shards(folder / "a b") == [f"shard-{rank:05}.safetensors" for rank in range(SIZE)]
+    there = training.everything()
+    training.step()
+    again = Training(strategy)
+    restored = again.checkpoint.restore(folder / "a b")
+    assert restored.ranks == SIZE
+    assert restored.notes == ()
+    assert restored.layout == strategy.layout()
+    assert again.everything() == there
+    training.checkpoint.restore(folder / "a b")  # in place, into objects that have gone on
+    assert training.everything() == there
+    strategy.assert_mirrored()
+
+
+def test_a_snapshot_is_taken_before_save_returns(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    weights, numbers = variable(strategy, np.arange(4.0)), np.arange(3)
+    checkpoint = checkpoint_of(strategy, weights=weights, numbers=numbers, lists=[1, [2]])
+    saving = checkpoint.save(folder / "c", wait=False)
+    weights.assign(np.zeros(4))
+    numbers[:] = 0
+    checkpoint.objects["lists"][1].append(3)
+    saving.wait()
+    checkpoint.restore(folder / "c")
+    assert weights.numpy().tolist() == [0, 1, 2, 3]
+    assert numbers.tolist() == [0, 1, 2]
+    assert checkpoint.objects["lists"] == [1, [2]]
+
+
+def test_the_next_save_commits_the_one_before(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    checkpoint = checkpoint_of(strategy, x=1)
+    first = checkpoint.save(folder / "1", wait=False)
+    second = checkpoint.save(folder / "2", wait=False)
+    assert first.is_committed
+    assert not second.is_committed
+    checkpoint.restore(folder / "1")
+    assert second.is_committed
+
+
+DTYPES = [
+    "bool", "int8", "uint16", "int64", "float16", "float32", "float64", "longdouble", "complex64", "complex128",
+    "clongdouble", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3)], ids=str)
+def test_every_dtype_and_shape(strategy: ms.MirroredStrategy, folder: Path, dtype: Any, shape: Any) -> None:
+    value = np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2 + 1).astype(dtype)
+    var, array, own = variable(strategy, value), value.copy(), np.array(value + value * (RANK % 2)).astype(dtype)
+    checkpoint = checkpoint_of(strategy, var=var, array=array, own=own, fortran=value.copy(order="F"))
+    checkpoint.save(folder / "c")
+    var.assign(np.zeros(shape, dtype))
+    before = own.tolist()
+    array[...], own[...] = 0, 0
+    checkpoint.restore(folder / "c")
+    assert var.numpy().tolist() == array.tolist() == checkpoint.objects["fortran"].tolist() == value.tolist()
+    assert var.dtype == value.dtype
+    assert own.tolist() == before
+
+
+def test_plain_values_keep_their_types_and_bits(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    values: dict[str, Any] = {
+        "ints": [0, -1, 10**40], "floats": (0.1, -0.0, float("inf"), 5e-324), "nan": float("nan"), "none": None,
+        "text": "grün/~0\0", "bytes": b"\0\xff", "complex": 1 - 2j, "flags": [True, False], 7: {"a/b": [(), {}]},
+    }  # fmt: skip
+    checkpoint = checkpoint_of(strategy, values=values, number=np.float32(1.5), time=np.datetime64("2024-02-29", "D"))
+    checkpoint.save(folder / "c")
+    told = repr(values)
+    values.clear()
+    checkpoint.restore(folder / "c")
+    assert repr(values) == told
+    number = checkpoint.objects["number"]
+    assert (type(number), number) == (np.float32, 1.5)
+    assert checkpoint.objects["time"] == np.datetime64("2024-02-29", "D")
+
+
+def test_lists_that_grow_and_shrink(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    history: list[Any] = [np.zeros(2), np.ones(3)]
+    mixed: dict[str, Any] = {"w": variable(strategy, 1.0), "log": [1], "extra": np.zeros(1)}
+    checkpoint = checkpoint_of(strategy, history=history, mixed=mixed)
+    checkpoint.save(folder / "c")
+    history[:] = [history[0]]
+    mixed |= {"log": [1, 2, 3], "new": 5}
+    del mixed["extra"]
+    checkpoint.restore(folder / "c")
+    assert [array.tolist() for array in history] == [[0, 0], [1, 1, 1]]
+    assert sorted(mixed) == ["extra", "log", "w"]
+    assert mixed["log"] == [1]
+
+
+class Model:
+    """An object that tells its own state; a variable in it is restored by us."""
+
+    def __init__(self, weights: ms.Variable) -> None:
+        self.weights, self.loaded = weights, 0
+        self.state: dict[str, Any] = {"mask": np.arange(3), "epochs": 2}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.state, "weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["epochs"] == 99:
+            raise RuntimeError("too many epochs")
+        self.loaded += 1
+        self.state = {key: state[key] for key in ("mask", "epochs")}
+        assert state["weights"] is self.weights
+
+
+def test_objects_with_a_state_dict(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    model = Model(variable(strategy, [1.0, 2.0]))
+    checkpoint = checkpoint_of(strategy, models=[model])
+    checkpoint.save(folder / "c")
+    model.weights.assign([0.0, 0.0])
+    model.state = {"mask": np.zeros(7), "epochs": 3}
+    checkpoint.restore(folder / "c")
+    assert model.weights.numpy().tolist() == [1, 2]
+    assert (model.loaded, model.state["mask"].tolist(), model.state["epochs"]) == (1, [0, 1, 2], 2)
+    model.state["epochs"] = 99 if RANK == SIZE - 1 else 2  # not equal: each rank has its own
+    checkpoint.save(folder / "d")
+    found = outcomes(checkpoint.restore, folder / "d")
+    assert all(outcome.error is not None for outcome in found)
+    assert still_works(strategy)
+
+
+def test_generators_of_all_kinds(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    kinds = (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM)
+    generators: list[Any] = [np.random.Generator(kind(RANK + 1)) for kind in kinds] + [np.random.RandomState(RANK)]
+    for generator in generators:
+        generator.standard_normal(3)
+    checkpoint = checkpoint_of(strategy, generators=generators)
+    checkpoint.save(folder / "c")
+    there = [generator.standard_normal(2).tolist() for generator in generators]
+    checkpoint.restore(folder / "c")
+    assert [generator.standard_normal(2).tolist() for generator in generators] == there
+
+
+def test_an_optimizer_that_has_made_no_step_yet(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    weights = variable(strategy, np.ones(2))
+    adam = ms.optimizers.Adam(0.5)
+    checkpoint = checkpoint_of(strategy, weights=weights, adam=adam)
+    checkpoint.save(folder / "c")
+    strategy.run(lambda: adam.apply_gradients([(np.ones(2), weights)]))
+    checkpoint.restore(folder / "c")
+    assert int(adam.iterations) == 0  # type: ignore[arg-type]
+    assert adam.slots_of(weights)["m"].numpy().tolist() == [0, 0]
+    assert weights.numpy().tolist() == [1, 1]
+
+
+def test_variables_that_only_the_optimizer_knows(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    weights, adam = variable(strategy, np.ones(2)), ms.optimizers.Adam(0.5)
+    with strategy.scope():
+        adam.build([weights])
+    checkpoint_of(strategy, adam=adam).save(folder / "c")
+    other = ms.optimizers.Adam(0.5)
+    found = outcomes(checkpoint_of(strategy, adam=other).restore, folder / "c")
+    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
+    assert "build(variables)" in found[0].text
+    with strategy.scope():
+        other.build([weights])
+    checkpoint_of(strategy, adam=other).restore(folder / "c")
+
+
+def test_iterators_go_on(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    def batches() -> list[Any]:
+        lists = [np.arange(5.0) + 10 * batch for batch in range(4)]
+        own = strategy.distribute_datasets_from_function(lambda context: [np.full(2, context.input_pipeline_id)] * 3)
+        return [
+            iter(strategy.experimental_distribute_dataset(lists)),
+            iter(strategy.experimental_distribute_dataset(array for array in lists)),
+            strategy.make_dataset_iterator(lists),
+            iter(own),
+        ]
+
+    first = batches()
+    checkpoint = checkpoint_of(strategy, batches=first)
+    for iterator in first:
+        next(iterator)
+    checkpoint.save(folder / "c")
+    there = [[part.tolist() for part in iterator] for iterator in first]
+    assert [len(parts) for parts in there] == [3, 3, 3, 2]
+    fresh = batches()
+    checkpoint_of(strategy, batches=fresh).restore(folder / "c")
+    assert [[part.tolist() for part in iterator] for iterator in fresh] == there
+    found = outcomes(checkpoint.restore, folder / "c")  # the generator cannot go back
+    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
+    assert "batches/1" in found[0].text
+
+
+def test_what_is_not_read_when_an_iterator_goes_on(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    class Rows:
+        shape, dtype = (100,), np.dtype(np.float64)
+        read: list[int] = []  # noqa: RUF012
+
+        def __getitem__(self, rows: slice) -> Any:
+            self.read.append(rows.start)
+            return np.arange(100.0)[rows]
+
+    data = ms.Dataset.from_arrays(Rows(), global_batch_size=10)
+    batches = iter(strategy.experimental_distribute_dataset(data))
+    checkpoint = checkpoint_of(strategy, batches=batches)
+    for _ in range(7):
+        next(batches)
+    checkpoint.save(folder / "c")
+    batches = checkpoint.objects["batches"] = iter(strategy.experimental_distribute_dataset(data))
+    Rows.read.clear()
+    checkpoint.restore(folder / "c")
+    assert strategy.gather(next(batches), 0).tolist() == list(range(70, 80))
+    assert min(Rows.read) >= 70
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def test_what_does_not_fit_is_listed_and_nothing_changes(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    kept = variable(strategy, np.ones(3))
+    checkpoint_of(
+        strategy, kept=kept, w=variable(strategy, np.ones(2)), dtype=variable(strategy, np.ones(2)), gone=1,
+        array=np.zeros(3), adam=ms.optimizers.Adam(), rng=np.random.default_rng(0), seeded=strategy.rng(1), kind=1.0,
+    ).save(folder / "c")  # fmt: skip
+    kept.assign(np.zeros(3))
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    other = checkpoint_of(
+        strategy, kept=kept, w=variable(strategy, np.ones(3)), dtype=variable(strategy, np.ones(2, np.float32)), new=1,
+        array=frozen, adam=ms.optimizers.SGD(), rng=np.random.Generator(np.random.MT19937(0)), seeded=strategy.rng(2),
+        kind=kept,
+    )  # fmt: skip
+    found = outcomes(other.restore, folder / "c")
+    assert {outcome.error for outcome in found} == {errors.CheckpointMismatchError}
+    for line in (
+        "w: variable <f8[2] in the checkpoint, variable <f8[3] here",
+        "dtype: variable <f8[2] in the checkpoint, variable <f4[2] here",
+        "gone: plain in the checkpoint, nothing here", "new: a int here, nothing in the checkpoint",
+        "array: a read-only array here", "adam: Adam with slots ['m', 'v'] in the checkpoint, SGD [] here", "rng: ",
+        "seeded: seed 1 in the checkpoint, 2 here", "kind: plain in the checkpoint, variable <f8[3] here",
+    ):  # fmt: skip
+        assert line in found[0].text
+    assert kept.numpy().tolist() == [0, 0, 0]
+    assert still_works(strategy)
+
+
+def test_a_part_can_be_restored(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    a, b = variable(strategy, [1.0]), variable(strategy, [2.0])
+    checkpoint_of(strategy, a=a, old=3, nest={"x": a}).save(folder / "c")
+    a.assign([0.0])
+    restored = checkpoint_of(strategy, a=a, b=b, nest={"x": a, "y": b}).restore(folder / "c", partial=True)
+    assert (a.numpy().tolist(), b.numpy().tolist()) == ([1], [2])
+    assert sorted(restored.left_out) == ["b", "nest/y", "old"]
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+    "a function": (lambda: len, errors.OptionTypeError),
+    "a generator": (lambda: (x for x in ()), errors.OptionTypeError),
+    "objects": (lambda: np.array([None]), errors.DTypeError),
+    "keys": (lambda: {1: np.zeros(1), "1": np.zeros(1)}, errors.OptionTypeError),
+    "a named thing": (lambda: np.float64, errors.OptionTypeError),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("rank", [0, SIZE - 1])
+def test_objects_without_a_state(strategy: ms.MirroredStrategy, folder: Path, what: str, rank: int) -> None:
+    make, error = REFUSED[what]
+    checkpoint = checkpoint_of(strategy, ok=1, nest=[make() if rank == RANK else 1])
+    assert {outcome.error for outcome in outcomes(checkpoint.save, folder / "c")} == {error}
+    assert not (folder / "c").exists()
+    assert still_works(strategy)
+
+
+def test_a_list_that_contains_itself(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    loop: list[Any] = [1]
+    loop += [loop, loop]
+    found = outcomes(checkpoint_of(strategy, loop=loop).save, folder / "c")
+    assert {outcome.error for outcome in found} == {errors.OptionError}
+
+
+def test_on_read_without_an_aggregation(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    if SIZE == 1 and strategy.extended.is_local:
+        pytest.skip("one replica has one copy")
+    checkpoint = checkpoint_of(strategy, v=variable(strategy, 0.0, synchronization="ON_READ"))
+    assert {o.error for o in outcomes(checkpoint.save, folder / "c")} == {errors.AggregationError}
+
+
+PATHS: dict[str, tuple[Any, type[Exception]]] = {
+    "a number": (5, errors.OptionTypeError), "nothing": ("", errors.OptionError), "a NUL": ("a\0b", errors.OptionError),
+    "the root": ("/", errors.OptionError), "bytes": (b"x", errors.OptionError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PATHS)
+@pytest.mark.parametrize("method", ["save", "restore"])
+def test_paths_that_are_none(strategy: ms.MirroredStrategy, folder: Path, what: str, method: str) -> None:
+    path, error = PATHS[what]
+    checkpoint = checkpoint_of(strategy, x=1)
+    given = path if RANK == SIZE - 1 else folder / "x"
+    assert {outcome.error for outcome in outcomes(getattr(checkpoint, method), given)} == {error}
+    assert os.listdir(folder) == [] or RANK  # what a rank left would be seen by rank 0, whose folder it is
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_do_not_do_the_same(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    weights = variable(strategy, np.ones(2))
+    checkpoint = checkpoint_of(strategy, w=weights)
+    other = checkpoint_of(strategy, w=weights, more=1)
+    differences: list[Callable[[], Any]] = [
+        lambda: checkpoint.save(folder / ("a" if RANK else "b")),
+        lambda: (checkpoint if RANK else other).save(folder / "a"),
+        lambda: checkpoint.save(folder / "a", wait=bool(RANK)),
+        lambda: checkpoint.save(folder / "a") if RANK else strategy.barrier("x"),
+        lambda: checkpoint.save(folder / "a") if RANK else checkpoint.restore(folder / "a"),
+    ]
+    for call in differences:
+        assert {outcome.error for outcome in outcomes(call)} == {errors.CollectiveMismatchError}
+    strategy.barrier("all have left")
+    assert os.listdir(folder) == [] or RANK
+    checkpoint.save(folder / "a")
+    assert still_works(strategy)
+
+
+def test_not_in_a_step_and_not_after_close(folder: Path) -> None:
+    with ms.MirroredStrategy() as strategy:
+        checkpoint = checkpoint_of(strategy, x=1)
+        for method in (checkpoint.save, checkpoint.restore):
+            assert {o.error for o in outcomes(lambda m=method: strategy.run(m, args=(folder / "x",)))} == {
+                errors.ContextError
+            }
+    assert {o.error for o in outcomes(checkpoint.save, folder / "x")} == {errors.ContextError}
+
+
+def test_a_checkpoint_of_two_strategies(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    if SIZE == 1:
+        pytest.skip("variables of one replica belong to anybody")
+    with ms.MirroredStrategy() as other:
+        checkpoint = checkpoint_of(strategy, a=variable(strategy, 1.0), b=variable(other, 1.0))
+        assert {o.error for o in outcomes(checkpoint.save, folder / "x")} == {errors.OptionError}
+
+
+def test_variables_of_this_rank_alone(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    own = ms.Variable(np.float64(RANK))
+    checkpoint = checkpoint_of(strategy, own=own)
+    checkpoint.save(folder / "c")
+    own.assign(-1.0)
+    checkpoint.restore(folder / "c")
+    assert float(own) == RANK
+
+
+def test_every_rank_reads_a_checkpoint_alone(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    total = variable(strategy, 0, synchronization="ON_READ", aggregation="SUM")
+    strategy.run(lambda: total.assign(RANK + 1))
+    checkpoint_of(strategy, total=total, own=np.full(2, RANK), one=np.arange(2)).save(folder / "c")
+    alone = ms.Variable(0)
+    ms.Checkpoint(total=alone).restore(folder / "c", partial=True)
+    assert int(alone) == sum(range(1, SIZE + 1))
+    arrays = ms.Checkpoint.arrays(folder / "c")
+    assert arrays["total"] == int(alone)
+    assert arrays["one"].tolist() == [0, 1]
+    if SIZE > 1:
+        assert arrays["own@1"].tolist() == [1, 1]
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_permissions_are_those_of_the_umask(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        checkpoint_of(strategy, x=np.arange(3)).save(folder / "c")
+    finally:
+        os.umask(before)
+    assert (folder / "c").stat().st_mode & 0o777 == 0o750
+    assert {(folder / "c" / name).stat().st_mode & 0o777 for name in os.listdir(folder / "c")} == {0o640}
+
+
+def test_what_is_there_stays(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    x = variable(strategy, 1.0)
+    checkpoint = checkpoint_of(strategy, x=x)
+    checkpoint.save(folder / "deep" / "er" / "c")
+    path = folder / "deep" / "er"
+    x.assign(2.0)
+    if RANK == 0:
+        (path / "file").touch()
+        (path / "other").mkdir()
+        (path / "other" / "precious").touch()
+        (path / "empty").mkdir()
+        (path / "link").symlink_to(path / "c")
+    strategy.barrier("made")
+    for name, options in (
+        ("c", {}),
+        ("file", {"overwrite": True}),
+        ("other", {"overwrite": True}),
+        ("link", {"overwrite": True}),
+    ):
+        found = outcomes(lambda n=name, o=options: checkpoint.save(path / n, **o))
+        assert {outcome.error for outcome in found} == {errors.CheckpointExistsError}, name
+    assert float(ms.Checkpoint.arrays(path / "c")["x"]) == 1
+    checkpoint.save(path / "c", overwrite=True)
+    checkpoint.save(path / "empty")
+    assert float(ms.Checkpoint.arrays(path / "c")["x"]) == 2
+    assert sorted(os.listdir(path)) == ["c", "empty", "file", "link", "other"]
+
+
+def test_nothing_there(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    found = outcomes(checkpoint_of(strategy, x=1).restore, folder / "none")
+    assert {outcome.error for outcome in found} == {errors.CheckpointMissingError}
+    found = outcomes(checkpoint_of(strategy, x=1).restore, folder / "none" / "at all")
+    assert {outcome.error for outcome in found} == {errors.CheckpointMissingError}
+
+
+def test_files_of_others(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    x, y = np.arange(3.0), np.ones((2, 2), np.int8)
+    if RANK == 0:
+        np.savez(folder / "n.npz", x=x, y=y)
+        np.save(folder / "n.npy", x)
+        np.savez(folder / "bad.npz", x=np.array([{}]))
+        (folder / "bad.npy").write_bytes(b"\x93NUMPY\1\0")
+    checkpoint_of(strategy, x=x, y=y).save(folder / "c")
+    arrays = ms.Checkpoint.arrays
+    assert {name: array.tolist() for name, array in arrays(folder / "n.npz").items()} == {
+        "x": x.tolist(),
+        "y": y.tolist(),
+    }
+    assert arrays(folder / "n.npy")[""].tolist() == x.tolist()
+    found: dict[str, Any] = {}
+    for shard in shards(folder / "c"):  # ours are files in the layout of safetensors
+        found |= arrays(folder / "c" / shard)
+    assert found["y"].tolist() == y.tolist()
+    assert found["y"].dtype == np.int8
+    for name in ("bad.npz", "bad.npy"):
+        with pytest.raises(errors.CheckpointDamagedError):
+            arrays(folder / name)
+    with pytest.raises(errors.CheckpointMissingError):
+        arrays(folder / "none.npz")
+    with pytest.raises(errors.OptionError):
+        arrays(folder / "c" / "manifest.json")
+
+
+def test_layouts_that_differ_are_noted(folder: Path) -> None:
+    for bytes_per_pack in (0, 1024):
+        options = ms.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+        with ms.MirroredStrategy(communication_options=options) as strategy:
+            checkpoint = checkpoint_of(strategy, x=1)
+            if bytes_per_pack == 0:
+                checkpoint.save(folder / "c")
+            notes = checkpoint.restore(folder / "c").notes
+    assert notes == (f"bytes_per_pack: 0 when it was saved, {1024} now",)
+
+
+@pytest.fixture(autouse=True)
+def _same_everywhere(strategy: ms.MirroredStrategy) -> Iterator[None]:
+    yield
+    assert same_everywhere(len(gather_texts("")))
