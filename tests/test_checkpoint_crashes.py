@@ -1,0 +1,235 @@
+"""Whole or absent: a job that is killed, or fails, at any change to the file system leaves the old or the new one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+from checkpoints import Counting, shared_folder, watched
+from replicas import RANK, SIZE, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.checkpoint_saving import REPLACED, SAVING
+
+Launch = Callable[..., launching.Finished]
+
+# A child is killed at its n-th change to the file system, for every n there is; the parent looks what is left.
+# Two replicas of one process save: the kill is that of a whole node.
+KILLS = """
+import itertools, os, signal, sys
+import numpy as np
+import mpistrategy as ms
+from mpistrategy import checkpoint_files
+from mpistrategy.testing import run_replicas
+
+folder, kind = sys.argv[1:]
+
+
+def program(value, save):
+    strategy = ms.MirroredStrategy()
+    with strategy.scope():
+        x = ms.Variable(np.full(1000, float(value)))
+        y = ms.Variable(np.full(1000, float(value)))
+        checkpoint = ms.Checkpoint(x=x, y=y, z=value)
+    manager = ms.CheckpointManager(checkpoint, os.path.join(folder, "m"), keep=1)
+    path = os.path.join(folder, "c")
+    if save and kind == "manager":
+        manager.save(value)
+    elif save:
+        checkpoint.save(path, overwrite=True, wait=kind != "async")
+        checkpoint.wait()
+    elif kind == "manager":
+        manager.restore()
+    else:
+        checkpoint.restore(path)
+    found = {*x.numpy().tolist(), *y.numpy().tolist(), checkpoint.objects["z"]}
+    assert len(found) == 1, f"torn: {found}"
+    return found.pop()
+
+
+def saved_by_child(value, kill_at):
+    child = os.fork()
+    if child == 0:
+        changes = itertools.count(1)
+
+        def watcher(what, name):
+            if next(changes) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        checkpoint_files.watcher = watcher
+        run_replicas(lambda: program(value, True), 2)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+assert saved_by_child(1, 0)
+old, kills, outcome = 1, 0, []
+for kill_at in range(1, 200):
+    new = old + 1
+    ended = saved_by_child(new, kill_at)
+    restored = set(run_replicas(lambda: program(0, False), 1))
+    assert len(restored) == 1
+    assert restored <= {float(old), float(new)}, f"killed at {kill_at}: {restored}, not {old} or {new}"
+    assert not ended or restored == {float(new)}, "it was saved"
+    old = int(restored.pop())
+    if ended:
+        break
+    kills += 1
+left = sorted(name for name in os.listdir(os.path.join(folder, "m" if kind == "manager" else "")))
+print(kills, "kills;", "left:", [name for name in left if name not in (".lock", "c")])
+"""
+
+
+@pytest.mark.parametrize("kind", ["overwrite", "async", "manager"])
+def test_killed_at_every_change(launch: Launch, tmp_path: Path, kind: str) -> None:
+    job = launch(1, [launching.program(KILLS, tmp_path), tmp_path / "f", kind], env={"MPISTRATEGY_ALONE": "1"})
+    kills, _, left = job.check().stdout.partition(" kills; left: ")
+    assert int(kills) >= 12, job
+    assert left.count("step-") + left.count(".c") <= (1 if kind == "manager" else 0), job  # all the rest is swept
+
+
+REAL = """
+import itertools, os, sys
+import numpy as np
+import mpistrategy as ms
+from mpistrategy import checkpoint_files
+
+folder, rank_to_kill, at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+strategy = ms.MirroredStrategy()
+with strategy.scope():
+    x = ms.Variable(np.ones(10))
+    checkpoint = ms.Checkpoint(x=x, own=np.full(2, strategy.replica_id_in_sync_group))
+manager = ms.CheckpointManager(checkpoint, folder)
+manager.save(1)
+x.assign(np.full(10, 2.0))
+if strategy.replica_id_in_sync_group == rank_to_kill:
+    changes = itertools.count(1)
+
+    def watcher(what, name):
+        if next(changes) == at:
+            os.kill(os.getpid(), 9)
+
+    checkpoint_files.watcher = watcher
+manager.save(2)
+print("saved")
+"""
+
+
+@pytest.mark.parametrize(("rank", "at"), [(0, 1), (0, 6), (1, 1), (1, 3)])
+def test_one_rank_is_killed_while_it_saves(launch: Launch, tmp_path: Path, rank: int, at: int) -> None:
+    job = launch(2, [launching.program(REAL, tmp_path), tmp_path / "m", rank, at])
+    assert job.returncode != 0
+    assert "saved" not in job.stdout
+    check = f"""
+        import mpistrategy as ms
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            x = ms.Variable([0.0] * 10)
+            manager = ms.CheckpointManager(ms.Checkpoint(x=x), {str(tmp_path / "m")!r})
+        step = manager.restore(partial=True)
+        manager.save(5)
+        if strategy.replica_id_in_sync_group == 0:
+            print(step, x.numpy()[0], len(manager.skipped), manager.steps())
+    """
+    again = launch(2, check).check()
+    skipped = 0 if (rank, at) == (0, 1) else 1  # before anything was made, or after
+    assert again.stdout.split("\n")[0] == f"1 1.0 {skipped} [1, 5]", again
+
+
+# ------------------------------------------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("rank", [0, SIZE - 1])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EIO])
+def test_one_rank_fails_at_every_change(
+    strategy: ms.MirroredStrategy, tmp_path: Path, wait: bool, rank: int, number: int
+) -> None:
+    folder = shared_folder(tmp_path)
+    with strategy.scope():
+        x = ms.Variable([1.0, 2.0])
+        checkpoint = ms.Checkpoint(x=x, own=RANK)
+    checkpoint.save(folder / "c")
+    old = 1.0
+
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    for at in range(1, 100):
+        x.assign([old + 1, 0.0])
+        watcher = Counting(at, fail)
+        with watched(watcher if rank == RANK else lambda what, name: None):
+            found = outcomes(lambda: checkpoint.save(folder / "c", overwrite=True, wait=wait).wait())
+        strategy.barrier("cleaned up")
+        there = float(ms.Checkpoint.arrays(folder / "c")["x"][0]) if (folder / "c").exists() else None
+        if found[rank].error is None:  # all the changes that there are have failed once, or those that may
+            assert there == old + 1
+            old = there
+            if watcher.count < at or rank != RANK:
+                break
+            continue
+        assert {outcome.error for outcome in found} == {errors.CheckpointWriteError}, found[0].text
+        assert os.strerror(number) in found[0].text
+        assert there in (old, old + 1)
+        old = there
+        names = [name for name in os.listdir(folder) if name.startswith(SAVING.format("c"))]
+        assert names == [], watcher.seen
+    strategy.barrier("all have looked")
+    assert not [name for name in os.listdir(folder) if name.startswith(REPLACED.format("c"))]
+    assert still_works(strategy)
+
+
+def test_folders_without_permission(launch: Launch, tmp_path: Path) -> None:
+    program = """
+        import os, sys
+        import mpistrategy as ms
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(x=1)
+        if os.geteuid() == 0:
+            os.setegid(65534)
+            os.seteuid(65534)
+        try:
+            checkpoint.save(sys.argv[1] + "/c")
+        except ms.errors.CheckpointWriteError as error:
+            sys.stdout.write(f"refused: {error}\\n")
+    """
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m").chmod(0o555)
+    job = launch(2, [launching.program(program, tmp_path), tmp_path / "m"]).check()
+    assert job.stdout.count("refused: ") == 2, job
+    assert "Permission denied (EACCES)" in job.stdout
+    assert list((tmp_path / "m").iterdir()) == []
+
+
+def test_a_save_that_nobody_waited_for_is_told(launch: Launch, tmp_path: Path) -> None:
+    program = """
+        import sys
+        import mpistrategy as ms
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(x=1)
+        checkpoint.save(sys.argv[1], wait=False)
+    """
+    job = launch(2, [launching.program(program, tmp_path), tmp_path / "c"]).check()
+    assert "is not there: nobody called wait()" in job.stderr
+    assert not (tmp_path / "c").exists()
+
+
+def test_two_jobs_write_one_checkpoint(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    with strategy.scope():
+        first, second = ms.Checkpoint(x=1), ms.Checkpoint(x=2)
+    slow, quick = first.save(folder / "c", wait=False), second.save(folder / "c", wait=False)
+    quick.wait()
+    assert {outcome.error for outcome in outcomes(slow.wait)} == {errors.CheckpointExistsError}
+    assert {outcome.error for outcome in outcomes(slow.wait)} == {errors.CheckpointWriteError}
+    first.restore(folder / "c")
+    assert first.objects["x"] == 2
+    strategy.barrier("cleaned up")
+    assert os.listdir(folder) == ["c"]

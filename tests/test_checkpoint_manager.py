@@ -1,0 +1,202 @@
+"""CheckpointManager: keeps the last ones, restores the newest that is whole, and says why others were skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from checkpoints import shared_folder
+from replicas import RANK, SIZE, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.checkpoint_manifest import NAME, shard_name
+
+Launch = Callable[..., launching.Finished]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shared_folder(tmp_path) / "run one"
+
+
+def made(strategy: ms.Strategy, folder: Path, keep: int | None = 3) -> tuple[ms.Variable, ms.CheckpointManager]:
+    with strategy.scope():
+        x = ms.Variable(0.0)
+        return x, ms.CheckpointManager(ms.Checkpoint(x=x), folder, keep)
+
+
+def by_rank_0(strategy: ms.Strategy, what: Callable[[], Any]) -> None:
+    if RANK == 0:
+        what()
+    strategy.barrier("done")
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (None, [1, 2, 3, 4, 5])])
+def test_the_last_are_kept(
+    strategy: ms.MirroredStrategy, folder: Path, wait: bool, keep: int | None, left: list[int]
+) -> None:
+    x, manager = made(strategy, folder, keep)
+    assert manager.restore() is None
+    for step in range(1, 6):
+        x.assign(float(step))
+        manager.save(step, wait=wait)
+    manager.wait()
+    strategy.barrier("removed")
+    assert manager.steps() == left
+    x.assign(0.0)
+    assert manager.restore() == 5
+    assert float(x) == 5
+    assert manager.restored is not None
+    assert manager.restored.path == manager.path_of(5)
+    assert manager.skipped == {}
+    manager.close()
+
+
+def test_the_newest_that_is_whole(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    x, manager = made(strategy, folder, 6)
+    for step in range(1, 7):
+        x.assign(float(step))
+        manager.save(step)
+    names = {step: os.path.basename(manager.path_of(step)) for step in range(1, 7)}
+
+    def damage() -> None:
+        paths = {step: Path(manager.path_of(step)) for step in names}
+        (paths[6] / NAME).unlink()
+        shard = paths[5] / shard_name(SIZE - 1)
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        shutil.rmtree(paths[4])
+        paths[4].symlink_to(paths[3])
+        (folder / "step-x").mkdir()
+        (folder / ".step-000000000009.saving-0123").mkdir()
+        (folder / "notes.txt").touch()
+
+    by_rank_0(strategy, damage)
+    assert manager.restore() == 3
+    assert float(x) == 3
+    assert sorted(manager.skipped) == [".step-000000000009.saving-0123", *(names[step] for step in (4, 5, 6)), "step-x"]
+    assert "no manifest.json" in manager.skipped[names[6]]
+    assert "checksum" in manager.skipped[names[5]]
+    assert "symbolic link" in manager.skipped[names[4]]
+    x.assign(60.0)
+    for step in (4, 5, 6):  # the damaged ones make room; a link is not ours to remove
+        found = outcomes(manager.save, step)
+        assert {outcome.error is None for outcome in found} == {step != 4}
+    assert manager.restore() == 6
+    assert float(x) == 60
+    manager.close()
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_skipped(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    x, manager = made(strategy, folder)
+    manager.save(1)
+    manager.save(2)
+    with strategy.scope():
+        other = ms.CheckpointManager(ms.Checkpoint(x=ms.Variable(np.zeros(2))), folder)
+    assert {outcome.error for outcome in outcomes(other.restore)} == {errors.CheckpointMismatchError}
+    manager.close()
+    assert float(x) == 0
+
+
+def test_one_writer_for_a_folder(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    x, manager = made(strategy, folder)
+    manager.save(1)
+    _, other = made(strategy, folder)
+    found = outcomes(other.save, 2)
+    assert {outcome.error for outcome in found} == {errors.CheckpointExistsError}
+    assert "another job" in found[0].text
+    assert other.restore() == 1  # reading is anybody's
+    manager.close()
+    other.save(2)
+    with other:
+        pass
+    manager.save(3)
+    assert {outcome.error for outcome in outcomes(manager.save, 3)} == {errors.CheckpointExistsError}
+    del manager, other
+    _, third = made(strategy, folder)
+    third.save(4)
+    third.close()
+    assert still_works(strategy)
+
+
+def test_an_older_run_is_gone_on_with(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    """What was saved last is kept, whatever its number."""
+    x, manager = made(strategy, folder, 2)
+    for step in (10, 20):
+        manager.save(step)
+    x.assign(5.0)
+    manager.save(5)
+    strategy.barrier("removed")
+    assert manager.steps() == [5, 20]
+    manager.close()
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
+    "no checkpoint": (lambda c: ms.CheckpointManager(5, "x"), errors.OptionTypeError),  # type: ignore[arg-type]
+    "none kept": (lambda c: ms.CheckpointManager(c, "x", 0), errors.OptionError),
+    "half kept": (lambda c: ms.CheckpointManager(c, "x", 0.5), errors.OptionError),  # type: ignore[arg-type]
+    "no path": (lambda c: ms.CheckpointManager(c, None), errors.OptionTypeError),  # type: ignore[arg-type]
+    "a negative step": (lambda c: ms.CheckpointManager(c, "x").save(-1), errors.OptionError),
+    "a step of words": (lambda c: ms.CheckpointManager(c, "x").save("1"), errors.OptionTypeError),  # type: ignore[arg-type]
+    "a great step": (lambda c: ms.CheckpointManager(c, "x").save(10**12), errors.OptionError),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input(strategy: ms.MirroredStrategy, what: str) -> None:
+    call, error = REFUSED[what]
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(x=1)
+    assert {outcome.error for outcome in outcomes(call, checkpoint)} == {error}
+    assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_do_not_do_the_same(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    _, manager = made(strategy, folder)
+    _, other = made(strategy, folder.with_name("elsewhere"))
+    for call in (
+        lambda: manager.save(1 + RANK),
+        lambda: (other if RANK else manager).save(1),
+        lambda: manager.save(1) if RANK else manager.restore(),
+        lambda: manager.save(-1 if RANK else 1),
+    ):
+        assert None not in {outcome.error for outcome in outcomes(call)}
+    manager.save(1)
+    assert manager.restore() == 1
+    manager.close()
+    assert still_works(strategy)
+
+
+def test_a_file_where_the_folder_should_be(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    by_rank_0(strategy, lambda: folder.write_text("x"))
+    _, manager = made(strategy, folder)
+    assert {outcome.error for outcome in outcomes(manager.save, 1)} == {errors.CheckpointWriteError}
+    assert {outcome.error for outcome in outcomes(manager.restore)} == {errors.CheckpointDamagedError}
+
+
+def test_faults_at_saving(launch: Launch, tmp_path: Path) -> None:
+    program = """
+        import sys
+        import mpistrategy as ms
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(x=ms.Variable(1.0))
+        manager = ms.CheckpointManager(checkpoint, sys.argv[1])
+        manager.save(1)
+        manager.save(2)
+    """
+    file = launching.program(program, tmp_path)
+    job = launch(2, [file, tmp_path / "m"], env={"MPISTRATEGY_INJECT": "rank=1, at=save#2, do=raise"})
+    assert job.returncode == 1
+    assert "InjectedFault" in job.stderr
+    assert sorted(os.listdir(tmp_path / "m")) == [".lock", "step-000000000001"]
