@@ -108,7 +108,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_skipped(strategy: ms.MirroredStra
 
 
 def test_one_writer_for_a_folder(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    x, manager = made(strategy, folder)
+    _, manager = made(strategy, folder)
     manager.save(1)
     _, other = made(strategy, folder)
     found = outcomes(other.save, 2)
