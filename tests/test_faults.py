@@ -153,6 +153,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ms.Stra
 
 def test_without_a_plan_nothing_is_wrapped(strategy: ms.Strategy) -> None:
     assert strategy.num_replicas_in_sync == SIZE
+    assert ms.Checkpoint.__name__ == "Checkpoint"  # which is loaded when it is first named
     seams = {(seam.owner(), seam.function.__name__): seam for seam in faults._seams}
     assert {seam.kind for seam in seams.values()} == KINDS.keys()
     for (owner, name), seam in seams.items():

@@ -106,6 +106,7 @@ def exists(name: str) -> bool:
 def find(name: str) -> Any:
     """Return what has this name in the package, as it stands in its class; None for what is not there."""
     here: Any = ms
+    getattr(ms, name.partition(".")[0], None)  # some names are loaded when they are first used
     for part in name.split("."):
         try:
             here = inspect.getattr_static(here, part)
