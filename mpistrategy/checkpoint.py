@@ -45,7 +45,7 @@ class Checkpoint:
         objects: the objects by name; may be changed, on all ranks alike.
 
     Raises:
-        OptionError: for a name that begins with ``_``.
+        OptionError: for a name that begins with ``_``, and one with ``/`` in it.
 
     >>> import os, tempfile, mpistrategy as ms
     >>> with ms.OneDeviceStrategy("CPU:0").scope():
@@ -60,9 +60,11 @@ class Checkpoint:
     """
 
     def __init__(self, **objects: Any) -> None:
-        hidden = [name for name in objects if name.startswith("_")]
-        if hidden:
-            raise OptionError.at("Checkpoint", found=f"the name {hidden[0]!r}", expected="one without a leading _")
+        refused = [name for name in objects if not name or name.startswith("_") or "/" in name]
+        if refused:
+            raise OptionError.at(
+                "Checkpoint", found=f"the name {refused[0]!r}", expected="one that does not begin with _, without /"
+            )
         self.objects = objects
         self._made_in = context.get_strategy()
         self._pending: Saving | None = None

@@ -331,6 +331,12 @@ def test_on_read_without_an_aggregation(strategy: ms.MirroredStrategy, folder: P
     assert {o.error for o in outcomes(checkpoint.save, folder / "c")} == {errors.AggregationError}
 
 
+@pytest.mark.parametrize("name", ["", "_x", "a/b"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(errors.OptionError):
+        ms.Checkpoint(**{name: 1})
+
+
 PATHS: dict[str, tuple[Any, type[Exception]]] = {
     "a number": (5, errors.OptionTypeError), "nothing": ("", errors.OptionError), "a NUL": ("a\0b", errors.OptionError),
     "the root": ("/", errors.OptionError), "bytes": (b"x", errors.OptionError),
