@@ -7,7 +7,6 @@ can be taken for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -119,15 +118,3 @@ def _dtype_of(text: str) -> np.dtype[Any] | None:
 def below(path: str, key: Any) -> str:
     """Return the path of what stands under `key` in what stands at `path`."""
     return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
-
-
-def is_below(path: str, other: str) -> bool:
-    """Return whether `path` is `other` or stands below it."""
-    return path == other or path.startswith(f"{other}/")
-
-
-def ancestors(path: str) -> Iterator[str]:
-    """Yield the paths that `path` stands below, from the nearest on."""
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
