@@ -13,8 +13,8 @@ from mpistrategy.checkpoint_saving import Saving
 from mpistrategy.checkpoint_shards import arrays_of_file
 from mpistrategy.checkpoint_state import State, strategy_of
 from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective
-from mpistrategy.mpi.guard import Call
 from mpistrategy.strategy import Strategy
 
 __all__ = ["Checkpoint", "Restored", "Saving"]

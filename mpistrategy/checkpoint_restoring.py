@@ -25,7 +25,7 @@ from mpistrategy.checkpoint_shards import Stored
 from mpistrategy.checkpoint_state import State
 from mpistrategy.checkpoint_values import dtype_of
 from mpistrategy.errors import CheckpointMismatchError, CheckpointMissingError
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.call import Call
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy import Strategy
 from mpistrategy.variable_policies import share_of

@@ -28,7 +28,7 @@ from mpistrategy.checkpoint_manifest import NAME, ONE, OWN, Manifest, Shard, sha
 from mpistrategy.checkpoint_shards import LONGEST_HEADER, pieces_of
 from mpistrategy.checkpoint_state import State
 from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError, OptionError
-from mpistrategy.mpi.guard import Call
+from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.launch import version
 from mpistrategy.strategy import Strategy
 
