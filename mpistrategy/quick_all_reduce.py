@@ -24,7 +24,6 @@ from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_r
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK
 from mpistrategy.cross_device_ops.packing import Layout
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.flight_record import LEFT
 from mpistrategy.mpi.signature import Signature
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -62,6 +61,7 @@ class QuickAllReduce:
     def __init__(self, communicator: Communicator, algorithm: Any, options: CommunicationOptions) -> None:
         self._communicator = communicator
         self._guard = communicator.guard
+        self._record, self._append = self._guard.record, self._guard.record.entries.append
         self._options = options
         served = type(algorithm) is MpiAllReduce and options.wire is None
         self._settings = algorithm.settings(options) if served else None
@@ -96,16 +96,16 @@ class QuickAllReduce:
             return NOT_QUICK
         guard.thread = get_ident()
         guard.current = self._call
-        record = guard.record
+        record = self._record
         # FlightRecord.enter, without the time of a call
         record.number = number = record.number + 1
         entry = [number, run, monotonic(), 0.0]
-        record.entries.append(entry)
+        self._append(entry)
         try:
             result = run(value, out)
         finally:
             guard.current = None
-            entry[LEFT] = monotonic()
+            entry[3] = monotonic()
         if result is NOT_QUICK:
             record.take_back()
         return result

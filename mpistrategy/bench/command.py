@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mpistrategy.bench.sums import Bench
     from mpistrategy.strategy import Strategy
 
-SUITES = ("all_reduce", "small", "lists", "steps", "nodes")
+SUITES = ("all_reduce", "small", "lists", "steps", "nodes", "guard")
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 
 
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Say what `mpistrategy bench` takes."""
     parser.add_argument("--quick", action="store_true", help="less than a minute: fewer sizes and rounds")
     parser.add_argument(
-        "--only", type=_names(SUITES), default=list(SUITES), metavar="SUITE,...", help=f"of {', '.join(SUITES)}"
+        "--only", type=_names(SUITES), default=list(SUITES[:-1]), metavar="SUITE,...", help=f"of {', '.join(SUITES)}"
     )
     parser.add_argument("--sizes", type=_sizes, metavar="SIZE,...", help="for all_reduce, e.g. 4,64KiB,1MiB")
     parser.add_argument("--lists", type=_names(tuple(LISTS)), metavar="LIST,...", help=f"of {', '.join(LISTS)}")
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> None:
-    from mpistrategy.bench import nodes, steps, sums
+    from mpistrategy.bench import nodes, protection, steps, sums
 
     suites: dict[str, Callable[[Bench], Iterator[Case]]] = {
         "all_reduce": sums.one_array,
@@ -109,6 +109,7 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
         "lists": sums.gradient_lists,
         "steps": steps.training_steps,
         "nodes": nodes.between_nodes,
+        "guard": protection.protection,
     }
     peers, missing = open_peers(options.peers, ranks, report["environment"]["nodes"])
     bench = sums.Bench(
@@ -133,6 +134,8 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
             figures = report["cases"][-1]
             if suite == "steps":
                 figures["communication_us"] = steps.communication(figures)
+            elif suite == "guard" and figures["reference"] == protection.BARE:
+                figures["protection_us"] = protection.costs(figures)
             elif suite == "nodes" and nodes.BEHIND in [row["name"] for row in figures["variants"]]:
                 figures["hidden"] = nodes.hidden(figures)
             elif suite == "nodes" and options.line_rate:
