@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from threading import get_ident
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -70,7 +69,10 @@ class QuickAllReduce:
         #: The dtypes and shapes of long lists of arrays.
         self._long: dict[Any, list[_LongLayouts]] = {}
         # What a second thread finds that calls while this one is here; it raises ContextError then.
-        self._call = None if communicator.guard.closed else communicator.guard.call(WHERE)
+        self._call = None
+        if not communicator.guard.closed:
+            self._call = communicator.guard.call(WHERE)
+            self._call.is_whole = True
 
     def run(self, reduce_op: Any, value: Any, out: Any, frame: FrameType | None) -> Any:
         """Return the reduction of `value`, or NOT_QUICK before anything has been sent.
@@ -94,7 +96,6 @@ class QuickAllReduce:
             run = self._find(place, reduce_op, value)
         if run is None:
             return NOT_QUICK
-        guard.thread = get_ident()
         guard.current = self._call
         record = self._record
         # FlightRecord.enter, without the time of a call

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from sys import _getframe
-from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -50,7 +49,6 @@ class _Unrecorded(QuickAllReduce):
         if reduce_op is not place.op or value.dtype is not place.dtype or value.shape != place.shape:
             run = self._find(place, reduce_op, value)
         assert run is not None
-        guard.thread = get_ident()
         guard.current = self._call
         try:
             return run(value, out)

@@ -30,6 +30,7 @@ class Call:
         "_entry",
         "_guard",
         "_outer",
+        "is_whole",
         "name",
         "place",
         "signature",
@@ -46,6 +47,8 @@ class Call:
         self._entry: Entry | None = None
         #: What was compared last.
         self.signature: Signature | None = None
+        #: Whether nothing of this thread can be inside it, so that whoever comes is another one.
+        self.is_whole = False
         #: How long it may wait for the other ranks, in seconds; None: as long as its strategy says.
         self.timeout: float | None = None
         self.where = where
@@ -64,7 +67,7 @@ class Call:
                     self.place = guard.here().place
                 self._entry = guard.record.enter(self, time.monotonic())
         else:
-            if guard.thread != me:
+            if outer.is_whole or guard.thread != me:
                 raise errors.ContextError.at(
                     self.where,
                     found=f"a collective while another thread is in {outer.where} of the same strategy",

@@ -20,7 +20,7 @@ ALWAYS, FIRST, OFF = LEVELS = ("always", "first", "off")
 EVERY = 32
 
 _SEEN = 4096
-_FACTOR, _MASK = 0x9E3779B97F4A7C15, 2**62 - 1
+_MASK = 2**62 - 1
 
 
 def parse(value: Any, where: str) -> str:
@@ -56,6 +56,7 @@ class Sparingly:
 
     def __init__(self, level: str) -> None:
         self.level = level
+        self._is_off = level == OFF
         self._count = 0
         self._rolled = 0
         self._seen: set[int] = set()
@@ -69,21 +70,21 @@ class Sparingly:
             signature: of the call.
             due: compare it whatever the level.
         """
-        if self.level == OFF:
+        if self._is_off:
             return digest if due else None
-        self._count += 1
-        self._rolled = ((self._rolled ^ digest) * _FACTOR + self._count) & _MASK
-        if not due and digest in self._seen and self._count % EVERY:
-            self.pending.append((self._count, digest, signature))
+        self._count = count = self._count + 1
+        self._rolled = rolled = hash((self._rolled, digest))  # of numbers it is the same in every process
+        if not due and count % EVERY and digest in self._seen:
+            self.pending.append((count, digest, signature))
             return None
         if len(self._seen) >= _SEEN:
             self._seen.clear()
         self._seen.add(digest)
-        return self._rolled
+        return rolled & _MASK
 
     def number_to_leave_with(self, digest: int) -> int:
         """Return what the ranks compare at their end: unequal, too, when they made different calls before."""
-        return digest if self.level == OFF else digest ^ self._rolled
+        return digest if self.level == OFF else digest ^ (self._rolled & _MASK)
 
     def agreed(self) -> None:
         """Forget the calls up to now: all ranks have made the same."""

@@ -151,7 +151,7 @@ class Engine(AtOnce):
         return self._channel
 
     def _run(self) -> None:
-        self._channel.owner = threading.get_ident()
+        self._channel.owner = self.communicator.guard.thread = threading.get_ident()
         faults.inside.depth = 1  # what is done here was counted where it was started
         while (job := self._jobs.get()) is not None:
             job.run(BaseException)
