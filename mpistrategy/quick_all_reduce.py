@@ -60,7 +60,7 @@ class QuickAllReduce:
     def __init__(self, communicator: Communicator, algorithm: Any, options: CommunicationOptions) -> None:
         self._communicator = communicator
         self._guard = communicator.guard
-        self._record, self._append = self._guard.record, self._guard.record.entries.append
+        self._append, self._next_number = self._guard.record.append, self._guard.record.next_number
         self._options = options
         served = type(algorithm) is MpiAllReduce and options.wire is None
         self._settings = algorithm.settings(options) if served else None
@@ -96,19 +96,15 @@ class QuickAllReduce:
             run = self._find(place, reduce_op, value)
         if run is None:
             return NOT_QUICK
+        # The record first: the watchdog must not take the collective before for the one that this rank is in.
+        self._append((self._next_number(), run, monotonic(), None))
         guard.current = self._call
-        record = self._record
-        # FlightRecord.enter, without the time of a call
-        record.number = number = record.number + 1
-        entry = [number, run, monotonic(), 0.0]
-        self._append(entry)
         try:
             result = run(value, out)
         finally:
             guard.current = None
-            entry[3] = monotonic()
         if result is NOT_QUICK:
-            record.take_back()
+            guard.record.take_back()
         return result
 
     def _find(self, place: Place, reduce_op: Any, value: Any) -> Run | None:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy import errors
-from mpistrategy.mpi.flight_record import LEFT, Entry
+from mpistrategy.mpi.flight_record import LEFT
 from mpistrategy.mpi.signature import Signature
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Call:
         self._anywhere = anywhere
         self._outer: Call | None = None
         self._agreed = False
-        self._entry: Entry | None = None
+        self._entry: list[Any] | None = None
         #: What was compared last.
         self.signature: Signature | None = None
         #: Whether nothing of this thread can be inside it, so that whoever comes is another one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ LENGTH = 256
 NUMBER, WHAT, ENTERED, LEFT = range(4)
 #: One collective: its number among those of its strategy, from 1 on; what it is (a `Call`, or an all-reduce that was
 #: worked out before: something with a `signature`); when it was entered and when it was left, in seconds of
-#: time.monotonic(), 0.0 while it lasts.
-Entry = list[Any]
+#: time.monotonic(): 0.0 while it lasts, None where that is not taken down, for speed: before the next was entered.
+Entry = Sequence[Any]
 
 
 class FlightRecord:
@@ -28,26 +29,28 @@ class FlightRecord:
 
     Attributes:
         entries: oldest first.
-        number: how many there have been.
+        append: writes an entry down.
+        next_number: returns the number of the next one.
     """
 
-    __slots__ = ("entries", "number")
+    __slots__ = ("_again", "append", "entries", "next_number")
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=LENGTH)
-        self.number = 0
+        self.append = self.entries.append
+        self.next_number = count(1).__next__
+        self._again = 0
 
-    def enter(self, what: Any, now: float) -> Entry:
+    def enter(self, what: Any, now: float) -> list[Any]:
         """Write down that a collective begins."""
-        self.number = number = self.number + 1
+        number, self._again = self._again or self.next_number(), 0
         entry = [number, what, now, 0.0]
-        self.entries.append(entry)
+        self.append(entry)
         return entry
 
     def take_back(self) -> None:
-        """Forget the last entry: it is made again, another way."""
-        self.number -= 1
-        self.entries.pop()
+        """Forget the last entry, whose collective is made again, another way: the next to be entered."""
+        self._again = self.entries.pop()[NUMBER]
 
     def last(self, back: int = 0) -> Entry | None:
         """Return the last entry, or the one so many before it."""
@@ -71,10 +74,12 @@ def in_words(entry: Entry, *, with_place: bool = True) -> str:
     return " ".join(parts)
 
 
-def line_of(entry: Entry, now: float) -> str:
-    """Return an entry as a line of a report: how long ago it was entered, how long it took, and what it was."""
-    took = f"{(entry[LEFT] - entry[ENTERED]) * 1e3:10.3f} ms" if entry[LEFT] else "    not left  "
-    return f"{entry[ENTERED] - now:12.6f} s {took}  {in_words(entry)}"
+def line_of(entry: Entry, now: float, next_entered: float | None) -> str:
+    """Return an entry as a line of a report: how long ago it was entered, how long it took at most, what it was."""
+    left = next_entered if entry[LEFT] is None else entry[LEFT]
+    took = f"{(left - entry[ENTERED]) * 1e3:10.3f} ms" if left else "not left     "
+    sign = "<" if entry[LEFT] is None and left else " "
+    return f"{entry[ENTERED] - now:12.6f} s {sign}{took}  {in_words(entry)}"
 
 
 _FEW = 3

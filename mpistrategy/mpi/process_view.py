@@ -41,17 +41,19 @@ def now_doing(guards: Iterable[Guard]) -> str:
 
 
 def _last(guards: Iterable[Guard], now: float) -> str:
-    entries = [entry for guard in guards if (entry := guard.record.last()) is not None and entry[LEFT]]
+    entries = [entry for guard in guards if (entry := guard.record.last()) is not None and entry[LEFT] != 0.0]
     if not entries:
         return "it has made no collective yet"
-    last = max(entries, key=lambda entry: float(entry[LEFT]))
-    return f"its last was {flight_record.in_words(last)}, {now - last[LEFT]:.1f} s ago"
+    last = max(entries, key=lambda entry: float(entry[ENTERED]))
+    return f"its last was {flight_record.in_words(last)}, {now - (last[LEFT] or last[ENTERED]):.1f} s ago"
 
 
 def inside_of(guard: Guard) -> Entry | None:
     """Return the entry of the collective that this rank is in; None when it is in none."""
-    entry = guard.record.last()
-    return entry if guard.current is not None and entry is not None and not entry[LEFT] else None
+    if guard.current is None:
+        return None
+    entry = guard.record.last()  # looked at after `current`: an entry is written before that is set
+    return None if entry is None or entry[LEFT] else entry
 
 
 def _place() -> str:
@@ -69,11 +71,16 @@ def _place() -> str:
 def record(guards: Iterable[Guard]) -> str:
     """Return the flight record of this process: the last collectives of all its strategies, oldest first."""
     now = time.monotonic()
-    entries = sorted((entry for guard in guards for entry in guard.record.entries), key=lambda entry: entry[ENTERED])
-    if not entries:
+    lines: list[tuple[float, str]] = []
+    for guard in guards:
+        entries = list(guard.record.entries)
+        afterwards = [*(entry[ENTERED] for entry in entries[1:]), None if guard.current is not None else now]
+        for entry, later in zip(entries, afterwards, strict=False):
+            lines.append((entry[ENTERED], flight_record.line_of(entry, now, later)))
+    if not lines:
         return "no collectives yet\n"
-    head = f"{'entered':>14} {'took':>13}  collective (# its number in its strategy)\n"
-    return head + "".join(f"{flight_record.line_of(entry, now)}\n" for entry in entries)
+    head = f"{'entered':>14} {'took':>14}  collective (# its number in its strategy)\n"
+    return head + "".join(f"{line}\n" for _, line in sorted(lines))
 
 
 def stacks() -> str:

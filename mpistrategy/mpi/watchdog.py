@@ -105,6 +105,7 @@ class Watchdog:
             return
         line = self._line(now, everything)
         for watched in everything:
+            watched.look()
             watched.lines.write(line)
             watched.exchange(now)
         if any(watched.is_alarmed() for watched in everything) or self._is_late(now, everything):
@@ -112,7 +113,7 @@ class Watchdog:
         self._remind(now, everything)
 
     def _is_late(self, now: float, everything: list[Watched]) -> bool:
-        late = [watched for watched in everything if watched.waited(now, self._resumed) > watched.limit]
+        late = [watched for watched in everything if watched.is_late(now, self._resumed)]
         if not late:
             return False
         limit = min(watched.limit for watched in late)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from mpistrategy.mpi.flight_record import ENTERED, NUMBER, in_words
+from mpistrategy.mpi.flight_record import ENTERED, NUMBER, Entry, in_words
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.process_view import inside_of
 from mpistrategy.mpi.roll_call import Account
@@ -59,6 +59,8 @@ class Watched:
         self._looked = self._wrote = time.monotonic()
         self._told_expected = 0.0
         self._heard = False
+        self._entry: Entry | None = None
+        self._again = False
 
     @property
     def limit(self) -> float:
@@ -67,6 +69,16 @@ class Watched:
         if current is not None and current.timeout is not None:
             return float(current.timeout)
         return self.guard.timeout
+
+    def look(self) -> None:
+        """Look where this rank is; a collective is late only if it is found at two looks in a row."""
+        entry = inside_of(self.guard)
+        self._again = entry is not None and entry is self._entry
+        self._entry = entry
+
+    def is_late(self, now: float, not_before: float) -> bool:
+        """Return whether this rank has waited for longer than the limit."""
+        return self._again and self.waited(now, not_before) > self.limit
 
     def waited(self, now: float, not_before: float) -> float:
         """Return for how long this rank has waited in a collective: since `not_before` at most; 0 in none."""
