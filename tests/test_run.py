@@ -174,6 +174,17 @@ if is_bad and phase == "run":
     strategy.run(fail)
 if is_bad and phase == "merge_call":
     strategy.run(lambda: ms.get_replica_context().merge_call(fail))
+class Part:
+    def state_dict(self):
+        if is_bad:
+            fail()
+        return {{}}
+
+    def load_state_dict(self, state):
+        pass
+
+if phase == "save":
+    ms.Checkpoint(part=Part()).save(os.environ["WHEN"] + "-checkpoint")
 if is_bad and phase == "atexit":
     atexit.register(fail)
     sys.exit()
@@ -192,7 +203,7 @@ FAILURES = {
         r"(ValueError: the reason|RuntimeError: can't create new thread at interpreter shutdown)",
     ),
 }
-PHASES = ["import", "scope", "run", "merge_call", "atexit"]
+PHASES = ["import", "scope", "run", "merge_call", "save", "atexit"]
 MATRIX = [
     (how, phase, (row + column // 2) % 2, WAITS[(row + 2 * column) % 3])
     for row, how in enumerate(FAILURES)

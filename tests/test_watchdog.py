@@ -105,8 +105,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[launching.
     if MPI.COMM_WORLD.size > 1:
         pytest.skip("starts MPI jobs of its own: runs in the session on 1 rank")
 
+    folders = {what: tmp_path_factory.mktemp("job") for what in CASES}
+
     def job(what: str) -> tuple[launching.Finished, Path]:
-        folder = tmp_path_factory.mktemp("job")
+        folder = folders[what]
         path = launching.program(PROGRAM, folder)
         environment = {"MPISTRATEGY_TIMEOUT": str(TIMEOUT)}
         return launching.launch(3, [*CASES[what][0], path, what], env=environment, cwd=folder), folder

@@ -20,12 +20,13 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.guard import PATIENCE_SECONDS, Guard, growing_pauses
+from mpistrategy.mpi.guard import OF_ANOTHER_RANK, PATIENCE_SECONDS, Guard, growing_pauses
 
 #: The status of a program that Ctrl-C has ended, as shells count.
 INTERRUPTED = 130
 _PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FORWARDING_SECONDS = 0.2
+_FIRST_SECONDS = 0.5
 _ENDS = "the whole job ends here."
 
 
@@ -142,6 +143,8 @@ def _install(state: _Watch) -> None:
         if alone or previous_hook is not sys.__excepthook__:
             previous_hook(kind, error, trace)
         if not alone:
+            if OF_ANOTHER_RANK in getattr(error, "__dict__", ()):
+                time.sleep(_FORWARDING_SECONDS + _FIRST_SECONDS)  # that rank's traceback is the one that tells
             state.end_job(error, kind, trace, "")
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:

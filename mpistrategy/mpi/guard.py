@@ -32,6 +32,8 @@ from mpistrategy.mpi.timeout import DEFAULT_SECONDS
 _CACHED_DIGESTS = 4096
 
 _SETTLED = "_mpistrategy_settled_with"
+#: Marks an error that another rank has met, and raises as well.
+OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
 #: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
 PATIENCE_SECONDS = 2.0
 _LONG_FIELD = 64
@@ -272,7 +274,9 @@ class Guard:
                 if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
                     kind = RemoteError
                 text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
-                raise self.settled(kind(text))
+                error = kind(text)
+                error.__dict__[OF_ANOTHER_RANK] = True
+                raise self.settled(error)
         raise self.settled(CollectiveMismatchError(table(reports)))
 
     def settled(self, error: E) -> E:
