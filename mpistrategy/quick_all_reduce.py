@@ -65,7 +65,7 @@ class QuickAllReduce:
         served = type(algorithm) is MpiAllReduce and options.wire is None
         self._settings = algorithm.settings(options) if served else None
         self._places = Places(communicator.guard)
-        self._at = self._places.known
+        self._at = self._places.at
         #: The dtypes and shapes of long lists of arrays.
         self._long: dict[Any, list[_LongLayouts]] = {}
         # What a second thread finds that calls while this one is here; it raises ContextError then.
@@ -82,8 +82,8 @@ class QuickAllReduce:
         guard = self._guard
         if guard.current is not None or guard.closed:
             return NOT_QUICK
-        place = None if frame is None else self._at.get((id(frame.f_code), frame.f_lasti))
-        if place is None:
+        place = None if frame is None else self._at.get(frame.f_lasti)
+        if place is None or frame is None or place.code is not frame.f_code:
             place = self._places.of(frame)
         kind = type(value)
         # Most places in a program only ever see one kind of value.

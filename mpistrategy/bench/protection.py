@@ -42,8 +42,8 @@ class _Unrecorded(QuickAllReduce):
         guard = self._guard
         assert guard.current is None
         assert frame is not None
-        place = self._at.get((id(frame.f_code), frame.f_lasti))
-        if place is None:
+        place = self._at.get(frame.f_lasti)
+        if place is None or place.code is not frame.f_code:
             place = self._places.of(frame)
         run = place.run
         if reduce_op is not place.op or value.dtype is not place.dtype or value.shape != place.shape:
