@@ -4,8 +4,9 @@ Every rank owns a share of the elements.  It combines its share of all ranks' ar
 stay in the cache, and writes each chunk into all of them, or into one result for the whole node.  One rank computes
 each element, so that the bits are the same everywhere.
 
-When a call begins, all ranks have written their arrays (the guard's agreement comes first).  Nobody may read the result
-or write its array again before `communicator.node_barrier()`, which the caller calls after its last reduction.
+When a call begins on one node, all ranks have written their arrays (the guard's agreement comes first).  On several
+nodes the ranks may not have met before, and each looks at its own array alone.  Nobody may read the result or write its
+array again before `communicator.node_barrier()`, which the caller calls after its last reduction.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ def reduce_replicas(
         elif not into_result:
             _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
         else:
+            if replicas.is_shared:
+                communicator.node_barrier()  # until the peers are here they may read the result of the call before
             # All ranks take part in the exchange between nodes; the first of each shows its node what came out.
             shown = replicas.local_rank == 0 or not replicas.is_shared
             target = _result(replicas) if shown else np.empty_like(replicas.mine)
