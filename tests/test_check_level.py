@@ -219,6 +219,17 @@ if what == "bad input" and rank == 1:
     strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", ["no number"]))
 if what == "bad input":
     strategy.run(first)
+if what == "error caught":
+    def send(value):
+        return strategy.extended.broadcast_to(value, "CPU:0").values[0]
+
+    send(np.zeros(2))
+    try:
+        send(np.array([None]) if rank == 1 else np.full(2, 5.0))
+        strategy.barrier()
+    except ms.errors.LeafError:
+        print("caught", flush=True)
+    print("received", send(np.full(2, 7.0)), flush=True)
 print("the end", flush=True)
 """
 
@@ -237,3 +248,15 @@ def test_an_error_that_the_peers_cannot_be_told_ends_the_job(launch: Launch, tmp
     assert re.search(r"\[rank 1/2\] mpistrategy.errors.DTypeError: .*strings", job.stderr), job
     assert re.search(r"program_\w+\.py\", line \d+, in <module>", job.stderr), job
     assert "cannot be told" in job.stderr
+
+
+@pytest.mark.parametrize("level", ["first", "off"])
+def test_what_a_peer_has_sent_past_an_error_is_never_taken_for_other_data(
+    level: str, launch: Launch, tmp_path: Path
+) -> None:
+    program = PROGRAM.replace('check_as("first")', f'check_as("{level}")')
+    job = launch(2, [launching.program(program, tmp_path), "error caught"])
+    assert job.returncode == 1, job
+    assert "received [5. 5.]" not in job.stdout, job
+    assert re.search(r"\[rank 1/2\] mpistrategy.errors.LeafError: ", job.stderr), job
+    assert "the end" not in job.stdout

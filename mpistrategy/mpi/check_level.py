@@ -51,7 +51,8 @@ class Sparingly:
         level: "first" or "off".
 
     Attributes:
-        pending: the calls since the last comparison: number, digest, signature.
+        pending: the calls since the last comparison, under "first": number, digest, signature.
+        unseen: how many calls were made since the last comparison.
     """
 
     def __init__(self, level: str) -> None:
@@ -61,6 +62,7 @@ class Sparingly:
         self._rolled = 0
         self._seen: set[int] = set()
         self.pending: list[tuple[int, int, Any]] = []
+        self.unseen = 0
 
     def number_to_compare(self, digest: int, signature: Any, *, due: bool) -> int | None:
         """Return what the ranks compare now; None when the call is made unseen.
@@ -71,10 +73,12 @@ class Sparingly:
             due: compare it whatever the level.
         """
         if self._is_off:
+            self.unseen += not due
             return digest if due else None
         self._count = count = self._count + 1
         self._rolled = rolled = hash((self._rolled, digest))  # of numbers it is the same in every process
         if not due and count % EVERY and digest in self._seen:
+            self.unseen += 1
             self.pending.append((count, digest, signature))
             return None
         if len(self._seen) >= _SEEN:
@@ -88,10 +92,11 @@ class Sparingly:
 
     def agreed(self) -> None:
         """Forget the calls up to now: all ranks have made the same."""
+        self.unseen = 0
         self.pending.clear()
 
     def begin_anew(self) -> None:
         """Forget everything, after the ranks were found to differ; all of them do."""
-        self._count = self._rolled = 0
+        self._count = self._rolled = self.unseen = 0
         self._seen.clear()
         self.pending.clear()

@@ -200,9 +200,12 @@ class Guard:
             time.sleep(next(pauses))
         if not answer:
             site = self.here().text
-            self._exchange(Report({"call": where}, site, type(error).__name__, str(error)))
+            reports = self._exchange(Report({"call": where}, site, type(error).__name__, str(error), [], self._unseen))
             if self._sparingly is not None:
                 self._sparingly.begin_anew()
+                if len({report.unseen for report in reports}) > 1 and self.give_up is not None:
+                    # Some peer has sent what this rank never received, and which it would take for the next data.
+                    self.give_up(error)
 
     def start_leaving(self) -> None:
         """Begin to tell the peers that this rank has come to its end."""
@@ -223,7 +226,7 @@ class Guard:
         Raises:
             CollectiveMismatchError: when all have come to their end, and made different calls before.
         """
-        reports = self._exchange(Report({LEFT: why}, "its end", earlier=self._pending()))
+        reports = self._exchange(Report({LEFT: why}, "its end", earlier=self._pending(), unseen=self._unseen))
         if self._sparingly is not None:
             self._sparingly.begin_anew()
         if all(LEFT in report.call for report in reports):
@@ -250,7 +253,11 @@ class Guard:
         return known
 
     def _report(self, signature: Signature) -> Report:
-        return Report(signature.describe(), self.here().text, earlier=self._pending())
+        return Report(signature.describe(), self.here().text, earlier=self._pending(), unseen=self._unseen)
+
+    @property
+    def _unseen(self) -> int:
+        return 0 if self._sparingly is None else self._sparingly.unseen
 
     def _pending(self) -> list[tuple[int, int, dict[str, str]]]:
         """Return the calls since the last comparison, in words."""

@@ -26,6 +26,7 @@ class Report:
         text: its text.
         earlier: the calls that were not compared when they were made, since the last agreement, oldest first: number,
             digest, and the call in words.
+        unseen: how many calls were not compared since the last agreement.
     """
 
     call: Words
@@ -33,6 +34,7 @@ class Report:
     error: str = ""
     text: str = ""
     earlier: list[tuple[int, int, Words]] = field(default_factory=list)
+    unseen: int = 0
 
 
 _DIFFERENT = (
