@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import launching
 import pytest
 from mpi4py import MPI
+
+from mpistrategy.mpi import process_view, watch_lines
+from mpistrategy.mpi.flight_record import LEFT, LENGTH, values_in_words
+from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.run_directory import RunDirectory
+from mpistrategy.mpi.shared_memory import private_memory
+from mpistrategy.mpi.watch_lines import Lines
+from mpistrategy.mpi.watchdog import Watchdog
+from mpistrategy.mpi.watched import Watched
 
 Launch = Callable[..., launching.Finished]
 
@@ -158,7 +170,7 @@ def test_code_that_holds_the_interpreter_still_shows_its_stack(
 # ------------------------------------------------------------------------------------- what must not end a job
 
 WELL = """
-import os, subprocess, sys, time
+import os, subprocess, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
@@ -190,20 +202,46 @@ elif what == "together":
         ms.Variable(long_work)
     dataset = strategy.distribute_datasets_from_function(lambda context: (long_work() for _ in range(1)))
     assert len(list(dataset)) == 1
+elif what == "meeting at work":
+
+    def meet_and_work():
+        strategy.barrier()
+        return long_work()
+
+    with strategy.scope():
+        ms.Variable(meet_and_work)
+elif what == "threads" and rank == 1:
+    entered, left = threading.Event(), threading.Event()
+
+    def expect_little():
+        with strategy.expect_long(0.1):
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=expect_little)
+    thread.start()
+    entered.wait()
+    with strategy.expect_long(10):
+        left.set()
+        thread.join()
+        long_work()
 elif what == "suspended":
     process = os.getpid()
     subprocess.run(["sh", "-c", f"kill -STOP {process}; sleep 4; kill -CONT {process}"], check=True)
     strategy.barrier()
 if what == "the end":
-    sys.stdout.write(f"last {strategy.run(step)[0]}\\n")
+    print(f"last {strategy.run(step)[0]}\\n", end="", flush=True)
     if rank == 1:
         long_work()
 else:
-    sys.stdout.write(f"last {strategy.run(step)[0]}\\n")
+    print(f"last {strategy.run(step)[0]}\\n", end="", flush=True)
 """
 
 
-@pytest.mark.parametrize("what", ["busy", "own limit", "together", "suspended", "the end"])
+HONEST = ["busy", "threads", "own limit", "together", "meeting at work", "suspended", "the end"]
+
+
+@pytest.mark.parametrize("what", HONEST)
 def test_honest_work_is_no_alarm(what: str, launch: Launch, tmp_path: Path) -> None:
     path = launching.program(WELL, tmp_path)
     job = launch(2, [path, what], env={"MPISTRATEGY_TIMEOUT": "0.6"}, cwd=tmp_path).check()
@@ -265,3 +303,64 @@ def test_a_malformed_setting_is_refused_on_every_rank(
     refused = launch(2, [*RUN, f"--{variable.partition('_')[2].lower()}", value, "x.py"], cwd=tmp_path)
     assert refused.returncode == 2, refused
     assert expected in refused.stderr
+
+
+# ------------------------------------------------------------------------------------- what the watchdog looks at
+
+
+def test_every_signature_can_be_put_into_words() -> None:
+    texts = ["float64", "bfloat16", "IndexedSlices of float32", "float32[int64 of 3, 2]>", "2]>", ",", "", "a (b"]
+    for text in texts:
+        assert text in values_in_words(((text, (2, 3)),))
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_record_is_read_while_the_program_goes_on(hasty: None) -> None:
+    guard = Guard(None, 0, 2)
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.is_set():
+            for _ in range(LENGTH):
+                guard.record.enter(None, 0.0)[LEFT] = 1.0
+            for _ in range(LENGTH):
+                guard.record.take_back()
+
+    program = threading.Thread(target=go_on)
+    program.start()
+    try:
+        for _ in range(300):
+            assert process_view.record([guard])
+            for _ in range(100):
+                process_view.now_doing([guard])
+    finally:
+        over.set()
+        program.join()
+
+
+def test_a_watchdog_that_has_failed_once_still_looks(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    guard = Guard(None, 0, 2)
+    guard.timeout = 0.5
+    failures = iter([True, True, False])
+    looked = threading.Event()
+
+    def now_doing(guards: Any) -> str:
+        if next(failures, False):
+            raise ValueError("a mistake")
+        looked.set()
+        return "here"
+
+    monkeypatch.setattr(process_view, "now_doing", now_doing)
+    watching = Watchdog(0, 2)
+    watching.add(Watched(guard, Lines(private_memory(watch_lines.BYTES)), 0, 1, RunDirectory("")))
+    assert looked.wait(10)
+    watching.remove(guard)
+    assert capfd.readouterr().err.count("watchdog has failed: ValueError('a mistake')") == 1

@@ -55,7 +55,7 @@ def answer(
     for watched in everything:
         watched.lines.write(mine)
     _until(lambda: all(each.state >= ANSWERED for each in widest.lines.read()), began + _NODE_SECONDS)
-    if _speaks(widest, rank):
+    if widest.lines.state() < CALLED and _speaks(widest, rank):
         text = _text(
             widest, began, where, {rank: text for each in everything for rank, text in each.last_calls().items()}
         )

@@ -27,6 +27,7 @@ class Call:
     __slots__ = (
         "_agreed",
         "_anywhere",
+        "_before",
         "_entry",
         "_guard",
         "_outer",
@@ -45,6 +46,7 @@ class Call:
         self._outer: Call | None = None
         self._agreed = False
         self._entry: list[Any] | None = None
+        self._before = 0.0
         #: What was compared last.
         self.signature: Signature | None = None
         #: Whether nothing of this thread can be inside it, so that whoever comes is another one.
@@ -79,6 +81,7 @@ class Call:
             self.name = outer.name or self.name
             self.place = outer.place
             self.timeout = outer.timeout
+        self._before = guard.since
         guard.current = self
         return self
 
@@ -154,6 +157,9 @@ class Call:
             guard.settled(error)
 
     def _leave(self) -> None:
-        self._guard.current = self._outer
+        guard = self._guard
+        guard.current = self._outer
+        if self._before == math.inf:
+            guard.since = math.inf  # it was a part of the program's own work, which goes on
         if self._entry is not None:
             self._entry[LEFT] = time.monotonic()

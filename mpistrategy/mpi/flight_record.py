@@ -53,9 +53,11 @@ class FlightRecord:
         self._again = self.entries.pop()[NUMBER]
 
     def last(self, back: int = 0) -> Entry | None:
-        """Return the last entry, or the one so many before it."""
-        entries = self.entries
-        return entries[-1 - back] if len(entries) > back else None
+        """Return the last entry, or the one so many before it; for any thread."""
+        try:
+            return self.entries[-1 - back]
+        except IndexError:  # no test of the length: `take_back` may come between
+            return None
 
 
 def in_words(entry: Entry, *, with_place: bool = True) -> str:
@@ -98,7 +100,7 @@ def values_in_words(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 def _bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     try:
         itemsize = np.dtype(dtype.rpartition(" ")[2]).itemsize
-    except TypeError:  # a name that NumPy alone does not know: bfloat16, or slices with their indices
+    except (TypeError, ValueError, SyntaxError):  # what NumPy alone does not know: bfloat16, slices with their indices
         itemsize = 2 if dtype == "bfloat16" else 0
     return itemsize * math.prod(shape)
 

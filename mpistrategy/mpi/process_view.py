@@ -73,7 +73,7 @@ def record(guards: Iterable[Guard]) -> str:
     now = time.monotonic()
     lines: list[tuple[float, str]] = []
     for guard in guards:
-        entries = list(guard.record.entries)
+        entries = list(guard.record.entries)  # copies without letting the program's threads run, which write more
         afterwards = [*(entry[ENTERED] for entry in entries[1:]), None if guard.current is not None else now]
         for entry, later in zip(entries, afterwards, strict=False):
             lines.append((entry[ENTERED], flight_record.line_of(entry, now, later)))

@@ -9,13 +9,13 @@ Time in which the whole process stood still (a suspended job, a sleeping machine
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from mpistrategy.mpi import alarm, process_view
 from mpistrategy.mpi.guard import Guard
@@ -24,6 +24,8 @@ from mpistrategy.mpi.watched import Watched
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
+#: How often `Watchdog.moves_on` tells the peers.
+_MOVES_SECONDS = 0.25
 
 
 class Watchdog:
@@ -42,9 +44,10 @@ class Watchdog:
         self.pid = os.getpid()
         self._watched: dict[Guard, Watched] = {}
         self._expected = 0.0
-        self._busy = 0
+        #: Until when, for each `expect` that lasts.
+        self._busy: list[float] = []
         self._resumed = 0.0
-        self._reminded = False
+        self._reminded = self._failed = False
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -62,19 +65,28 @@ class Watchdog:
         if watched is not None:
             watched.directory.remove()
 
-    @contextmanager
+    @contextlib.contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
         """Tell the peers that this rank is busy for so many seconds; they wait longer, by that much."""
-        before = self._expected
-        self._set_expected(max(before, time.monotonic() + seconds))
-        self._busy += 1
+        until = time.monotonic() + seconds
+        self._busy.append(until)
+        self._set_expected(max(self._busy))
         try:
             yield
         finally:
-            self._busy -= 1
-            self._set_expected(before if self._busy else time.monotonic())
+            with contextlib.suppress(ValueError):  # in a child that was forked inside
+                self._busy.remove(until)
+            self._set_expected(max(self._busy, default=time.monotonic()))
+
+    def moves_on(self) -> None:
+        """Tell the peers that this rank is at work that nobody could say the end of, and gets on with it."""
+        now = time.monotonic()
+        if now > self._expected + _MOVES_SECONDS:
+            self._set_expected(now)
 
     def _set_expected(self, until: float) -> None:
+        if os.getpid() != self.pid:
+            return  # a child of the rank speaks for itself alone, but sees the lines
         self._expected = until
         for watched in list(self._watched.values()):
             watched.lines.expect(until)
@@ -91,9 +103,10 @@ class Watchdog:
             last = now
             try:
                 self._look(now)
-            except Exception as error:  # a mistake in here must not end the job
-                sys.stderr.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
-                return
+            except Exception as error:  # a mistake in here must not end the job, nor keep a hang from being found
+                if not self._failed:
+                    sys.stderr.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
+                self._failed = True
 
     def _tick(self) -> float:
         limits = [watched.limit for watched in list(self._watched.values())]
@@ -156,7 +169,13 @@ def forget(guard: Guard) -> None:
         _watchdog.remove(guard)
 
 
-@contextmanager
+def moves_on() -> None:
+    """Do `Watchdog.moves_on`, if there is one: called now and then by work that may take long."""
+    if _watchdog is not None:
+        _watchdog.moves_on()
+
+
+@contextlib.contextmanager
 def expect_long(seconds: float) -> Iterator[None]:
     """Do `Watchdog.expect`, if there is one."""
     if _watchdog is None:
