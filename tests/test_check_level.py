@@ -189,6 +189,7 @@ import sys
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
+from mpistrategy.devices import Device
 from mpistrategy.mpi.communicator import MpiCommunicator
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
@@ -196,7 +197,9 @@ what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 
 class Apart(ms.Strategy):
     def __init__(self):
-        super().__init__(ms.StrategyExtended(self, MpiCommunicator(MPI.COMM_WORLD, node_key=rank)))
+        ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=rank)
+        ranks.share_device(Device(rank, "CPU", 0))
+        super().__init__(ms.StrategyExtended(self, ranks))
 
 
 strategy = Apart()
@@ -221,8 +224,10 @@ if what == "bad input":
     strategy.run(first)
 if what == "error caught":
     def send(value):
-        return strategy.extended.broadcast_to(value, "CPU:0").values[0]
+        return strategy.experimental_local_results(strategy.extended.broadcast_to(value, everywhere))[0]
 
+    with strategy.scope():
+        everywhere = ms.Variable(np.zeros(2))
     send(np.zeros(2))
     try:
         send(np.array([None]) if rank == 1 else np.full(2, 5.0))

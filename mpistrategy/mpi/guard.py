@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -203,7 +203,7 @@ class Guard:
             reports = self._exchange(Report({"call": where}, site, type(error).__name__, str(error), [], self._unseen))
             if self._sparingly is not None:
                 self._sparingly.begin_anew()
-                if len({report.unseen for report in reports}) > 1 and self.give_up is not None:
+                if _went_past(reports) and self.give_up is not None:
                     # Some peer has sent what this rank never received, and which it would take for the next data.
                     self.give_up(error)
 
@@ -280,6 +280,8 @@ class Guard:
                 kind = getattr(errors, report.error, RemoteError)
                 if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
                     kind = RemoteError
+                if _went_past(reports):
+                    time.sleep(PATIENCE_SECONDS)  # that rank ends the job
                 text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
                 error = kind(text)
                 error.__dict__[OF_ANOTHER_RANK] = True
@@ -298,6 +300,11 @@ class Guard:
     def unsettled(self, error: BaseException) -> None:
         """Take the mark of `settled` back."""
         error.__dict__.get(_SETTLED, set()).discard(id(self))
+
+
+def _went_past(reports: Sequence[Report]) -> bool:
+    """Return whether ranks have made calls that others have not, before they heard of it."""
+    return len({report.unseen for report in reports}) > 1
 
 
 def _hashed(text: str) -> bytes:
