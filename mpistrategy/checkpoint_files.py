@@ -24,6 +24,7 @@ from mpistrategy.errors import (
     CheckpointReadError,
     CheckpointWriteError,
 )
+from mpistrategy.mpi import watchdog
 
 #: Called before each change to the file system, with what it is and the name: a seam for tests, which end the process
 #: or raise OSError there.
@@ -158,6 +159,7 @@ class Folder:
                     checksum.update(part)
                     _before("write", name)
                     _write_all(descriptor, part)
+                    watchdog.moves_on()
                 size += len(view)
             _before("fsync", name)
             os.fsync(descriptor)
@@ -248,6 +250,7 @@ class Folder:
                         "a checkpoint", found=f"the end of {where!r} after {done} bytes", expected=f"{wanted}"
                     )
                 done += count
+                watchdog.moves_on()
             return data
         finally:
             os.close(descriptor)
