@@ -85,7 +85,7 @@ class MirroredStrategy(Strategy):
                 if ranks.cells is None and not isinstance(ranks, SimulatedCommunicator):
                     ranks.guard.check_as(level)
                 ranks.guard.timeout = limit
-            ranks.share_device(device)
+                ranks.share_device(device)
         except MpiStrategyError:
             ranks.free()
             raise

@@ -318,7 +318,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             return
         with communicator.guard.call("Strategy.close", anywhere=True) as call:
             call.agree("close")
-        communicator.free()
+            communicator.free()
 
     def __enter__(self) -> Self:
         return self

@@ -167,6 +167,54 @@ def test_code_that_holds_the_interpreter_still_shows_its_stack(
     assert re.search(r"line \d+ in hold_the_interpreter", job.stderr), job
 
 
+BEFORE_AND_AFTER = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpistrategy as ms
+from mpistrategy.devices import Device
+from mpistrategy.mpi.communicator import MpiCommunicator
+
+what, rank = sys.argv[1], MPI.COMM_WORLD.rank
+
+
+def stopping(function):
+    def stopped(*arguments):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return function(*arguments)
+
+    return stopped if rank == 1 else function
+
+
+if what == "making":
+    MpiCommunicator.share_device = stopping(MpiCommunicator.share_device)
+    ms.MirroredStrategy()
+ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=rank)
+ranks.guard.timeout = 0.7
+ranks.share_device(Device(rank, "CPU", 0))
+
+
+class Apart(ms.Strategy):
+    def __init__(self):
+        super().__init__(ms.StrategyExtended(self, ranks))
+
+
+strategy = Apart()
+strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", np.ones(3)).wait())
+ranks.engine.stop = stopping(ranks.engine.stop)
+strategy.close()
+"""
+
+
+@pytest.mark.parametrize("what", ["making", "closing"])
+def test_a_strategy_is_watched_from_its_first_step_to_its_last(what: str, launch: Launch, tmp_path: Path) -> None:
+    path = launching.program(BEFORE_AND_AFTER, tmp_path)
+    job = launch(2, [path, what], env={"MPISTRATEGY_TIMEOUT": "0.7"}, cwd=tmp_path, timeout=30)
+    assert job.returncode == 124, job
+    where = {"making": "MirroredStrategy", "closing": r"Strategy\.close"}[what]
+    assert re.search(rf"rank 0: waits in #\d+ {where} ", job.stderr), job
+
+
 # ------------------------------------------------------------------------------------- what must not end a job
 
 WELL = """
@@ -225,6 +273,13 @@ elif what == "threads" and rank == 1:
         left.set()
         thread.join()
         long_work()
+elif what in ("slow disk", "slow disk behind"):
+    from mpistrategy import checkpoint_files
+
+    with strategy.scope():
+        objects = {f"v{number}": ms.Variable(np.zeros(3)) for number in range(20)}
+    checkpoint_files.watcher = lambda what, name: time.sleep(0.2 * (what == "write"))
+    ms.Checkpoint(**objects).save("saved", wait=what == "slow disk").wait()
 elif what == "suspended":
     process = os.getpid()
     subprocess.run(["sh", "-c", f"kill -STOP {process}; sleep 4; kill -CONT {process}"], check=True)
@@ -238,7 +293,17 @@ else:
 """
 
 
-HONEST = ["busy", "threads", "own limit", "together", "meeting at work", "suspended", "the end"]
+HONEST = [
+    "busy",
+    "threads",
+    "own limit",
+    "together",
+    "meeting at work",
+    "slow disk",
+    "slow disk behind",
+    "suspended",
+    "the end",
+]
 
 
 @pytest.mark.parametrize("what", HONEST)

@@ -349,7 +349,6 @@ class MpiCommunicator:
             self.engine.stop()
         self.guard.closed = True
         abort.forget(self.guard)
-        watchdog.forget(self.guard)
         self.across = None
         for link in self._links:
             link.free()
@@ -362,6 +361,7 @@ class MpiCommunicator:
         if self._inside != MPI.COMM_NULL:
             self._inside.Free()
         self._comm.Free()
+        watchdog.forget(self.guard)
 
 
 #: Open MPI announces messages of 64 KiB and more over TCP, and sends them when the receiver answers; but the answer
