@@ -176,6 +176,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.stash[FOLDER] = Path(ranks.meet("choosing a folder", text=str(mine))[0].text)
     folder.mkdir(parents=True, exist_ok=True)
     config.option.basetemp = folder / f"rank{ranks.rank}"
+    os.environ.setdefault("MPISTRATEGY_RUN_DIR", str(folder))  # ranks that pose as nodes tell each other things there
 
 
 @pytest.hookimpl(tryfirst=True)
