@@ -11,7 +11,7 @@ from mpistrategy.extended import StrategyExtended
 from mpistrategy.mpi import check_level, faults, simulated, timeout
 from mpistrategy.mpi.launch import no_mpi
 from mpistrategy.mpi.simulated import SimulatedCommunicator
-from mpistrategy.mpi.topology import choose_device
+from mpistrategy.mpi.topology import choose_device, requested
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.strategy import Strategy
 
@@ -26,7 +26,12 @@ class MirroredStrategy(Strategy):
     Started without a launcher (plain ``python``), it has one replica.
 
     Args:
-        devices: one device string for each rank of this node, in order; None or [] means automatic.
+        devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": GPUs, for each rank one of its own, the one
+            that is nearest to its cores.  "shared": the same, and where there are not enough, ranks share.  "auto":
+            GPUs where "gpu" finds one for each rank, else CPUs.  A list: one device string for each rank of this
+            node, in order.  CuPy and the NVIDIA driver are looked for where the words "auto", "gpu", "shared" or a
+            string of a GPU ask for it, never otherwise.  No array can be on a GPU in this version yet: where there
+            are GPUs for all ranks, asking for them is a DeviceError that lists them.
         cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
         communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
             Dup of it.  Disjoint sub-communicators give independent groups.
@@ -39,7 +44,8 @@ class MirroredStrategy(Strategy):
     Raises:
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
             when the ranks run different versions of Python or of this package.
-        DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks.
+        DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks; for GPUs, where
+            a rank sees none, where two would share one unasked, and where they could be had (see `devices`).
         OptionTypeError: for arguments of the wrong type.
         OptionError: for an unknown `check`; for a malformed plan in MPISTRATEGY_INJECT, level in MPISTRATEGY_CHECK or
             number in MPISTRATEGY_TIMEOUT.
@@ -48,7 +54,7 @@ class MirroredStrategy(Strategy):
 
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str] | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         communicator: Any = None,
@@ -75,13 +81,14 @@ class MirroredStrategy(Strategy):
                 several_nodes = max(ranks.node_of) > 0
                 level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
                 limit = timeout.chosen(communication_options and communication_options.timeout_seconds)
-                device = choose_device(devices, ranks.rank, local_rank, local_size)
+                request = requested(devices, local_rank, local_size)
                 call.agree(
                     "create a strategy",
                     op=getattr(cross_device_ops, "configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
-                    options=f"devices={'given' if devices else 'automatic'}, check={level}",
+                    options=f"devices={request}, check={level}",
                 )
+                device = choose_device(request, ranks)
                 if ranks.cells is None and not isinstance(ranks, SimulatedCommunicator):
                     ranks.guard.check_as(level)
                 ranks.guard.timeout = limit

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mpistrategy as ms
 from mpistrategy import devices, errors
 from mpistrategy.devices import Device
-from mpistrategy.mpi.topology import choose_device
+from mpistrategy.mpi.topology import Request, requested
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,15 @@ def test_a_part_left_out_matches_everything(pattern: str, device: Device, matche
 
 @pytest.mark.parametrize("nothing", [None, [], ()])
 def test_devices_are_chosen_automatically(nothing: Any) -> None:
-    assert choose_device(nothing, rank=5, local_rank=1, local_size=2) == Device(5, "CPU", 0)
+    assert requested(nothing, local_rank=1, local_size=2) == Request("cpu")
 
 
 def test_a_rank_drives_the_entry_at_its_index_within_the_node() -> None:
     wanted = ["CPU:0", "CPU:1", "CPU:2"]
-    assert choose_device(wanted, rank=7, local_rank=1, local_size=2) == Device(7, "CPU", 1)
-    assert choose_device(wanted, rank=6, local_rank=0, local_size=3) == Device(6, "CPU", 0)
+    assert requested(wanted, local_rank=1, local_size=2) == Request("cpu", 1)
+    assert requested(wanted, local_rank=0, local_size=3) == Request("cpu", 0)
+    assert requested(["GPU:2", "gpu"], local_rank=0, local_size=2) == Request("gpu", 2)
+    assert requested(["GPU:2", "gpu"], local_rank=1, local_size=2) == Request("gpu", 0)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,8 @@ def test_a_rank_drives_the_entry_at_its_index_within_the_node() -> None:
         (["CPU:0", "CPU:0"], ValueError, "'CPU:0' twice"),
         (["CPU:0", "cpu:0"], ValueError, "twice"),
         (["CPU", "CPU:0"], ValueError, "twice"),
-        (["GPU:0", "GPU:1"], ValueError, "GPU"),
+        (["GPU:0"], ValueError, "1 devices for 2 ranks"),
+        (["GPU:0", "CPU:1"], ValueError, "either CPUs or GPUs"),
         (["CPU:1", "CPU:99999"], ValueError, "99999"),
         (["", "CPU:0"], ValueError, "''"),
         ("CPU:0", TypeError, "'CPU:0'"),
@@ -103,7 +106,7 @@ def test_a_rank_drives_the_entry_at_its_index_within_the_node() -> None:
 )
 def test_wrong_device_lists(wanted: Any, error: type[Exception], named: str) -> None:
     with pytest.raises(error) as refusal:
-        choose_device(wanted, rank=1, local_rank=1, local_size=2)
+        requested(wanted, local_rank=1, local_size=2)
     assert isinstance(refusal.value, errors.MpiStrategyError)
     assert named in str(refusal.value)
     assert "expected" in str(refusal.value)

@@ -330,10 +330,11 @@ def _compare(values: Sequence[str], what: str, fix: str, where: str) -> None:
     if len(set(values)) <= 1:
         return
     ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)}
-    shown = "; ".join(f"{value} on {_in_words(members)}" for value, members in ranks.items())
+    shown = "; ".join(f"{value} on {ranks_in_words(members)}" for value, members in ranks.items())
     raise LaunchError.at(where, found=f"different {what}: {shown}", expected="the same on all ranks", fix=fix)
 
 
-def _in_words(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0, 1``; of many the first."""
     first = ", ".join(map(str, ranks[:8]))
     return f"rank{'s' * (len(ranks) > 1)} {first}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

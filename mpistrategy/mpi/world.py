@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from mpi4py import MPI
 
-from mpistrategy.mpi import abort, launch, run_directory, timeout, watch_lines, watchdog
+from mpistrategy.mpi import abort, cuda_aware, launch, mapped_mpi, run_directory, timeout, watch_lines, watchdog
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.node_peers import NodePeers
 from mpistrategy.mpi.path_files import library_name
 from mpistrategy.mpi.run_directory import RunDirectory
 from mpistrategy.mpi.shared_memory import private_memory, share
+from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.watch_lines import Lines
 from mpistrategy.mpi.watched import Watched
 
@@ -95,3 +97,36 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
             yield
     finally:
         watchdog.forget(guard)
+
+
+def evidence() -> cuda_aware.Evidence:
+    """Return what is known of this MPI and GPU memory."""
+    files = mapped_mpi.mapped_files()
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds")
+    info.Free()
+    return cuda_aware.Evidence(
+        library_name(MPI.Get_library_version()),
+        MPI.Get_version(),
+        mapped_mpi.queried(files),
+        mapped_mpi.switched_on(files),
+        kinds or "",
+        [os.path.basename(file) for file in files],
+        os.environ,
+    )
+
+
+def takes_gpu_memory(ranks: Communicator, given: bool | None = None) -> cuda_aware.Answer:
+    """Return whether the MPI of all `ranks` takes pointers to GPU memory; the same on all.  Collective.
+
+    Args:
+        ranks: who has to agree.
+        given: the word of the user; None means what MPISTRATEGY_CUDA_AWARE says, and else to find out.
+
+    Raises:
+        OptionError, OptionTypeError: for a malformed word; on every rank, whichever has it.
+    """
+    with ranks.guard.call("takes_gpu_memory", anywhere=True) as call:
+        mine = cuda_aware.decide(evidence(), cuda_aware.said(given))
+        call.agree("compare what MPI says about GPUs")
+        return cuda_aware.weakest([cuda_aware.Answer.read(text) for text in ranks.allgather_text(mine.text())])

@@ -1,0 +1,42 @@
+"""GPUs that are not there: what tests let `mpistrategy.mpi.gpus.look` see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from mpistrategy.mpi import gpus
+from mpistrategy.mpi.gpus import Gpu
+
+
+class PretendedGpus:
+    """GPUs by their descriptions; see `mpistrategy.mpi.gpus.Gpus`."""
+
+    def __init__(self, described: Sequence[Gpu]) -> None:
+        self._described = described
+
+    def count(self) -> int:
+        return len(self._described)
+
+    def uuid(self, index: int) -> str:
+        return self._described[index].uuid
+
+    def pci_bus_id(self, index: int) -> str:
+        return self._described[index].pci_bus_id
+
+    def numa_node(self, index: int) -> int | None:
+        return self._described[index].numa_node
+
+
+def pretended(*uuids: str) -> AbstractContextManager[None]:
+    """Let this process see GPUs with these UUIDs."""
+    return gpus.seen_through(lambda: PretendedGpus([Gpu(index, uuid) for index, uuid in enumerate(uuids)]))
+
+
+def raising(error: Callable[[], BaseException]) -> AbstractContextManager[None]:
+    """Let this process fail to look at its GPUs."""
+
+    def fail() -> gpus.Gpus:
+        raise error()
+
+    return gpus.seen_through(fail)
