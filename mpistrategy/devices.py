@@ -25,7 +25,8 @@ class Device:
     Attributes:
         task: the rank that drives the device.
         kind: "CPU" or "GPU".
-        index: the number of the device on its node.
+        index: the number of the device: of a CPU, a share of the node's cores; of a GPU, as the rank's process counts
+            those that it sees.
     """
 
     task: int | None = None

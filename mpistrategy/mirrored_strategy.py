@@ -27,11 +27,12 @@ class MirroredStrategy(Strategy):
 
     Args:
         devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": GPUs, for each rank one of its own, the one
-            that is nearest to its cores.  "shared": the same, and where there are not enough, ranks share.  "auto":
-            GPUs where "gpu" finds one for each rank, else CPUs.  A list: one device string for each rank of this
-            node, in order.  CuPy and the NVIDIA driver are looked for where the words "auto", "gpu", "shared" or a
-            string of a GPU ask for it, never otherwise.  No array can be on a GPU in this version yet: where there
-            are GPUs for all ranks, asking for them is a DeviceError that lists them.
+            that is nearest to its cores; who else uses it, outside the communicator, is not looked at.  "shared": the
+            same, and where there are not enough, ranks share.  "auto": GPUs where "gpu" finds one for each rank, else
+            CPUs.  A list: one device string for each rank of this node, in order.  CuPy and the NVIDIA driver are
+            looked for where the words "auto", "gpu", "shared" or a string of a GPU ask for it, never otherwise.  No
+            array can be on a GPU in this version yet: where there are GPUs for all ranks, asking for them is a
+            DeviceError that lists them.
         cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
         communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
             Dup of it.  Disjoint sub-communicators give independent groups.

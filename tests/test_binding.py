@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import gpu_doubles
+import launching
 import pytest
 from gpu_doubles import PretendedGpus, pretended
 from hypothesis import given
@@ -475,6 +476,26 @@ def test_a_rank_that_breaks_while_it_looks_leaves_nobody_waiting() -> None:
             assert "ZeroDivisionError: in the driver" in text
             assert "on rank 0" in text
     assert len(gather_texts("all are here")) == SIZE
+
+
+JOB = """
+import sys
+import mpistrategy as ms
+from mpi4py import MPI
+sys.path.insert(0, {tests!r})
+from gpu_doubles import pretended
+with pretended("GPU-one"):
+    ms.MirroredStrategy("gpu")
+print("went on")
+"""
+
+
+def test_a_job_whose_ranks_would_share_a_gpu_ends(launch: Callable[..., launching.Finished]) -> None:
+    job = launch(3, JOB.format(tests=str(Path(__file__).parent)), timeout=30)
+    assert job.returncode == 1
+    assert "went on" not in job.stdout
+    assert "ranks 0, 1, 2 on" in job.stderr
+    assert "with 1 GPU between them: GPU-one" in job.stderr
 
 
 def test_pretended_replicas_share_the_gpus_of_their_process() -> None:
