@@ -14,7 +14,6 @@ import mpistrategy as ms
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi import cuda_aware, mapped_mpi, world
 from mpistrategy.mpi.cuda_aware import NO, UNVERIFIED, VARIABLE, YES, Answer, Evidence, decide, said, weakest
-from mpistrategy.mpi.path_files import library_name
 
 # ------------------------------------------------------------------------------------- the decision
 
@@ -141,14 +140,26 @@ LADDER: dict[str, tuple[str, dict[str, object], str, str]] = {
         UNVERIFIED,
         "nothing in MPICH",
     ),
-    "an MPI that nobody knows": ("", {}, UNVERIFIED, "tells"),
+    "MPICH built by Intel's compiler": (
+        MPICH + "MPICH CC: icx\nMPICH configure: --prefix=/opt/intel(r) mpi --with-spectrum\n",
+        {"queried": True, "environment": OFFLOAD},
+        YES,
+        "MPICH 5.0.2 says",
+    ),
+    "Spectrum MPI, if it begins with another name": (
+        "Open MPI v10.4.0, package: IBM Spectrum MPI",
+        {"queried": True},
+        UNVERIFIED,
+        "pml_pami_enable_cuda=1 is not set",
+    ),
+    "an MPI that nobody knows": ("", {}, UNVERIFIED, "nothing in unknown tells"),
 }
 
 
 @pytest.mark.parametrize("name", LADDER)
 def test_the_ladder(name: str) -> None:
     version, known, verdict, reason = LADDER[name]
-    evidence = Evidence(library_name(version), **known)  # type: ignore[arg-type]
+    evidence = Evidence(version, **known)  # type: ignore[arg-type]
     answer = decide(evidence)
     assert answer.verdict == verdict, answer
     assert reason in answer.reason, answer
@@ -237,9 +248,9 @@ def test_functions_and_switches_of_libraries(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_the_evidence_about_this_mpi() -> None:
     found = world.evidence()
-    assert found.library == library_name(launching.LIBRARY)
+    assert found.version == launching.LIBRARY
     assert any(file.startswith("libmpi") for file in found.mapped)
-    if found.library.startswith(("Open MPI", "MPICH")):
+    if found.version.startswith(("Open MPI", "MPICH")):
         assert found.queried is not None, "it has a function, and it was found"
     if launching.IS_OPEN_MPI:
         assert found.switched_on is not None

@@ -15,6 +15,7 @@ from typing import Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.launch import ranks_in_words
+from mpistrategy.mpi.path_files import library_name
 
 #: The user's word: 1 or 0.
 VARIABLE = "MPISTRATEGY_CUDA_AWARE"
@@ -26,7 +27,7 @@ class Evidence:
     """What is known of the MPI library of a process.
 
     Attributes:
-        library: its name and version; `mpistrategy.mpi.path_files.library_name`.
+        version: what it says about itself; several lines, of some.
         standard: the version of the MPI standard that it claims.
         queried: what MPIX_GPU_query_support or MPIX_Query_cuda_support says; None where it has neither.
         switched_on: the state of Open MPI's own switch in memory; None where there is none.
@@ -35,7 +36,7 @@ class Evidence:
         environment: the variables of the process.
     """
 
-    library: str
+    version: str
     standard: tuple[int, int] = (3, 1)
     queried: bool | None = None
     switched_on: bool | None = None
@@ -77,12 +78,12 @@ class _Switch:
     """What turns the GPU support of a library on, which is off else, whatever its functions say.
 
     Attributes:
-        library: how its name begins or what is in it; a pattern.
+        version: a pattern in what the library says about itself.
         settings: the variables and the values that they must have; patterns.
         mapped: a library that must be loaded besides; "" if none is known.
     """
 
-    library: str
+    version: str
     settings: tuple[tuple[str, str], ...]
     mapped: str = ""
 
@@ -95,11 +96,11 @@ class _Switch:
 
 _ON = "1|yes|true|on"
 _SWITCHES = (
-    _Switch("cray mpich", (("MPICH_GPU_SUPPORT_ENABLED", _ON),), "libmpi_gtl_cuda"),
-    _Switch("mvapich2", (("MV2_USE_CUDA", _ON),)),  # its function tells how it was built, no more
-    _Switch("mvapich", (("MVP_USE_CUDA", _ON),)),
-    _Switch("intel", (("I_MPI_OFFLOAD", "1|2"), ("I_MPI_OFFLOAD_MODE", "cuda"))),
-    _Switch("spectrum", (("OMPI_MCA_pml_pami_enable_cuda", _ON),)),  # which -gpu sets
+    _Switch("cray mpich version", (("MPICH_GPU_SUPPORT_ENABLED", _ON),), "libmpi_gtl_cuda"),
+    _Switch("^mvapich2", (("MV2_USE_CUDA", _ON),)),  # its function tells how it was built, no more
+    _Switch("^mvapich", (("MVP_USE_CUDA", _ON),)),
+    _Switch(r"^intel\(r\) mpi", (("I_MPI_OFFLOAD", "1|2"), ("I_MPI_OFFLOAD_MODE", "cuda"))),
+    _Switch("spectrum mpi", (("OMPI_MCA_pml_pami_enable_cuda", _ON),)),  # which -gpu sets
 )
 
 
@@ -129,11 +130,11 @@ def decide(evidence: Evidence, word: bool | None = None) -> Answer:
     """
     if word is not None:
         return Answer(YES if word else NO, "the user says so")
-    name, queried = evidence.library, evidence.queried
+    name, queried = library_name(evidence.version), evidence.queried
     says = f"{name} says that it was built with CUDA" if queried else f"{name} says that it has no CUDA"
-    switch = next((each for each in _SWITCHES if re.search(each.library, name.lower())), None)
+    switch = next((each for each in _SWITCHES if re.search(each.version, evidence.version.lower())), None)
     if switch is not None:
-        return _with_switch(evidence, switch, says)
+        return _with_switch(evidence, switch, name, says)
     if queried and name.startswith("Open MPI"):
         # conda-forge's is built with CUDA and switched off; the function of versions before 5 tells how it was built.
         if evidence.switched_on is False:
@@ -147,11 +148,11 @@ def decide(evidence: Evidence, word: bool | None = None) -> Answer:
         return Answer(YES if queried else NO, says)
     if kinds:
         return Answer(YES, f"{name} has memory of the kind cuda")
-    return Answer(UNVERIFIED, f"nothing in {name or 'this MPI'} tells")
+    return Answer(UNVERIFIED, f"nothing in {name} tells")
 
 
-def _with_switch(evidence: Evidence, switch: _Switch, says: str) -> Answer:
-    name, queried = evidence.library, evidence.queried
+def _with_switch(evidence: Evidence, switch: _Switch, name: str, says: str) -> Answer:
+    queried = evidence.queried
     if not switch.is_on(evidence.environment):
         if queried:
             return Answer(UNVERIFIED, f"{says}, but {switch} is not set")

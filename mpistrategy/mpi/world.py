@@ -106,7 +106,7 @@ def evidence() -> cuda_aware.Evidence:
     kinds = info.Get("mpi_memory_alloc_kinds")
     info.Free()
     return cuda_aware.Evidence(
-        library_name(MPI.Get_library_version()),
+        MPI.Get_library_version(),
         MPI.Get_version(),
         mapped_mpi.queried(files),
         mapped_mpi.switched_on(files),
