@@ -18,7 +18,7 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, DeviceError, FallbackWarning, OptionTypeError
-from mpistrategy.mpi import gpus, numa
+from mpistrategy.mpi import gpus, numa, topology
 from mpistrategy.mpi.binding import bind, bind_if_possible
 from mpistrategy.mpi.gpus import Gpu, NoGpus, Sight
 from mpistrategy.testing import run_replicas
@@ -427,6 +427,20 @@ def test_each_rank_is_told_its_own_number_of_a_gpu() -> None:
     assert len(set(texts)) == 1
     for rank in range(SIZE):
         assert f"rank {rank} on GPU:0 (GPU-{rank})" in texts[0]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("devices", ["gpu", "auto", [f"GPU:{(index + 1) % SIZE}" for index in range(SIZE)]], ids=str)
+def test_the_device_of_each_rank_is_the_one_that_it_is_bound_to(
+    devices: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is ready for arrays on GPUs, which are refused until then."""
+    monkeypatch.setattr(topology, "_refuse_for_now", lambda bound: None)
+    with pretended(*(f"GPU-{index}" for index in range(SIZE))), ms.MirroredStrategy(devices) as strategy:  # type: ignore[arg-type]
+        numbers = [(rank + isinstance(devices, list)) % SIZE for rank in range(SIZE)]
+        assert strategy.devices_by_rank == tuple(
+            f"/job:worker/replica:0/task:{rank}/device:GPU:{number}" for rank, number in enumerate(numbers)
+        )
 
 
 @pytest.mark.mpi

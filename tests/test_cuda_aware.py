@@ -226,12 +226,13 @@ def test_functions_and_switches_of_libraries(tmp_path: Path) -> None:
         "int MPIX_GPU_query_support(int kind, int *flag) { *flag = kind == 0; return 0; }",
     )
     failing = library(tmp_path, "libmpich.so.12", "int MPIX_GPU_query_support(int k, int *f) { *f = 1; return 17; }")
+    no = library(tmp_path, "libmpi_cray.so.12", "int MPIX_GPU_query_support(int k, int *f) { *f = 0; return 0; }")
     silent = library(tmp_path, "libmpi.so.12", "int MPI_Init(void) { return 0; }")
     other = library(tmp_path, "libother.so.1", "int MPIX_Query_cuda_support(void) { return 1; }")
     assert mapped_mpi.queried([silent, old]) is True
     assert mapped_mpi.queried([newer]) is True
     assert mapped_mpi.queried([old, newer]) is True
-    assert mapped_mpi.queried([failing]) is False
+    assert mapped_mpi.queried([no]) is mapped_mpi.queried([failing]) is False
     for nothing in ([silent], [other], [], [str(tmp_path / "libmpi.so.99")]):
         assert mapped_mpi.queried(nothing) is None
     on = library(tmp_path, "libopen-pal.so.40", "char opal_cuda_support = 1;")
