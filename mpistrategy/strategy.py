@@ -24,7 +24,6 @@ from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, Sh
 from mpistrategy.explain import Explained
 from mpistrategy.extended import StrategyExtended, as_given
 from mpistrategy.mirrored_check import MirroredCheck
-from mpistrategy.mpi import watchdog
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective, own_value
 from mpistrategy.options import ReduceOp
@@ -305,6 +304,8 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         given: Any = seconds
         if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < float(given) < math.inf:
             raise OptionError.at("Strategy.expect_long", found=f"seconds={seconds!r}", expected="a number above 0")
+        from mpistrategy.mpi import watchdog  # here, for the quick import
+
         return watchdog.expect_long(float(seconds))
 
     @collective("close")

@@ -6,14 +6,15 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy import devices
 from mpistrategy.devices import Device
 from mpistrategy.errors import DeviceError, FallbackWarning, OptionTypeError
-from mpistrategy.mpi import binding, gpus
-from mpistrategy.mpi.gpus import Gpu, Sight
 from mpistrategy.mpi.transport import Communicator
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.gpus import Gpu
 
 _WHERE = "MirroredStrategy"
 _WORDS = ("auto", "gpu", "cpu", "shared")
@@ -85,8 +86,10 @@ def choose_device(request: Request, ranks: Communicator) -> Device:
     """
     if request.word == "cpu":
         return Device(ranks.rank, "CPU", request.index or 0)
+    from mpistrategy.mpi import binding, gpus  # here, for the quick import
+
     told = [text.partition(" ") for text in ranks.allgather_text(f"{_text(request.index)} {gpus.look().text()}")]
-    sights = [Sight.read(sight) for _, _, sight in told]
+    sights = [gpus.Sight.read(sight) for _, _, sight in told]
     if request.word == "auto":
         bound, reason = binding.bind_if_possible(sights, ranks.node_of)
         if reason and ranks.rank == 0:
