@@ -25,7 +25,7 @@ from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.call_sites import Site, call_site
 from mpistrategy.mpi.check_level import ALWAYS, Sparingly
 from mpistrategy.mpi.flight_record import WHAT, FlightRecord
-from mpistrategy.mpi.mismatch_report import LEFT, Report, table
+from mpistrategy.mpi.mismatch_report import LEFT, Report, is_late, table
 from mpistrategy.mpi.signature import Signature
 from mpistrategy.mpi.timeout import DEFAULT_SECONDS
 
@@ -94,8 +94,10 @@ class Guard:
         self._sparingly: Sparingly | None = None
         #: Ends the job with an error that the peers cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
-        #: Set when the communicator has been given back.
+        #: Set when the communicator has been given back, or takes no calls any more since
         self.closed = False
+        #: messages of calls that differed may be under way.
+        self.is_spoiled = False
 
     def call(self, where: str, structure: str = "", name: str = "", *, anywhere: bool = False) -> Call:
         """Return a context manager for one public call that all ranks make together.
@@ -108,9 +110,16 @@ class Guard:
 
         Raises:
             ContextError: when the strategy has been closed.
+            CollectiveMismatchError: after calls that differed were found late.
         """
         if not isinstance(name, str):
             raise errors.OptionTypeError.at(where, found=f"name={name!r}", expected="a string")
+        if self.is_spoiled:
+            raise CollectiveMismatchError.at(
+                where,
+                found="a strategy whose ranks have made different calls, which was found late",
+                expected="the end of the program, or another strategy",
+            )
         if self.closed:
             raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
         return Call(self, where, structure, name, anywhere=anywhere)
@@ -286,6 +295,9 @@ class Guard:
                 error = kind(text)
                 error.__dict__[OF_ANOTHER_RANK] = True
                 raise self.settled(error)
+        if is_late(reports):
+            # What was sent and not received would be taken for the next data.
+            self.closed = self.is_spoiled = True
         raise self.settled(CollectiveMismatchError(table(reports)))
 
     def settled(self, error: E) -> E:

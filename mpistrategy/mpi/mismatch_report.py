@@ -65,6 +65,11 @@ def table(reports: Sequence[Report]) -> str:
     return "\n".join(lines)
 
 
+def is_late(reports: Sequence[Report]) -> bool:
+    """Return whether calls that were made before are those that differ."""
+    return _first_divergence(reports) is not None
+
+
 def _different(calls: Sequence[Words]) -> list[str]:
     """Return the fields in which the calls differ, of the ranks that make one."""
     made = [call for call in calls if LEFT not in call]
@@ -105,8 +110,8 @@ def _first_divergence(reports: Sequence[Report]) -> str | None:
         *_rows(calls, different, [without_column(call.get("place", "?")) for call in calls]),
         f"It is found only now ({', '.join(sorted(now))}), since calls that were seen before are compared at every "
         "so many only:",
-        "its data, and that of the calls after it, may be mixed. Set check='always' (MPISTRATEGY_CHECK=always, or",
-        "mpistrategy run --check always) to stop before data moves.",
+        "its data, and that of the calls after it, may be mixed, and this strategy takes no further calls. Set",
+        "check='always' (MPISTRATEGY_CHECK=always, or mpistrategy run --check always) to stop before data moves.",
     ]
     return "\n".join(lines)
 

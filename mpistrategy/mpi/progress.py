@@ -86,15 +86,26 @@ class AtOnce:
         self.submitted = 0
         self.known_to_all = 0
         self.views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._failed: list[Job] = []
 
     def submit(self, job: Job) -> None:
         """Do `job`."""
         self.submitted += 1
         self.known_to_all = self.submitted
         job.run()
+        self.keep_failed(job)
+
+    def keep_failed(self, job: Job) -> None:
+        """Remember a job that has failed and that nobody has waited for yet."""
+        if job.error is not None:
+            self._failed = [*(failed for failed in self._failed if not failed.was_waited_for), job]
 
     def stop(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Warn of what has failed and nobody knows of; nothing is under way."""
+        for job in self._failed:
+            if not job.was_waited_for:
+                text = f"an all_reduce_async failed and nobody waited for it: {job.error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 class Engine(AtOnce):
@@ -110,7 +121,6 @@ class Engine(AtOnce):
         self._unfinished = 0
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._failed: list[Job] = []
         super().__init__(communicator.duplicate(self._patient))
         self.communicator.least_across = 0
         across_nodes(self.communicator, _PATIENT)
@@ -141,10 +151,7 @@ class Engine(AtOnce):
         self._jobs.put(None)
         self._thread.join()
         self.communicator.free()
-        for job in self._failed:
-            if not job.was_waited_for:
-                text = f"an all_reduce_async failed and nobody waited for it: {job.error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        super().stop()
 
     def _patient(self, usual: ControlChannel) -> ControlChannel:
         self._channel = _Channel(usual, self._idle)
@@ -155,8 +162,7 @@ class Engine(AtOnce):
         faults.inside.depth = 1  # what is done here was counted where it was started
         while (job := self._jobs.get()) is not None:
             job.run(BaseException)
-            if job.error is not None:
-                self._failed = [*(failed for failed in self._failed if not failed.was_waited_for), job]
+            self.keep_failed(job)
             del job
             with self._lock:
                 self._unfinished -= 1

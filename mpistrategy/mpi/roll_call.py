@@ -46,7 +46,9 @@ def roll_call(accounts: Sequence[Account], unknown: Sequence[int], size: int, re
     if len(accounts) > _MOST_ROWS:
         lines.append(f"  and {len(accounts) - _MOST_ROWS} more ranks that wait")
     if unknown:
-        lines.append(f"  nothing is known of rank {_numbers(sorted(unknown))}: nothing connects the ranks yet")
+        lines.append(
+            f"  nothing is known of rank {_numbers(sorted(unknown))}: no strategy connects it yet, or its node is silent"
+        )
     if missing:
         lines.append(f"{len(waiting)} of {size} ranks wait; not come: rank {_numbers(missing)}.")
     else:
