@@ -46,9 +46,8 @@ def roll_call(accounts: Sequence[Account], unknown: Sequence[int], size: int, re
     if len(accounts) > _MOST_ROWS:
         lines.append(f"  and {len(accounts) - _MOST_ROWS} more ranks that wait")
     if unknown:
-        lines.append(
-            f"  nothing is known of rank {_numbers(sorted(unknown))}: no strategy connects it yet, or its node is silent"
-        )
+        numbers = _numbers(sorted(unknown))
+        lines.append(f"  nothing is known of rank {numbers}: no strategy connects it yet, or its node is silent")
     if missing:
         lines.append(f"{len(waiting)} of {size} ranks wait; not come: rank {_numbers(missing)}.")
     else:
