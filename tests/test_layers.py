@@ -81,7 +81,7 @@ FLOORS = [
         "checkpoint_state",
         "checkpoint_values",
     },
-    {"bench", "cli", "run", "__main__"},  # programs: they use the library as its users do, front page included
+    {"bench", "cli", "run", "slurm", "__main__"},  # programs: they use the library as its users do, front page included
 ]
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with.
 MAY_IMPORT_MPI = (

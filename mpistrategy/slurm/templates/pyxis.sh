@@ -1,0 +1,27 @@
+#!/bin/bash
+# {{file}}: a program in a container, where srun has NVIDIA's pyxis (srun --help then shows --container-image).
+#
+#     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
+#
+# Python, mpistrategy and the MPI are those of the image. That MPI must speak what srun offers (--mpi=pmix or pmi2).
+{{notes}}
+
+{{directives}}
+
+{{environment}}
+
+{{program}}
+
+set -euo pipefail # from here on: modules and activation scripts are not written for it
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every rank starts a thread for each core of its node
+export PMIX_MCA_psec=native # PMIx inside and outside must agree on who vouches for a rank; munge is outside only
+
+{{launch}}
+# EDIT, too: the image (a .sqsh file, or nvcr.io#organisation/name:tag), and the folders that it sees.
+{{pyxis}}
+
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_NTASKS_PER_NODE ranks on a node, in $image, $(date -Is)"
+status=0
+"${launch[@]}" python3 -m mpistrategy run "${program[@]}" || status=$?
+echo "job $SLURM_JOB_ID: the program ended with status $status"
+exit "$status"

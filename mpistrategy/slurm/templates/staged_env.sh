@@ -1,0 +1,43 @@
+#!/bin/bash
+# {{file}}: copies the Python environment to every node's own disk first. Thousands of ranks that import from one
+# shared folder wait minutes for it, and slow it down for all others.
+#
+#     tar -C path/to/venv -czf environment.tar.gz .        (once; of a conda environment: conda-pack)
+#     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
+#
+# What lies in the environment is taken from the copy; only the program and its data stay where they are.
+{{notes}}
+
+{{directives}}
+
+{{environment}}
+archive={{archive}} # the packed environment, which this node must see
+local={{local}}     # a folder on every node's own disk; some centres name it in $SLURM_TMPDIR or $TMPDIR
+
+{{program}}
+
+set -euo pipefail # from here on: modules and activation scripts are not written for it
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every rank starts a thread for each core of its node
+
+{{launch}}
+each_node=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1)
+
+stage=$local/$USER-$SLURM_JOB_ID
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $archive goes to $stage on each node, $(date -Is)"
+# Whatever happens, the disks are left as they were.
+trap '"${each_node[@]}" rm -rf -- "$stage" || true' EXIT
+"${each_node[@]}" mkdir -p -- "$stage"
+sbcast --force -- "$archive" "$stage/environment.tar.gz" # with set -e a copy that fails ends the job: it may be a part
+"${each_node[@]}" tar -C "$stage" -xzf "$stage/environment.tar.gz"
+if "${each_node[@]}" test -x "$stage/bin/conda-unpack"; then
+    "${each_node[@]}" "$stage/bin/python3" "$stage/bin/conda-unpack"
+fi
+
+# What libraries write while they run goes to the node's disk as well.
+export CUPY_CACHE_DIR=$stage/cupy MPLCONFIGDIR=$stage/matplotlib XDG_CACHE_HOME=$stage/cache
+
+echo "job $SLURM_JOB_ID: the environment is in place, $(date -Is)"
+status=0
+"${launch[@]}" "$stage/bin/python3" -m mpistrategy run "${program[@]}" || status=$?
+echo "job $SLURM_JOB_ID: the program ended with status $status"
+exit "$status"
