@@ -38,7 +38,6 @@ fi
 
 if [[ $status == 75 || ($status != 0 && $told) ]]; then
     echo "job $SLURM_JOB_ID: the program stopped with status $status; ${next:+job }${next:-nothing} goes on"
-    [[ ! $next ]] || exit 0 # this link did its part
 else
     [[ ! $next ]] || scancel "$next"
     echo "job $SLURM_JOB_ID: the program ended with status $status; the chain ends here"

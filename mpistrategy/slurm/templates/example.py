@@ -28,7 +28,8 @@ def main() -> int:
 
     strategy = ms.MirroredStrategy()  # one replica on every rank; starts MPI
     rows = np.random.default_rng(options.seed).standard_normal((1000, 3))
-    data = ms.Dataset.from_arrays((rows, rows @ [1.0, -2.0, 3.0]), global_batch_size=100, shuffle_seed=options.seed)
+    arrays = (rows, rows @ [1.0, -2.0, 3.0])
+    data = ms.Dataset.from_arrays(arrays, global_batch_size=100, shuffle_seed=options.seed, epochs=None)
     batches = iter(strategy.experimental_distribute_dataset(data))
     with strategy.scope():  # what is made here has a copy on every rank
         weights = ms.Variable(np.zeros(3))

@@ -20,7 +20,8 @@ ranks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
 # Each rank gets its cores; on nodes that you share, or with more ranks than cores: --bind-to none
 launch=(mpirun -n "$ranks" --map-by "ppr:$SLURM_NTASKS_PER_NODE:node{{cores}}" --bind-to {{bind_to}})
 # Variables reach the other nodes only when named: UCX_TLS, NCCL_DEBUG, ... as further -x options.
-launch+=(-x OMP_NUM_THREADS -x PATH -x LD_LIBRARY_PATH)
+launch+=(-x OMP_NUM_THREADS -x PATH)
+[[ ! ${LD_LIBRARY_PATH-} ]] || launch+=(-x LD_LIBRARY_PATH)
 
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_NTASKS_PER_NODE ranks on a node, $(command -v python3), $(date -Is)"
 status=0
