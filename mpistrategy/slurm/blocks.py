@@ -90,7 +90,10 @@ def apptainer(spec: JobSpec) -> list[str]:
 
 def pyxis(spec: JobSpec) -> list[str]:
     """Return the lines that say how a container is entered with pyxis, whose options are srun's."""
-    image = shell(spec["image"] or "image.sqsh")
+    image = spec["image"] or "image.sqsh"
+    if image.endswith(".sqsh") and "/" not in image:
+        image = f"./{image}"  # pyxis takes what does not begin with . or / for a name in a registry
+    image = shell(image)
     lines = [f"image={image}", 'launch+=(--container-image="$image")']
     mounts = ",".join(spec["mounts"] or ())
     if mounts:

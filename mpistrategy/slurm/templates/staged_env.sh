@@ -22,16 +22,16 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every ra
 {{launch}}
 each_node=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1)
 
-stage=$local/$USER-$SLURM_JOB_ID
+stage=$local/mpistrategy-$SLURM_JOB_ID
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $archive goes to $stage on each node, $(date -Is)"
 # Whatever happens, the disks are left as they were.
 trap '"${each_node[@]}" rm -rf -- "$stage" || true' EXIT
 "${each_node[@]}" mkdir -p -- "$stage"
 sbcast --force -- "$archive" "$stage/environment.tar.gz" # with set -e a copy that fails ends the job: it may be a part
-"${each_node[@]}" tar -C "$stage" -xzf "$stage/environment.tar.gz"
-if "${each_node[@]}" test -x "$stage/bin/conda-unpack"; then
-    "${each_node[@]}" "$stage/bin/python3" "$stage/bin/conda-unpack"
-fi
+# shellcheck disable=SC2016 # for the shells on the nodes
+unpack='tar -C "$1" -xzf "$1/environment.tar.gz"
+if [[ -x $1/bin/conda-unpack ]]; then "$1/bin/python3" "$1/bin/conda-unpack"; fi'
+"${each_node[@]}" bash -ec "$unpack" unpack "$stage"
 
 # What libraries write while they run goes to the node's disk as well.
 export CUPY_CACHE_DIR=$stage/cupy MPLCONFIGDIR=$stage/matplotlib XDG_CACHE_HOME=$stage/cache
