@@ -112,14 +112,10 @@ BLOCKS: dict[str, Callable[[JobSpec], list[str]]] = {
 }
 
 
-#: The number of ranks: also after somebody has edited the file.
-_RANKS_NOW = '"$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))"'
-
-
 def values_of(spec: JobSpec) -> dict[str, str]:
     """Return the values for marks inside of lines."""
     numbers = ("cpus_per_task", "tasks_per_node", "max_restarts", "max_links", "bind_to")
     told = {key: str(spec[key]) for key in numbers}
     told |= {key: shell(spec[key]) for key in ("archive", "local") if spec[key]}
     cores = ":PE=$SLURM_CPUS_PER_TASK" if spec["bind_to"] == "core" else ""
-    return told | {"cores": cores, "ranks_now": _RANKS_NOW if spec.site.launcher == "srun" else str(spec.ranks)}
+    return told | {"cores": cores}

@@ -4,8 +4,8 @@
 #     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # srun is outside and starts the ranks; Python, mpistrategy and the MPI are those of the image. That MPI must speak what
-# srun offers (--mpi=pmix or pmi2). To use the cluster's MPI instead, where the ABI is the same, bind its folder into the
-# container and put it first on LD_LIBRARY_PATH: mpi4py takes the libmpi that it finds there.
+# srun offers (--mpi=pmix or pmi2). To use the cluster's MPI instead, where the ABI is the same, bind its folder into
+# the container and put it first on LD_LIBRARY_PATH: mpi4py takes the libmpi that it finds there.
 {{notes}}
 
 {{directives}}
@@ -23,7 +23,8 @@ export PMIX_MCA_psec=native # PMIx inside and outside must agree on who vouches 
 
 {{launch}}
 
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_NTASKS_PER_NODE ranks on a node, in $image, $(date -Is)"
+ranks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $ranks ranks, in $image, $(date -Is)"
 status=0
 "${launch[@]}" "${container[@]}" python3 -m mpistrategy run "${program[@]}" || status=$?
 echo "job $SLURM_JOB_ID: the program ended with status $status"

@@ -3,8 +3,8 @@
 #
 #     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
-# First a step that takes seconds: do all ranks start, meet, and add up right? Only then the program, which must not find
-# that out after hours in the queue. The job ends with the status of the program; that of the first step, if it fails.
+# First a step that takes seconds: do all ranks start, meet, and add up right? The program comes only after that. The
+# job ends with the status of the program, or of the first step, if that fails.
 {{notes}}
 
 {{directives}}
@@ -18,7 +18,8 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every ra
 
 {{launch}}
 
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_NTASKS_PER_NODE ranks on a node, $(command -v python3), $(date -Is)"
+ranks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $ranks ranks, $(command -v python3), $(date -Is)"
 
 preflight='
 import sys, numpy as np, mpistrategy as ms
@@ -31,7 +32,7 @@ if strategy.replica_id_in_sync_group == 0:
     print(f"preflight: {ranks} ranks meet and add up right", flush=True)
 '
 status=0
-"${launch[@]}" python3 -m mpistrategy run --timeout 120 -c "$preflight" {{ranks_now}} || status=$?
+"${launch[@]}" python3 -m mpistrategy run --timeout 120 -c "$preflight" "$ranks" || status=$?
 if ((status != 0)); then
     echo "job $SLURM_JOB_ID: the preflight ended with status $status; the program was not started" >&2
     exit "$status"

@@ -3,7 +3,7 @@
 #
 #     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
-# The Open MPI team recommends it, and it is the way where srun offers no PMIx. mpirun asks Slurm for the nodes by itself.
+# The Open MPI team recommends it, and it is the way where srun offers no PMIx. mpirun asks Slurm for the nodes itself.
 # With MPICH or Intel MPI write instead: launch=(mpiexec -n "$ranks" -ppn "$SLURM_NTASKS_PER_NODE")
 {{notes}}
 
@@ -23,7 +23,7 @@ launch=(mpirun -n "$ranks" --map-by "ppr:$SLURM_NTASKS_PER_NODE:node{{cores}}" -
 launch+=(-x OMP_NUM_THREADS -x PATH)
 [[ ! ${LD_LIBRARY_PATH-} ]] || launch+=(-x LD_LIBRARY_PATH)
 
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_NTASKS_PER_NODE ranks on a node, $(command -v python3), $(date -Is)"
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $ranks ranks, $(command -v python3), $(date -Is)"
 status=0
 "${launch[@]}" python3 -m mpistrategy run "${program[@]}" || status=$?
 echo "job $SLURM_JOB_ID: the program ended with status $status"

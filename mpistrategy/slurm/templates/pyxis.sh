@@ -20,7 +20,8 @@ export PMIX_MCA_psec=native # PMIx inside and outside must agree on who vouches 
 # EDIT, too: the image (a .sqsh file, or nvcr.io#organisation/name:tag), and the folders that it sees.
 {{pyxis}}
 
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_NTASKS_PER_NODE ranks on a node, in $image, $(date -Is)"
+ranks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $ranks ranks, in $image, $(date -Is)"
 status=0
 "${launch[@]}" python3 -m mpistrategy run "${program[@]}" || status=$?
 echo "job $SLURM_JOB_ID: the program ended with status $status"

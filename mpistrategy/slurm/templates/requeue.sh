@@ -5,8 +5,8 @@
 #     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # What the program has to do: restore the newest checkpoint of a CheckpointManager when it starts; and when it is sent
-# SIGUSR2 save, and end with status 75 (example.py beside this file does both). A program that knows nothing of SIGUSR2 is
-# ended by it, and goes on from the last checkpoint that it had saved: they are whole or not there.
+# SIGUSR2 save, and end with status 75 (example.py beside this file does both). A program that knows nothing of SIGUSR2
+# is ended by it, and goes on from the last checkpoint that it had saved: they are whole or not there.
 #
 # Status 0 ends the job, and so does any other status that comes before the signal: a mistake is not tried again. Where
 # jobs cannot be requeued, use chain.sbatch.

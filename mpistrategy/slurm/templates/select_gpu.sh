@@ -4,13 +4,16 @@
 #     srun ... ./select_gpu.sh python program.py
 #
 # Programs of mpistrategy do not need it, and are better off without: a rank that sees its own GPU only cannot copy from
-# those of its neighbours directly. GPUs are taken in the order of the ranks on the node; MPISTRATEGY_GPU_MAP names another
-# order. On nodes where the first cores are next to the last GPU (Perlmutter, Polaris): MPISTRATEGY_GPU_MAP=3,2,1,0
+# those of its neighbours directly. GPUs are taken in the order of the ranks on the node, or in that of
+# MPISTRATEGY_GPU_MAP. Where the first cores are next to the last GPU (Perlmutter, Polaris): MPISTRATEGY_GPU_MAP=3,2,1,0
 
 set -euo pipefail
 
 # Who am I on this node? Slurm's own answer comes last: it is 0 for all ranks that mpiexec starts inside a job.
-rank=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PALS_LOCAL_RANKID:-${PMI_LOCAL_RANK:-${MV2_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-}}}}}}
+for rank in "${OMPI_COMM_WORLD_LOCAL_RANK-}" "${MPI_LOCALRANKID-}" "${PALS_LOCAL_RANKID-}" "${PMI_LOCAL_RANK-}" \
+    "${MV2_COMM_WORLD_LOCAL_RANK-}" "${SLURM_LOCALID-}"; do
+    [[ ! $rank ]] || break
+done
 if [[ ! $rank =~ ^[0-9]+$ ]]; then
     echo "select_gpu.sh: no launcher said which rank of its node this is; start it with srun or mpiexec" >&2
     exit 2
@@ -23,7 +26,7 @@ if [[ -z $map ]] && command -v nvidia-smi >/dev/null; then
 fi
 IFS=, read -ra gpus <<<"$map"
 if ((${#gpus[@]} == 0)); then
-    echo "select_gpu.sh: no GPUs: neither MPISTRATEGY_GPU_MAP nor CUDA_VISIBLE_DEVICES is set, and nvidia-smi shows none" >&2
+    echo "select_gpu.sh: no GPUs in MPISTRATEGY_GPU_MAP, in CUDA_VISIBLE_DEVICES, nor shown by nvidia-smi" >&2
     exit 2
 fi
 if ((rank >= ${#gpus[@]})); then

@@ -17,7 +17,8 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every ra
 
 {{launch}}
 
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_NTASKS_PER_NODE ranks on a node, $(command -v python3), $(date -Is)"
+ranks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $ranks ranks, $(command -v python3), $(date -Is)"
 status=0
 "${launch[@]}" python3 -m mpistrategy run "${program[@]}" || status=$?
 echo "job $SLURM_JOB_ID: the program ended with status $status"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# {{file}}: copies the Python environment to every node's own disk first. Thousands of ranks that import from one
-# shared folder wait minutes for it, and slow it down for all others.
+# {{file}}: copies the Python environment to every node's own disk first. Thousands of ranks that import from
+# one shared folder wait minutes for it, and slow it down for all others.
 #
 #     tar -C path/to/venv -czf environment.tar.gz .        (once; of a conda environment: conda-pack)
 #     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)

@@ -1,0 +1,415 @@
+"""Job scripts: what is rendered, byte for byte; what is refused; and that a shell reads what was meant."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+from slurm_statements import ARGUMENTS, PATHS, WRONG, bad, good
+
+from mpistrategy import cli
+from mpistrategy.errors import OptionError
+from mpistrategy.slurm import sites, values
+from mpistrategy.slurm.keys import KEYS, TEMPLATES, keys_of
+from mpistrategy.slurm.render import COMPANIONS, all_files, render
+from mpistrategy.slurm.spec import JobSpec
+
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="needs no ranks: runs in the session on 1 rank")
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "slurm"
+FILES = all_files()
+SCRIPTS = [name for name in FILES if not name.endswith(".py")]
+JOBS = [name for name in SCRIPTS if name != "select_gpu.sh"]
+
+
+def text_of(template: str, **statement: Any) -> str:
+    return render(JobSpec.of(template, statement))
+
+
+def refusal(template: str, **statement: Any) -> str:
+    with pytest.raises(OptionError) as caught:
+        JobSpec.of(template, statement)
+    return str(caught.value)
+
+
+def check_shell(text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), f"{done.stderr}\n{text}"
+
+
+def array_in(text: str, name: str) -> list[str]:
+    """Return the array that a shell makes of the line ``name=(...)``, run in a folder that is empty."""
+    line = next(line for line in text.splitlines() if line.startswith(f"{name}=("))
+    command = f"cd / && HOME=/home/you && {line} && printf '%s\\0' \"${{{name}[@]}}\""
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
+    return done.stdout.decode().split("\0")[:-1]
+
+
+# ------------------------------------------------------------------------------------------------ the files
+
+
+def test_the_folder_is_what_the_command_writes() -> None:
+    there = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file()} - {"README.md"}
+    there = {name for name in there if not name.endswith((".out", ".pyc")) and not name.startswith("checkpoints/")}
+    assert there == set(FILES)
+    for name, text in FILES.items():
+        assert (FOLDER / name).read_text(encoding="utf-8") == text, (
+            f"slurm/{name}: mpistrategy slurm --all slurm --force"
+        )
+
+
+def test_there_is_a_file_for_each_template_and_site() -> None:
+    assert {f"{name}.sbatch" for name in TEMPLATES} | set(COMPANIONS) <= set(FILES)
+    assert {"alps", "frontier", "juwels", "leonardo", "lumi", "perlmutter", "polaris", "tacc"} == set(sites.names())
+    assert len(FILES) == len(TEMPLATES) + len(sites.names()) + len(COMPANIONS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_clean(name: str) -> None:
+    text = FILES[name]
+    check_shell(text)
+    assert text.startswith("#!/bin/bash\n")
+    assert all(len(line) <= 120 and line == line.rstrip() for line in text.splitlines())
+    assert "{{" not in text
+    assert text.isascii()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="not run: no shellcheck on this machine")
+def test_shellcheck_finds_nothing() -> None:
+    paths = [str(FOLDER / name) for name in SCRIPTS]
+    done = subprocess.run(["shellcheck", *paths], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_ends_with_the_status_of_its_program(name: str) -> None:
+    assert FILES[name].rstrip().endswith('exit "$status"')
+    assert 'python3" -m mpistrategy run' in FILES[name] or "python3 -m mpistrategy run" in FILES[name]
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name.endswith(".sbatch")])
+def test_ranks_see_all_gpus_and_one_failure_ends_the_step(name: str) -> None:
+    text = FILES[name]
+    assert "--gpus-per-task" not in text
+    assert name in ("multi_node_mpirun.sbatch", "sites/tacc.sbatch") or "srun --kill-on-bad-exit=1" in text
+    assert "#SBATCH --ntasks-per-node=" in text
+    assert "--mpi=" not in text.replace("add --mpi=", "").replace("(--mpi=", "").replace("or --mpi=", "")
+
+
+@pytest.mark.parametrize("name", ["single_node", "multi_node", "requeue", "chain", "array"])
+def test_three_lines_are_marked_for_editing(name: str) -> None:
+    assert [line[:8] for line in FILES[f"{name}.sbatch"].splitlines() if line.startswith("# EDIT")] == [
+        "# EDIT 1", "# EDIT 2", "# EDIT 3",
+    ]  # fmt: skip
+
+
+def test_tacc_is_asked_for_no_gpu_and_pbs_has_its_lines_together() -> None:
+    assert not any(word in FILES["sites/tacc.sbatch"] for word in ("--gres", "gpus-per", "--export", "cpus-per-task"))
+    lines = FILES["sites/polaris.pbs"].splitlines()[1:]
+    assert [line.startswith("#PBS") for line in lines] == sorted(
+        (line.startswith("#PBS") for line in lines), reverse=True
+    )
+    assert "SLURM" not in FILES["sites/polaris.pbs"]
+    assert "#PBS -l walltime=30:00:00" in text_of("multi_node", site="polaris", time="1-06")
+
+
+@pytest.mark.parametrize("name", sites.names())
+def test_a_site_renders_all_its_templates(name: str) -> None:
+    site = sites.load(name)
+    assert site.summary
+    for template in site.templates or TEMPLATES:
+        check_shell(text_of(template, site=name, account="m1"))
+    assert not set(tomllib.loads((sites.FOLDER / f"{name}.toml").read_text())["defaults"]) - set(KEYS)
+    with pytest.raises(OptionError, match=f"no account; expected values for account.* which {name} wants"):
+        JobSpec.of("multi_node", {"site": name}).check_complete()
+
+
+def test_the_companion_program_is_python() -> None:
+    assert "CheckpointManager" in {
+        node.attr for node in ast.walk(ast.parse(FILES["example.py"])) if isinstance(node, ast.Attribute)
+    }
+
+
+# ------------------------------------------------------------------------------------------------ what is rendered
+
+
+def test_values_are_where_they_belong() -> None:
+    text = text_of(
+        "multi_node", account="m1234", partition="gpu", qos="debug", constraint="gpu&hbm80g", nodes="16", time="90",
+        gpus_per_node=4, cpus_per_task=32, memory="0", exclusive=True, mpi="pmix", venv="~/my venv", extra="--nice=5",
+        modules="gcc cuda/12", program="my train.py", arguments="--rate 0.1 'two words'", reservation="r1",
+        output="o %j",
+    )  # fmt: skip
+    for line in (
+        "#SBATCH --account=m1234", "#SBATCH --partition=gpu", "#SBATCH --qos=debug",
+        '#SBATCH --constraint="gpu&hbm80g"',
+        "#SBATCH --nodes=16", "#SBATCH --ntasks-per-node=4", "#SBATCH --gpus-per-node=4", "#SBATCH --cpus-per-task=32",
+        "#SBATCH --mem=0", "#SBATCH --exclusive", "#SBATCH --time=01:30:00", "#SBATCH --nice=5",
+        "module load gcc cuda/12",
+        "#SBATCH --reservation=r1", "source \"$HOME\"/'my venv/bin/activate'", '#SBATCH --output="o %j"',
+    ):  # fmt: skip
+        assert line in text.splitlines(), line
+    assert array_in(text, "program") == ["my train.py", "--rate", "0.1", "two words"]
+    assert "--cpu-bind=cores --mpi=pmix)" in text
+    assert "--gpu-bind=none" in text
+    assert "##SBATCH" not in text
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (90, "01:30:00"), ("1", "00:01:00"), ("1440", "1-00:00:00"), ("2:00:00", "02:00:00"),
+        ("48:00:00", "2-00:00:00"),
+        ("1-0", "1-00:00:00"), ("1-02:03", "1-02:03:00"), ("1-02:03:04", "1-02:03:04"), ("366-00", "366-00:00:00"),
+    ],
+)  # fmt: skip
+def test_times_are_written_in_one_way(written: object, meant: str) -> None:
+    assert values.time(written, "time") == meant
+    assert values.in_words(values.in_seconds(meant)) == meant
+
+
+@given(good())
+@settings(max_examples=60, deadline=None)
+def test_good_statements_give_scripts_that_a_shell_reads(case: tuple[str, dict[str, Any]]) -> None:
+    template, statement = case
+    text = text_of(template, **statement)
+    assert text == text_of(template, **dict(reversed(statement.items())))  # whatever the order
+    check_shell(text)
+    program = str(statement.get("program", "example.py"))
+    wanted = [program, *statement.get("arguments", [])]
+    assert array_in(text, "program")[: len(wanted)] == wanted
+    assert all(line.startswith(("#", "##")) for line in text.partition("# EDIT 2")[0].splitlines() if line)
+
+
+@given(st.sampled_from(["program", "venv", "image", "archive"]), PATHS)
+@settings(max_examples=40, deadline=None)
+def test_a_path_comes_out_of_the_shell_as_it_went_in(key: str, path: str) -> None:
+    words = subprocess.run(["bash", "-c", f"printf %s {values.shell(path)}"], capture_output=True, check=True).stdout
+    assert words.decode() == values.path(path, key) == path
+
+
+@given(st.sampled_from(sorted(KEYS)), st.text(max_size=30) | ARGUMENTS)
+@settings(max_examples=150, deadline=None)
+def test_no_text_makes_a_line_of_its_own(key: str, given_text: str) -> None:
+    template = next(name for name in TEMPLATES if key in keys_of(name))
+    try:
+        text = text_of(template, **{key: given_text})
+    except OptionError:
+        return
+    usual = text_of(template)
+    # Values that are not there by default bring lines of their own; what they hold brings none.
+    assert abs(len(text.splitlines()) - len(usual.splitlines())) <= 3
+    assert text.count("\n") == len(text.splitlines())
+    check_shell(text)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@given(bad())
+@settings(max_examples=200, deadline=None)
+def test_bad_statements_are_refused(case: tuple[str, dict[str, Any]]) -> None:
+    template, statement = case
+    with pytest.raises(OptionError) as caught:
+        JobSpec.of(template, statement)
+    text = str(caught.value)
+    assert text.startswith("mpistrategy slurm")
+    assert "found" in text
+    assert "expected" in text
+    assert text.isprintable()
+
+
+def test_every_key_is_tried_with_wrong_values() -> None:
+    assert set(WRONG) == {*KEYS, "site"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "what"),
+    [
+        ({"node": 2}, "found the key 'node'; expected keys of the template multi_node: site, job_name, account"),
+        ({"array": "0-3"}, "Others have it: another template"),
+        (
+            {"gpus_per_node": 4, "tasks_per_node": 8},
+            "as many ranks as GPUs: a rank drives one. Leave tasks_per_node out",
+        ),
+        ({"site": "perlmutter", "gpus_per_node": 8}, "found gpus_per_node=8; expected at most 4 on perlmutter"),
+        ({"site": "lumi", "gpus_per_node": 8}, "none that this library can use"),
+        ({"site": "leonardo", "cpus_per_task": 9}, "expected at most 32 CPUs on a node of leonardo"),
+        ({"site": "atlantis"}, "one of alps, frontier, juwels, leonardo, lumi, perlmutter, polaris, tacc, or the path"),
+        ({"site": "polaris", "qos": "debug"}, "found the key 'qos'"),
+        ({"site": "tacc", "mpi": "pmix"}, "found the key 'mpi'"),
+        ({"time": "1:30"}, "Slurm takes two numbers for minutes and seconds; write H:MM:SS."),
+        ({"extra": "--nodes=3"}, "Write nodes=... instead."),
+        ({"extra": "--wrap=id"}, "This script depends on its own."),
+        ({"program": "$HOME/x.py"}, "Nothing is expanded but a leading ~/; write the whole path out."),
+        ({"account": "a\nb"}, r"Take '\n' out."),
+    ],
+)
+def test_refusals_say_what_to_do(statement: dict[str, Any], what: str) -> None:
+    assert what in refusal("multi_node", **statement)
+
+
+def test_templates_that_a_site_does_not_have_and_leads_that_are_too_long() -> None:
+    assert "expected one of single_node, multi_node." in refusal("chain", site="polaris")
+    assert "less than the time limit" in refusal("requeue", time=2, signal_lead=120)
+    assert "expected one of single_node, multi_node, multi_node_mpirun" in refusal("many")
+
+
+@pytest.mark.parametrize(
+    ("profile", "what"),
+    [
+        ("name = 'x'", "the unknown key 'name'; expected keys out of summary, notes"),
+        ("gpus = '4'", "gpus='4'; expected a int"),
+        ("launcher = 'aprun'", "launcher='aprun'; expected out of srun, ibrun, mpiexec"),
+        ("directives = ['nodes']", "options, each beginning with - or --"),
+        ('setup = ["a\\nb"]', "Take '\\n' out"),
+        ("[defaults]\nnode = 1", "the default of an unknown key 'node'"),
+        ("[defaults]\nnodes = 0", "nodes=0"),
+        ("summary =", "a file in TOML that can be read"),
+    ],
+)
+def test_profiles_that_are_refused(tmp_path: Path, profile: str, what: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(profile)
+    assert what in refusal("multi_node", site=str(path))
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'summary = "ours"\ngpus = 2\ndirectives = ["--licenses=scratch"]\nsetup = ["export A=1"]\n'
+        '[defaults]\ngpus_per_node = 2\npartition = "all"\n'
+    )
+    lines = text_of("single_node", site=str(path)).splitlines()
+    assert {"# Site mine: ours", "#SBATCH --licenses=scratch", "export A=1", "#SBATCH --partition=all"} <= set(lines)
+    assert "#SBATCH --ntasks-per-node=2" in lines
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = cli.main(["slurm", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_the_command_prints_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert command(capsys, "multi_node") == (0, FILES["multi_node.sbatch"], "")
+    source = tmp_path / "job.toml"
+    source.write_text('nodes = 4\narguments = ["--rate", "0.1"]\ntime = "1:00:00"\n')
+    status, printed, _ = command(capsys, "multi_node", "nodes=8", "--from", source)
+    assert (status, printed) == (0, text_of("multi_node", nodes=8, arguments=["--rate", "0.1"], time=60))
+
+
+def test_files_are_overwritten_with_force_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "a job.sbatch"
+    assert command(capsys, "single_node", "-o", path) == (0, "", "")
+    status, _, told = command(capsys, "single_node", "nodes=1", "-o", path)
+    assert status == 2
+    assert "found the key 'nodes'" in told
+    status, _, told = command(capsys, "single_node", "time=5", "-o", path)
+    assert (status, path.read_text()) == (2, FILES["single_node.sbatch"])
+    assert "--force overwrites it." in told
+    assert command(capsys, "single_node", "time=5", "-o", path, "--force")[0] == 0
+    assert path.read_text() == text_of("single_node", time=5)
+
+
+def test_all_files_are_written_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "slurm"
+    assert command(capsys, "--all", folder)[0] == 0
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == set(FILES)
+    (folder / "chain.sbatch").write_text("mine")
+    (folder / "array.sbatch").unlink()
+    assert command(capsys, "--all", folder)[0] == 2
+    assert not (folder / "array.sbatch").exists()
+    assert (folder / "chain.sbatch").read_text() == "mine"
+    assert command(capsys, "--all", folder, "--force")[0] == 0
+    assert (folder / "chain.sbatch").read_text() == FILES["chain.sbatch"]
+
+
+def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    status, printed, _ = command(capsys, "--list")
+    assert status == 0
+    assert all(f"  {name} " in printed for name in (*TEMPLATES, *KEYS, *sites.names()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "name a template, or --list, or --all FOLDER"),
+        (["multi_node", "nodes"], "found 'nodes'; expected each key once, as KEY=VALUE"),
+        (["multi_node", "nodes=1", "nodes=2"], "found 'nodes' twice"),
+        (["multi_node", "--from", "/there/is/none.toml"], "No such file"),
+        (["multi_node", "-o", "/there/is/none"], "No such file"),
+        (["multi_node", "site=polaris", "account=a", "--check"], "PBS, which polaris has, cannot check a script"),
+        (["multi_node", "site=alps", "--check"], "found no account"),
+        (["multi_node", "site=alps", "--submit"], "found no account"),
+        (["multi_node", "--check"], "there is no sbatch on this machine"),
+        (["multi_node", "--submit"], "there is no sbatch on this machine"),
+        (["multi_node", "site=polaris", "account=a", "--submit"], "there is no qsub on this machine"),
+    ],
+)
+def test_what_the_command_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], what: str
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    status, printed, told = command(capsys, *arguments)
+    assert (status, printed) == (2, "")
+    assert what in told
+
+
+@pytest.mark.parametrize(("option", "wanted"), [("--check", ["--test-only"]), ("--submit", [])])
+@pytest.mark.parametrize("answer", [0, 1])
+def test_sbatch_gets_the_script(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    option: str,
+    wanted: list[str],
+    answer: int,
+) -> None:
+    fake = tmp_path / "sbatch"
+    fake.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/arguments; cat >{tmp_path}/script; exit {answer * 7}\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert command(capsys, "multi_node", "nodes=3", option) == (answer, "", "")
+    assert (tmp_path / "script").read_text() == text_of("multi_node", nodes=3)
+    assert (tmp_path / "arguments").read_text().split() == wanted
+
+
+def test_select_gpu_gives_each_rank_its_own(tmp_path: Path) -> None:
+    def gpu(**environment: str) -> tuple[int, str]:
+        script = 'printf \'%s|\' "$CUDA_VISIBLE_DEVICES" "$@"'
+        done = subprocess.run(
+            [str(FOLDER / "select_gpu.sh"), "bash", "-c", script, "bash", "two words"],
+            env={"PATH": "/usr/bin:/bin", **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout or done.stderr
+
+    assert gpu(SLURM_LOCALID="1", CUDA_VISIBLE_DEVICES="4,5,6") == (0, "5|two words|")
+    assert gpu(SLURM_LOCALID="0", OMPI_COMM_WORLD_LOCAL_RANK="2", MPISTRATEGY_GPU_MAP="3,2,1,0") == (0, "1|two words|")
+    assert gpu(MPI_LOCALRANKID="0", CUDA_VISIBLE_DEVICES="GPU-abc")[1] == "GPU-abc|two words|"
+    assert gpu(CUDA_VISIBLE_DEVICES="0")[0] == 2
+    assert "start fewer ranks" in gpu(SLURM_LOCALID="1", CUDA_VISIBLE_DEVICES="0")[1]
+    assert gpu(SLURM_LOCALID="a[$(id)]", CUDA_VISIBLE_DEVICES="0")[0] == 2
+
+
+def test_the_command_starts_no_mpi() -> None:
+    code = "import sys, mpistrategy.cli as c; c.main(['slurm', '--list']); sys.exit('mpi4py.MPI' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
