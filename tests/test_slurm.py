@@ -161,7 +161,7 @@ def test_values_are_where_they_belong() -> None:
         assert line in text.splitlines(), line
     assert array_in(text, "program") == ["my train.py", "--rate", "0.1", "two words"]
     assert "--cpu-bind=cores --mpi=pmix)" in text
-    assert "--gpu-bind=none" in text
+    assert "--gpu-bind" not in text
     assert "##SBATCH" not in text
 
 

@@ -49,7 +49,7 @@ def _srun(spec: JobSpec) -> list[str]:
     if "cpus_per_task" not in spec.site.skip:
         options.append('--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"')
     if spec["gpus_per_node"] and spec.site.gpu_option:
-        options.append("--gpu-bind=none")
+        # Not --gpu-bind=none: in a step of Slurm 22.05 that leaves CUDA_VISIBLE_DEVICES unset.
         lines.append(
             "# No GPU is bound to a rank: a rank that sees its own one only cannot copy from others' directly."
         )

@@ -29,7 +29,7 @@ trap '"${each_node[@]}" rm -rf -- "$stage" || true' EXIT
 "${each_node[@]}" mkdir -p -- "$stage"
 sbcast --force -- "$archive" "$stage/environment.tar.gz" # with set -e a copy that fails ends the job: it may be a part
 # shellcheck disable=SC2016 # for the shells on the nodes
-unpack='tar -C "$1" -xzf "$1/environment.tar.gz"
+unpack='tar -C "$1" -xf "$1/environment.tar.gz"
 if [[ -x $1/bin/conda-unpack ]]; then "$1/bin/python3" "$1/bin/conda-unpack"; fi'
 "${each_node[@]}" bash -ec "$unpack" unpack "$stage"
 

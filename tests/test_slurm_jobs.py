@@ -1,0 +1,353 @@
+"""The files of slurm/ on a real Slurm: submitted, run on two nodes, signalled, requeued; checked on 1024 paper nodes.
+
+Where there can be no Slurm (no root, no namespaces, no packages) these tests say `not run` and why.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+import slurm_bed
+from hypothesis import HealthCheck, given, settings
+from mpi4py import MPI
+from slurm_bed import Job, SlurmBed
+from slurm_statements import good
+
+from mpistrategy import cli
+from mpistrategy.slurm.render import render
+from mpistrategy.slurm.spec import JobSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+MPI_TYPE = "pmix" if launching.IS_OPEN_MPI else "pmi2"
+WHY_NOT = slurm_bed.why_not() if MPI.COMM_WORLD.size == 1 else "runs in the session on 1 rank"
+if not WHY_NOT and not launching.LIBRARY.startswith(("Open MPI", "MPICH")):
+    WHY_NOT = "tried with MPICH and Open MPI only"
+
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"not run: {WHY_NOT}")
+needs_srun = pytest.mark.skipif(
+    launching.IS_OPEN_MPI and not slurm_bed.PMIX, reason="not run: Slurm's plugin for PMIx finds no libpmix.so"
+)
+
+
+# srun ends the ranks that are left when one has failed; and its status is the greatest of all ranks'.
+ENDED = (128 + 15, 128 + 9)
+
+
+def started(**options: Any) -> Iterator[SlurmBed]:
+    folder = Path(tempfile.mkdtemp(prefix="ms-slurm-"))  # its path must be short, for sockets
+    try:
+        with SlurmBed(folder, **options) as bed:
+            yield bed
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[SlurmBed]:
+    yield from started(nodes=2, cpus=4, gpus=2)
+
+
+@pytest.fixture(scope="module")
+def paper() -> Iterator[SlurmBed]:
+    yield from started(nodes=1024, cpus=64, gpus=4, paper=True)
+
+
+class User:
+    """Somebody with an account, in a folder with copies of slurm/."""
+
+    def __init__(self, bed: SlurmBed, folder: Path) -> None:
+        self.bed, self.folder = bed, folder
+        for path in (ROOT / "slurm").iterdir():
+            if path.is_file():
+                shutil.copy(path, folder)
+        self.environment = launching.environment() | {
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "SLURM_MPI_TYPE": MPI_TYPE,
+        }
+
+    def edit(self, file: str, *arguments: str) -> None:
+        """Give the program of a script these arguments."""
+        path = self.folder / file
+        text, count = re.subn(r"^program=\(.*\)$", f"program=({' '.join(arguments)})", path.read_text(), flags=re.M)
+        assert count == 1
+        path.write_text(text)
+
+    def submit(self, file: str) -> str:
+        done = self.bed.run("sbatch", "--parsable", file, cwd=self.folder, env=self.environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def output(self, job: str) -> Path:
+        return self.folder / f"mpistrategy-{job}.out"
+
+    def run(self, file: str) -> Job:
+        job = self.submit(file)
+        return self.bed.wait(job, self.output(job))
+
+    def tell(self, job: str) -> None:
+        """Send the signal that Slurm sends before the time is up; once the program is at work."""
+        self.says(job, " on ")
+        self.bed.run("scancel", "--batch", "--signal=USR2", job)
+
+    def says(self, job: str, what: str) -> None:
+        """Wait until example.py, or the script, has said something."""
+        path = self.output(job)
+        self.bed.until(lambda: path.exists() and what in path.read_text(), 60, f"{what!r}", path)
+
+
+@pytest.fixture
+def user(bed: SlurmBed, tmp_path: Path) -> User:
+    return User(bed, tmp_path)
+
+
+def twice(test: Callable[[User], None]) -> Callable[[User], None]:
+    """Try once more where MPICH 5.0.2 and Slurm's pmi2 misunderstood each other on several nodes (see the README)."""
+
+    @functools.wraps(test)
+    def again(user: User) -> None:
+        try:
+            test(user)
+        except (AssertionError, TimeoutError) as error:
+            if launching.IS_OPEN_MPI or not re.search(r"mpi/pmi2:|Connection refused", str(error)):
+                raise
+            folder = user.folder / "again"
+            folder.mkdir()
+            test(User(user.bed, folder))
+
+    return again
+
+
+def check(job: Job, ranks: int, told: str = "made all 200 steps") -> None:
+    assert (job.state, job.status) == ("COMPLETED", 0), job.output
+    assert f"example.py on {ranks} ranks: {told}" in job.output, job.output
+    assert "the program ended with status 0" in job.output
+
+
+# ------------------------------------------------------------------------------------------------ as they stand
+
+
+@needs_srun
+def test_single_node(user: User) -> None:
+    check(user.run("single_node.sbatch"), 2)
+
+
+@needs_srun
+@twice
+def test_multi_node(user: User) -> None:
+    job = user.run("multi_node.sbatch")
+    check(job, 4)
+    assert job.output.index("preflight: 4 ranks meet") < job.output.index("example.py on 4 ranks: begins")
+
+
+@pytest.mark.skipif(not launching.IS_OPEN_MPI, reason="needs Open MPI")
+def test_multi_node_mpirun(user: User) -> None:
+    check(user.run("multi_node_mpirun.sbatch"), 4)
+
+
+@needs_srun
+def test_array(user: User) -> None:
+    first = user.submit("array.sbatch")
+    for index in range(4):
+        job = f"{first}_{index}"
+        check(user.bed.wait(job, user.output(job)), 2)
+        assert list((user.folder / "checkpoints" / f"mpistrategy-{index}").glob("step-*"))
+
+
+@needs_srun
+def test_a_job_has_the_status_of_its_program(user: User) -> None:
+    (user.folder / "three.py").write_text("import mpistrategy as ms; ms.MirroredStrategy(); raise SystemExit(3)")
+    user.edit("single_node.sbatch", "three.py")
+    job = user.run("single_node.sbatch")
+    assert (job.state, job.status in (3, *ENDED)) == ("FAILED", True), job.output
+
+
+def test_ranks_that_do_not_meet_are_found_before_the_program_starts(user: User) -> None:
+    user.environment["SLURM_MPI_TYPE"] = "none"
+    job = user.run("multi_node.sbatch")
+    assert (job.state, job.status in (2, *ENDED)) == ("FAILED", True), job.output
+    assert f"the preflight ended with status {job.status}; the program was not started" in job.output
+    assert "example.py" not in job.output
+    assert f"Start it with `srun --mpi={MPI_TYPE}`" in job.output
+
+
+@needs_srun
+def test_every_rank_sees_all_gpus(user: User) -> None:
+    text = render(JobSpec.of("single_node", {"gpus_per_node": 2, "program": "show.py"}))
+    (user.folder / "gpus.sbatch").write_text(text)
+    (user.folder / "show.py").write_text("import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)")
+    job = user.run("gpus.sbatch")
+    assert job.status == 0, job.output
+    assert job.output.count("sees 0,1\n") == 2, job.output
+
+
+# ------------------------------------------------------------------------------------------------ the time limit
+
+
+@needs_srun
+@twice
+def test_requeue(user: User) -> None:
+    user.edit("requeue.sbatch", "example.py", "--pause", "0.05", "--steps", "60")
+    job = user.submit("requeue.sbatch")
+    user.says(job, "begins with step 1")
+    user.tell(job)
+    user.says(job, "back to the queue")
+    done = user.bed.wait(job, user.output(job))
+    assert (done.state, done.status) == ("COMPLETED", 0), done.output
+    saved = re.search(r"was told to stop, and saved step (\d+)", done.output)
+    assert saved, done.output
+    assert f"goes on after step {saved[1]}\n" in done.output
+    assert re.search(r"the program stopped with status (75|143|137); back to the queue", done.output)
+    assert "restart 1 of 10" in done.output
+    assert "example.py on 4 ranks: made all 60 steps" in done.output
+
+
+@needs_srun
+def test_requeue_of_a_program_that_knows_no_signals_and_its_cap(user: User) -> None:
+    (user.folder / "deaf.py").write_text(
+        "import time, mpistrategy as ms; ms.MirroredStrategy(); print('works on ', flush=True); time.sleep(60)"
+    )
+    text = render(JobSpec.of("requeue", {"nodes": 1, "tasks_per_node": 1, "program": "deaf.py", "max_restarts": 1}))
+    (user.folder / "deaf.sbatch").write_text(text)
+    job = user.submit("deaf.sbatch")
+    user.says(job, "works on")
+    user.tell(job)
+    user.says(job, "back to the queue")
+    user.bed.until(lambda: user.output(job).read_text().count("works on") == 2, 60, "restart", user.output(job))
+    user.tell(job)
+    done = user.bed.wait(job, user.output(job))
+    assert done.state == "FAILED", done.output
+    assert done.status != 0
+    assert "not done after 1 restarts; not requeued" in done.output
+
+
+@needs_srun
+def test_a_failure_is_not_requeued(user: User) -> None:
+    user.edit("requeue.sbatch", "example.py", "--rate", "minus")
+    done = user.run("requeue.sbatch")
+    assert (done.state, done.status in (2, *ENDED)) == ("FAILED", True), done.output
+    assert f"the program failed with status {done.status}; not requeued" in done.output
+
+
+@needs_srun
+@twice
+def test_chain(user: User) -> None:
+    user.edit("chain.sbatch", "example.py", "--pause", "0.05", "--steps", "60")
+    first = user.submit("chain.sbatch")
+    user.says(first, "begins with step 1")
+    user.tell(first)
+    done = user.bed.wait(first, user.output(first))
+    found = re.search(r"job (\d+) goes on after it", done.output)
+    assert found, done.output
+    assert (done.state, done.status in (75, *ENDED)) == ("FAILED", True), done.output
+    last = user.bed.wait(found[1], user.output(found[1]))
+    check(last, 4, "made all 60 steps")
+    assert "link 2 of 10" in last.output
+    taken_back = re.search(r"job (\d+) goes on after it", last.output)
+    assert taken_back, last.output
+    assert user.bed.show(taken_back[1])["JobState"] == "CANCELLED"
+
+
+# ------------------------------------------------------------------------------------------------ other homes
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{text}")
+    path.chmod(0o755)
+
+
+@needs_srun
+@twice
+def test_apptainer_with_a_stand_in(user: User) -> None:
+    stand_in(
+        user.folder,
+        "apptainer",
+        '[[ $1 == exec && -e $2 ]] || exit 9; echo "in $2"; shift 2; exec "$@"',
+    )
+    (user.folder / "image.sif").touch()
+    user.environment["PATH"] = f"{user.folder}:{user.environment['PATH']}"
+    job = user.run("apptainer.sbatch")
+    check(job, 4)
+    assert job.output.count("in image.sif\n") == 4
+
+
+@needs_srun
+@twice
+def test_pyxis_with_a_stand_in(user: User) -> None:
+    srun = shutil.which("srun", path=slurm_bed.SEARCH)
+    taken = 'for a; do case $a in --container-*) echo "pyxis: $a" ;; *) args+=("$a") ;; esac; done'
+    stand_in(user.folder, "srun", f'args=()\n{taken}\nexec {srun} "${{args[@]}}"')
+    user.environment["PATH"] = f"{user.folder}:{user.environment['PATH']}"
+    job = user.run("pyxis.sbatch")
+    check(job, 4)
+    assert "pyxis: --container-image=./image.sqsh\n" in job.output
+    assert f"pyxis: --container-mounts={user.folder}:{user.folder}\n" in job.output
+
+
+@needs_srun
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="not run: packs a virtual environment, and there is none")
+@twice
+def test_staged_env(user: User) -> None:
+    packages = Path(MPI.__file__).parents[1].relative_to(sys.prefix)
+    kept = ["pyvenv.cfg", "bin/python3", "bin/python"]
+    kept += [
+        str(path.relative_to(sys.prefix)) for path in Path(sys.prefix, "lib").iterdir() if path.name[:6] != "python"
+    ]
+    kept += [str(packages / name) for name in ("mpi4py", "numpy", "numpy.libs")]
+    kept = [name for name in kept if Path(sys.prefix, name).exists()]
+    archive = user.folder / "environment.tar.gz"
+    subprocess.run(
+        ["tar", "-C", sys.prefix, "--exclude=tests", "--exclude=__pycache__", "-cf", str(archive), *kept], check=True
+    )
+    text = render(JobSpec.of("staged_env", {"local": str(user.bed.local), "arguments": "--steps 10"}))
+    (user.folder / "staged.sbatch").write_text(text)
+    user.environment["PATH"] = os.environ["PATH"]
+    job = user.run("staged.sbatch")
+    check(job, 4, "made all 10 steps")
+    left = user.bed.run("srun", "--nodes=2", "ls", "-A", str(user.bed.local))
+    assert (left.returncode, left.stdout) == (0, ""), left
+
+
+# ------------------------------------------------------------------------------------------------ on paper
+
+
+@given(case=good())
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+def test_slurm_takes_every_good_statement(paper: SlurmBed, case: tuple[str, dict[str, Any]]) -> None:
+    template, statement = case
+    done = paper.run("sbatch", "--test-only", input=render(JobSpec.of(template, statement)))
+    assert done.returncode == 0, done.stderr
+    nodes = 1 if template == "single_node" else statement.get("nodes", 1 if template == "array" else 2)
+    assert "to start at" in done.stderr
+    assert re.search(rf"using {nodes * _cores(statement)} processors", done.stderr) or statement.get("exclusive")
+
+
+def _cores(statement: dict[str, Any]) -> int:
+    ranks = statement.get("gpus_per_node") or statement.get("tasks_per_node", 2)
+    return int(ranks * statement.get("cpus_per_task", 1))
+
+
+@pytest.mark.parametrize(("nodes", "status"), [(1024, 0), (1025, 1)])
+def test_check_asks_slurm(
+    paper: SlurmBed, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], nodes: int, status: int
+) -> None:
+    for name, value in paper.environment.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["slurm", "multi_node", f"nodes={nodes}", "gpus_per_node=4", "--check"]) == status
+    told = capfd.readouterr().err
+    assert ("on nodes node[1-1024] in partition test" in told) == (status == 0), told
