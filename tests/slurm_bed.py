@@ -255,6 +255,7 @@ class SlurmBed:
             "SlurmdPidFile": f"{self.folder}/slurmd.%n.pid",
             "SlurmctldLogFile": self.folder / "slurmctld.log",
             "SlurmdLogFile": f"{self.folder}/slurmd.%n.log",
+            "TmpFS": f"{self.folder}/%n",  # Slurm's plugin for PMIx puts files of the same names there on every node
             "TaskProlog": self.folder / "prolog",
             "ProctrackType": "proctrack/linuxproc",  # what needs neither cgroups nor systemd
             "TaskPlugin": "task/none",
