@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "unshare", "nsenter")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "unshare", "nsenter", "setpriv")
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
 # What Slurm's plugin loads; Debian has it under this name only with libpmix-dev, or where somebody made the link.
 PMIX = glob.glob("/usr/lib/*/pmix2/lib/libpmix.so")
@@ -167,6 +167,9 @@ class SlurmBed:
             f"--pid-file={where}/munged.pid", f"--log-file={where}/munged.log", f"--seed-file={where}/munge.seed",
         )  # fmt: skip
         self.until((where / "munge.socket").exists, 20, "munge.socket")
+        for left in Path("/sys/class/net").glob("ms[0-9]*"):  # by sessions that were killed
+            if left.name[2:].isdigit() and not Path("/proc", left.name[2:]).exists():
+                subprocess.run(["ip", "link", "del", left.name], capture_output=True, check=False)
         if not self.paper:
             _sh("ip", "link", "add", self._bridge, "type", "bridge")
             _sh("ip", "addr", "add", f"{self._subnet}.254/24", "dev", self._bridge)
@@ -204,12 +207,12 @@ class SlurmBed:
         return len(nodes) == self.nodes and set(nodes) == {"idle"}
 
     def _spawn(self, name: str, program: str, *arguments: str, stdin: bool = False) -> subprocess.Popen[bytes]:
-        path = shutil.which(program, path=SEARCH)
-        assert path is not None
+        # A session that runs out of time is killed, and tidies up nothing.
+        until_we_die = ("setpriv", "--pdeathsig", "KILL")
         log: IO[bytes]
         with open(self.folder / f"{name}.out.log", "wb") as log:
             self._processes[name] = subprocess.Popen(
-                [path, *arguments],
+                [*until_we_die, program, *arguments],
                 stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
