@@ -165,7 +165,7 @@ def of_this_process(rank: int, size: int, end: Callable[[int], object] | None = 
 
 def forget(guard: Guard) -> None:
     """Watch over the communicator of `guard` no longer."""
-    if _watchdog is not None:
+    if _watchdog is not None and _watchdog.pid == os.getpid():  # the files are not a forked child's
         _watchdog.remove(guard)
 
 
