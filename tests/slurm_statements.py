@@ -13,7 +13,9 @@ NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,20}", fullmatch=True)
 PATHS = st.text(st.sampled_from("abz019_. -/'\"\\()&;|<>*?[]{}!#%^~äß"), min_size=1, max_size=20).filter(
     lambda text: text == text.strip() and not text.startswith(("-", "~"))
 )
-ARGUMENTS = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12)
+ARGUMENTS = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12).filter(
+    lambda text: not text.startswith("~/")
+)
 TIMES = st.one_of(
     st.integers(10, 5000),
     st.builds("{}:{:02}:{:02}".format, st.integers(1, 40), st.integers(0, 59), st.integers(0, 59)),
@@ -45,7 +47,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "max_links": st.integers(1, 50),
     "bind_to": st.sampled_from(["core", "none"]),
     "image": PATHS,
-    "mounts": st.sampled_from(["/data:/data", "/a b:/c", ["/x:/y:ro", "~/d:/e"]]),
+    "mounts": st.sampled_from(["/data:/data", ["/a b:/c"], ["/x:/y:ro", "~/d:/e"]]),
     "archive": PATHS,
     "local": st.sampled_from(["/tmp", "/local scratch"]),
 }
