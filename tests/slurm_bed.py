@@ -204,7 +204,7 @@ class SlurmBed:
 
     def _all_idle(self) -> bool:
         nodes = self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
-        return len(nodes) == self.nodes and set(nodes) == {"idle"}
+        return len(nodes) == self.nodes and set(nodes) <= {"idle", "idle~"}
 
     def _spawn(self, name: str, program: str, *arguments: str, stdin: bool = False) -> subprocess.Popen[bytes]:
         # A session that runs out of time is killed, and tidies up nothing.
@@ -232,7 +232,7 @@ class SlurmBed:
         first, everyone = _free_port(), f"node[1-{self.nodes}]"
         if self.paper:
             ports = f"[{30000}-{30000 + self.nodes - 1}]"
-            lines = [f"NodeName={everyone} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} {shape} State=IDLE"]
+            lines = [f"NodeName={everyone} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} {shape} State=CLOUD"]
             gres = f"NodeName={everyone} Name=gpu Count={self.gpus}"
         else:
             lines = [
@@ -278,6 +278,11 @@ class SlurmBed:
             "MaxArraySize": 10001,
             "EnforcePartLimits": "ALL",
         }
+        if self.paper:  # nodes that are asleep are not asked whether they are there
+            settings |= dict.fromkeys(("SuspendProgram", "ResumeProgram"), "/bin/true") | {
+                "SuspendTime": 10**6,
+                "PrivateData": "cloud",
+            }
         lines = [f"{key}={value}" for key, value in settings.items()] + lines
         lines += [f"PartitionName=test Nodes={everyone} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"]
         self.conf.write_text("\n".join(lines) + "\n")
