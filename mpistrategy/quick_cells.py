@@ -63,9 +63,9 @@ def array_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callab
             return NOT_QUICK
         sequence = cells.sequence + 1
         mine, peers, place, first, second, others = slots[sequence & 1]
+        mine[1] = digest  # first: its cache line, which the peers look at, is written by the next line anyway
         place[...] = value
         cells.sequence = sequence
-        mine[1] = digest
         mine[0] = sequence
         for peer in peers:
             if peer[0] != sequence or peer[1] != digest:

@@ -37,23 +37,26 @@ _LOOKS = 200
 class _Unrecorded(QuickAllReduce):
     """Writes nothing into the flight record."""
 
-    def run(self, reduce_op: Any, value: Any, out: Any, frame: FrameType | None) -> Any:
-        """Do what `QuickAllReduce.run` does, but for the record."""
-        guard = self._guard
-        assert guard.current is None
-        assert frame is not None
-        place = self._at.get(frame.f_lasti)
-        if place is None or place.code is not frame.f_code:
-            place = self._places.of(frame)
-        run = place.run
-        if reduce_op is not place.op or value.dtype is not place.dtype or value.shape != place.shape:
-            run = self._find(place, reduce_op, value)
-        assert run is not None
-        guard.current = self._call
-        try:
-            return run(value, out)
-        finally:
-            guard.current = None
+    def _runner(self) -> Callable[[Any, Any, Any, FrameType | None], Any]:
+        guard, at, places, find, call = self._guard, self._places.at, self._places, self._find, self._call
+
+        def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None) -> Any:
+            assert guard.current is None
+            assert frame is not None
+            place = at.get(frame.f_lasti)
+            if place is None or place.code is not frame.f_code:
+                place = places.of(frame)
+            known = place.run
+            if reduce_op is not place.op or value.dtype is not place.dtype or value.shape != place.shape:
+                known = find(place, reduce_op, value)
+            assert known is not None
+            guard.current = call
+            try:
+                return known(value, out)
+            finally:
+                guard.current = None
+
+        return run
 
 
 def protection(bench: Bench) -> Iterator[Case]:
