@@ -45,6 +45,17 @@ def answer(
         size: how many there are.
         end: ends the job with a status, where the launcher takes any other end for another status; may hang.
     """
+    try:
+        _call_the_roll(everything, line, rank, size)
+        if end is not None:
+            _within(_END_SECONDS, lambda: end(STATUS))
+    except Exception as error:  # a mistake in here must not keep the job from its end
+        _say(f"[rank {rank}/{size}] ", f"a collective is late, and mpistrategy could not say where: {error!r}")
+    finally:
+        os._exit(STATUS)
+
+
+def _call_the_roll(everything: Sequence[Watched], line: Callable[[], Line], rank: int, size: int) -> None:
     began = time.monotonic()
     widest = max(everything, key=lambda watched: len(watched.ranks))
     _set_state(everything, ALARMED)
@@ -56,9 +67,8 @@ def answer(
         watched.lines.write(mine)
     _until(lambda: all(each.state >= ANSWERED for each in widest.lines.read()), began + _NODE_SECONDS)
     if widest.lines.state() < CALLED and _speaks(widest, rank):
-        text = _text(
-            widest, began, where, {rank: text for each in everything for rank, text in each.last_calls().items()}
-        )
+        last_calls = {each: text for watched in everything for each, text in watched.last_calls().items()}
+        text = _text(widest, began, where, last_calls)
         if text:
             _say(title, text)
             _within(_FILE_SECONDS, lambda: widest.publish(text))
@@ -68,9 +78,6 @@ def answer(
         _until(lambda: widest.lines.state() >= CALLED, began + _NODES_SECONDS + 2 * _FILE_SECONDS)
     _flush_output()
     time.sleep(_FORWARDING_SECONDS)
-    if end is not None:
-        _within(_END_SECONDS, lambda: end(STATUS))
-    os._exit(STATUS)
 
 
 def _write_record(widest: Watched, everything: Sequence[Watched], rank: int, title: str) -> str:
