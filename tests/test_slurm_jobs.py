@@ -5,6 +5,7 @@ Where there can be no Slurm (no root, no namespaces, no packages) these tests sa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -47,7 +48,12 @@ ENDED = (128 + 15, 128 + 9)
 def started(**options: Any) -> Iterator[SlurmBed]:
     folder = Path(tempfile.mkdtemp(prefix="ms-slurm-"))  # its path must be short, for sockets
     try:
-        with SlurmBed(folder, **options) as bed:
+        with contextlib.ExitStack() as stack:
+            try:
+                bed = stack.enter_context(SlurmBed(folder, **options))
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                # Namespaces, but no bridges or devices in them, as in some containers.
+                pytest.skip(f"not run: Slurm does not start on this machine: {str(error)[:1000]}")
             yield bed
     finally:
         shutil.rmtree(folder, ignore_errors=True)
