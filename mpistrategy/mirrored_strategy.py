@@ -90,8 +90,7 @@ class MirroredStrategy(Strategy):
                     options=f"devices={request}, check={level}",
                 )
                 device = choose_device(request, ranks)
-                if ranks.cells is None and not isinstance(ranks, SimulatedCommunicator):
-                    ranks.guard.check_as(level)
+                ranks.guard.check_as(level)
                 ranks.guard.timeout = limit
                 ranks.share_device(device)
         except MpiStrategyError:

@@ -117,9 +117,8 @@ def watch(
     if _watch is None:
         _watch = _Watch(rank, size, abort, mpi_is_over)
         _install(_watch)
-    state = _watch
-    state.open[guard] = free
-    guard.give_up = state.end_untold
+    _watch.open[guard] = free
+    guard.give_up = _watch.end_untold
 
 
 def note_end(status: int, last_words: str = "") -> None:

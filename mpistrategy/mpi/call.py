@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy import errors
+from mpistrategy.mpi import timeout
 from mpistrategy.mpi.flight_record import LEFT
 from mpistrategy.mpi.signature import Signature
 
@@ -122,7 +123,7 @@ class Call:
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Wait for the other ranks as long as the options of this call say; None: as long as the strategy's do."""
         if timeout_seconds is not None:
-            self.timeout = float(timeout_seconds) or math.inf
+            self.timeout = timeout.limit(timeout_seconds)
 
     @contextmanager
     def own_work(self) -> Iterator[None]:

@@ -56,7 +56,6 @@ class Sparingly:
     """
 
     def __init__(self, level: str) -> None:
-        self.level = level
         self._is_off = level == OFF
         self._count = 0
         self._rolled = 0
@@ -88,7 +87,7 @@ class Sparingly:
 
     def number_to_leave_with(self, digest: int) -> int:
         """Return what the ranks compare at their end: unequal, too, when they made different calls before."""
-        return digest if self.level == OFF else digest ^ (self._rolled & _MASK)
+        return digest if self._is_off else digest ^ (self._rolled & _MASK)
 
     def agreed(self) -> None:
         """Forget the calls up to now: all ranks have made the same."""

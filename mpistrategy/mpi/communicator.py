@@ -100,7 +100,8 @@ class MpiCommunicator:
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(watch_lines.BYTES), None)
-        self.guard = Guard(None if usual is None else channel(usual), self.rank, self.size)
+        is_free = usual is None or usual is not self._control
+        self.guard = Guard(None if usual is None else channel(usual), self.rank, self.size, is_free=is_free)
         self.devices: tuple[Device, ...] = ()
         self._node: NodeGroups | None = None
         #: The state of the two-level exchange, once `mpistrategy.mpi.across_nodes` has made it.
@@ -327,8 +328,7 @@ class MpiCommunicator:
         """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
         made = MpiCommunicator(self._comm, self.node_of[self.rank], channel)
         made.guard.timeout = self.guard.timeout
-        if made.cells is None:
-            made.guard.check_as(self.guard.level)
+        made.guard.check_as(self.guard.level)
         return made
 
     @property

@@ -69,10 +69,14 @@ class Guard:
         channel: how to reach the other ranks; None when there are none.
         rank: this rank's number.
         size: how many ranks there are.
+        is_free: whether a comparison rides with the data, so that leaving it out would save nothing.
     """
 
-    def __init__(self, channel: ControlChannel | None = None, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, channel: ControlChannel | None = None, rank: int = 0, size: int = 1, *, is_free: bool = True
+    ) -> None:
         self._channel = channel
+        self._is_free = is_free
         self._rank = rank
         self.size = size
         self.thread = 0
@@ -138,21 +142,12 @@ class Guard:
         All ranks do so at the same time.
         """
         self.level = level
-        self._sparingly = None if level == ALWAYS or self._channel is None else Sparingly(level)
+        self._sparingly = None if level == ALWAYS or self._is_free else Sparingly(level)
 
     def compare_digest(self, digest: int, signature: Signature) -> None:
         """Do `compare` with a digest that is known, sparingly, outside every `call`."""
-        if self._channel is None:
-            return
-        if self._sparingly is not None:
-            number = self._sparingly.number_to_compare(digest, signature, due=False)
-            if number is None:
-                return
-            digest = number
-        if not self._channel.all_equal(digest):
+        if self._channel is not None and not self._agrees(digest, signature, self._channel.all_equal, due=False):
             self.refuse(signature)
-        if self._sparingly is not None:
-            self._sparingly.agreed()
 
     def refuse(self, signature: Signature) -> NoReturn:
         """Raise on every rank, after the digests were found to differ, outside every `call`."""
@@ -176,17 +171,23 @@ class Guard:
         if self.current is not None:
             self.record.entries[-1][WHAT].signature = kept
         self.since = time.monotonic()
-        if self._sparingly is not None:
-            number = self._sparingly.number_to_compare(digest, kept, due=not sparingly)
-            if number is None:
-                return
-            digest = number
         compare = partial(all_equal_patiently, self._channel) if patiently else self._channel.all_equal
-        if not compare(digest):
+        if not self._agrees(digest, kept, compare, due=not sparingly):
             self._raise_mismatch(self._report(signature))
-        if self._sparingly is not None:
-            self._sparingly.agreed()
         self.since = time.monotonic()
+
+    def _agrees(self, digest: int, signature: Signature, compare: Callable[[int], bool], *, due: bool) -> bool:
+        """Return whether all ranks bring an equal call, or this one is not compared."""
+        sparingly = self._sparingly
+        if sparingly is None:
+            return compare(digest)
+        number = sparingly.number_to_compare(digest, signature, due=due)
+        if number is None:
+            return True
+        if not compare(number):
+            return False
+        sparingly.agreed()
+        return True
 
     def report_failure(self, where: str, error: BaseException) -> None:
         """Take part in the peers' comparison with an error instead of a call, so that they raise as well."""

@@ -195,14 +195,18 @@ def _read(process: int, what: str) -> bytes:
         return file.read()
 
 
+def stat_of(process: int) -> list[str]:
+    """Return what Linux tells about a process, from its state on: ``["S", parent, ...]``; OSError where it is gone."""
+    return _read(process, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
 def _parents(process: int) -> Iterator[int]:
     """Yield the parent, its parent and so on, as far as the system shows them."""
     while process > 1:
         try:
-            text = _read(process, "stat").decode(errors="replace")
+            process = int(stat_of(process)[1])
         except OSError:
             return
-        process = int(text.rpartition(")")[2].split()[1])
         yield process
 
 

@@ -13,6 +13,7 @@ from mpistrategy.mpi import flight_record
 from mpistrategy.mpi.call_sites import outside
 from mpistrategy.mpi.flight_record import ENTERED, LEFT, Entry
 from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.launch import stat_of
 
 _STATES = {
     "T": "its process {} is stopped (SIGSTOP, SIGTSTP)",
@@ -98,14 +99,18 @@ def stacks() -> str:
 
 def why_silent(process: int) -> str:
     """Return why a process of this node does not answer, as far as the system shows it."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            state = file.read().decode(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return f"its process {process} is gone"
-    return _STATES.get(state, _HOLDING).format(process)
+    state = _state_of(process)
+    return (_STATES.get(state, _HOLDING) if state else "its process {} is gone").format(process)
 
 
 def is_stopped(process: int) -> bool:
     """Return whether a process of this node is stopped, so that a signal would only wait for it."""
-    return "stopped" in why_silent(process)
+    return _state_of(process) in ("T", "t")
+
+
+def _state_of(process: int) -> str:
+    """Return the letter of a process's state; "" where it is gone."""
+    try:
+        return stat_of(process)[0]
+    except (OSError, IndexError):
+        return ""

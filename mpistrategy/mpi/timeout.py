@@ -14,6 +14,11 @@ DEFAULT_SECONDS = 600.0
 _EXPECTED = "seconds >= 0 (0: no limit)"
 
 
+def limit(seconds: float) -> float:
+    """Return for how long to wait where somebody said so many seconds: 0 means no limit."""
+    return float(seconds) or math.inf
+
+
 def parse(text: str, where: str = VARIABLE) -> float:
     """Return the seconds that `text` names.
 
@@ -26,7 +31,7 @@ def parse(text: str, where: str = VARIABLE) -> float:
         seconds = math.nan
     if not seconds >= 0:
         raise OptionError.at(where, found=f"{text!r}", expected=_EXPECTED)
-    return seconds or math.inf
+    return limit(seconds)
 
 
 def expected() -> float:
@@ -40,6 +45,6 @@ def expected() -> float:
 def chosen(given: Any = None) -> float:
     """Return the limit of a strategy: what it was given, else the variable, else `DEFAULT_SECONDS`."""
     if given is not None:
-        return float(given) or math.inf
+        return limit(given)
     text = os.environ.get(VARIABLE, "")
     return parse(text) if text else DEFAULT_SECONDS
