@@ -29,12 +29,9 @@ from mpistrategy.mpi.node_peers import NodePeers
 from mpistrategy.mpi.operations import operation
 from mpistrategy.mpi.path_files import agreed, library_name
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
-from mpistrategy.mpi.run_directory import RunDirectory
 from mpistrategy.mpi.shared_memory import Fence, SharedMemory, part, private_memory, share
 from mpistrategy.mpi.transport import NodeGroups
 from mpistrategy.mpi.waiting import Waiting, cores
-from mpistrategy.mpi.watch_lines import Lines
-from mpistrategy.mpi.watched import Watched
 from mpistrategy.mpi.window import NodeWindow
 
 
@@ -117,13 +114,8 @@ class MpiCommunicator:
             self._watch_waiting(memory, ranks[0].directory)
 
     def _watch_waiting(self, memory: SharedMemory, path: str) -> None:
-        """Make a collective that is late end the job; the watchdogs' lines are in `memory`, their files in `path`."""
-        node, nodes = self.node_of[self.rank], max(self.node_of) + 1
-        if not memory.is_shared:  # who shares no memory is a node of its own
-            node, nodes = self.rank, self.size
-        directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if self.rank == 0 else "")
         shown = None if self.cells is None else self.cells.shown
-        world.watch_waiting(self._comm, Watched(self.guard, Lines(memory), node, nodes, directory, shown))
+        world.watch_waiting(self._comm, self.guard, memory, self.node_of, path, shown)
 
     def _introduce(self, me: Introduction) -> list[Introduction]:
         """Return what all ranks say about themselves.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.node_peers import NodePeers
 from mpistrategy.mpi.path_files import library_name
 from mpistrategy.mpi.run_directory import RunDirectory
-from mpistrategy.mpi.shared_memory import private_memory, share
+from mpistrategy.mpi.shared_memory import SharedMemory, private_memory, share
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.watch_lines import Lines
 from mpistrategy.mpi.watched import Watched
@@ -39,13 +39,31 @@ def watch(guard: Guard, free: Any) -> None:
         abort.watch(guard, free, world.rank, world.size, world.Abort, MPI.Is_finalized)
 
 
-def watch_waiting(comm: MPI.Intracomm, watched: Watched) -> None:
-    """Make a collective that is late end the job.
+def watch_waiting(
+    comm: MPI.Intracomm,
+    guard: Guard,
+    memory: SharedMemory,
+    node_of: Sequence[int],
+    path: str,
+    shown: Callable[[], list[int]] | None = None,
+) -> None:
+    """Make a collective of `comm` that is late end the job.
 
     Args:
         comm: whose ranks are watched.
-        watched: what else there is to know of them.
+        guard: this rank's.
+        memory: for the watchdogs' lines; those that share none are nodes of their own.
+        node_of: the node of each rank.
+        path: of the run directory; the first rank warns if it cannot be written.
+        shown: see `Watched`.
     """
+    if not memory.is_shared:
+        node_of = range(comm.size)
+    directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if comm.rank == 0 else "")
+    _watch(comm, Watched(guard, Lines(memory), node_of[comm.rank], max(node_of) + 1, directory, shown))
+
+
+def _watch(comm: MPI.Intracomm, watched: Watched) -> None:
     world = MPI.COMM_WORLD
     watched.guard.timeout = timeout.expected()
     watched.ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
@@ -66,15 +84,11 @@ def watch_from_now_on() -> None:
     peers = NodePeers(inside, channel.allgather_text)
     leaders = channel.allgather_text(peers.text_of_leader(str(world.rank)))
     nodes = list(dict.fromkeys(leaders))
-    memory = share(watch_lines.BYTES, peers)
+    shared = share(watch_lines.BYTES, peers)
     inside.Free()
+    memory = private_memory(watch_lines.BYTES) if isinstance(shared, str) else shared
     path = channel.allgather_text(run_directory.proposal())[0]
-    directory = RunDirectory(path, "[rank 0] " if world.rank == 0 else "")
-    if isinstance(memory, str):
-        watched = Watched(guard, Lines(private_memory(watch_lines.BYTES)), world.rank, world.size, directory)
-    else:
-        watched = Watched(guard, Lines(memory), nodes.index(leaders[world.rank]), len(nodes), directory)
-    watch_waiting(world, watched)
+    watch_waiting(world, guard, memory, [nodes.index(leader) for leader in leaders], path)
 
 
 @contextmanager
@@ -91,7 +105,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         return
     guard = Guard(None, ranks.rank, ranks.size)
     lines = Lines(private_memory(watch_lines.BYTES))
-    watch_waiting(ranks, Watched(guard, lines, 0, 1, RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")))
+    _watch(ranks, Watched(guard, lines, 0, 1, RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")))
     try:
         with guard.call(where):
             yield
