@@ -63,7 +63,7 @@ prepare() {
 # run_ranks RANKS SECONDS ARGUMENT...: python ARGUMENT... on RANKS ranks, ended after SECONDS (0: never).
 # Returns the program's status; 124 or 137 when its time was up.
 run_ranks() {
-    local ranks=$1 limit=$2 flags=() job status interrupted=
+    local ranks=$1 limit=$2 flags=() job status interrupted= files=
     shift 2
     # More ranks than cores are normal on a laptop: a waiting rank must give its core away, and every
     # rank would else start one BLAS thread per core.
@@ -74,6 +74,9 @@ run_ranks() {
             flags=(--map-by :OVERSUBSCRIBE --bind-to none)
             export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
             export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+            # mpiexec keeps files by its pid; one that was killed leaves them, and the next with that pid does not start.
+            files=$(mktemp -d)
+            export PRTE_MCA_prte_tmpdir_base=$files
             ;;
         impi) export I_MPI_PIN=0 ;;
     esac
@@ -87,6 +90,7 @@ run_ranks() {
         kill -0 "$job" 2>/dev/null || break # a signal only interrupted the wait
     done
     trap - INT TERM
+    [[ -z $files ]] || rm -rf -- "$files"
     [[ -z $interrupted ]] || exit 130
     return "$status"
 }

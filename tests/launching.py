@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
@@ -34,6 +35,9 @@ LAUNCHER_PREFIXES = (
     "I_MPI_",
 )
 JOB_MARK = "MPISTRATEGY_TEST_JOB"
+# Where Open MPI's mpiexec keeps its files, by its pid. One that is killed leaves them, and a later one with that pid
+# does not start ("The PMIx server's listener thread failed to start"): each job has its own, removed after it.
+OPEN_MPI_FOLDER = "PRTE_MCA_prte_tmpdir_base"
 
 
 @dataclass(frozen=True)
@@ -73,19 +77,21 @@ def launch(
     """
     command = [*_mpiexec(), "-n", str(ranks), sys.executable, *map(str, arguments)]
     mark = uuid.uuid4().hex
-    told = {**environment(), **(env or {}), JOB_MARK: mark}
     started = time.monotonic()
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=told,
-        cwd=cwd,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as job:
+    with (
+        tempfile.TemporaryDirectory(prefix="mpiexec-", ignore_cleanup_errors=True) as folder,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**environment(), OPEN_MPI_FOLDER: folder, **(env or {}), JOB_MARK: mark},
+            cwd=cwd,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as job,
+    ):
         try:
             stdout, stderr = job.communicate(timeout=timeout)
             ended = True

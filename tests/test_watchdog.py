@@ -416,8 +416,12 @@ def test_a_watchdog_that_has_failed_once_still_looks(monkeypatch: pytest.MonkeyP
     guard.timeout = 0.5
     failures = iter([True, True, False])
     looked = threading.Event()
+    of_all = process_view.now_doing
 
     def now_doing(guards: Any) -> str:
+        guards = list(guards)
+        if guard not in guards:
+            return of_all(guards)  # the session's own watchdog looks too
         if next(failures, False):
             raise ValueError("a mistake")
         looked.set()
