@@ -63,7 +63,7 @@ prepare() {
 # run_ranks RANKS SECONDS ARGUMENT...: python ARGUMENT... on RANKS ranks, ended after SECONDS (0: never).
 # Returns the program's status; 124 or 137 when its time was up.
 run_ranks() {
-    local ranks=$1 limit=$2 flags=() job status interrupted= files=
+    local ranks=$1 limit=$2 flags=() job status interrupted="" files=""
     shift 2
     # More ranks than cores are normal on a laptop: a waiting rank must give its core away, and every
     # rank would else start one BLAS thread per core.
