@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpistrategy.errors import DTypeError, LeafError, UnsupportedError
+from mpistrategy.errors import DTypeError, LeafError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -68,17 +68,19 @@ def to_array(value: Any, where: str, path: str = "") -> Array:
     """Return `value` as an ndarray in native byte order; no copy when it is one already.
 
     Args:
-        value: an ndarray, a NumPy scalar, a Python number, a list of numbers, or anything with ``__array__``.
+        value: an ndarray, a NumPy scalar, a Python number, a list of numbers, or anything with ``__array__``; an array
+            in GPU memory is copied to the host, after what was put on the current stream.
         where: the public name to blame in the error.
         path: how the leaf is reached in the caller's structure.
 
     Raises:
         LeafError: for None and for objects that are no arrays, masked arrays among them.
-        UnsupportedError: for a CuPy array.
     """
     leaf = f"leaf {path}" if path else "the value"
-    if is_cupy(value):
-        raise UnsupportedError.at(where, found=f"a CuPy array as {leaf}", expected="a NumPy array", fix="Pass x.get().")
+    if is_cupy(value) or hasattr(value, "__cuda_array_interface__"):
+        from mpistrategy.device_arrays import as_device_array, to_host  # it builds on this module
+
+        value = to_host(as_device_array(value, where, path))
     if isinstance(value, np.ma.MaskedArray):
         raise LeafError.at(
             where,
@@ -102,7 +104,7 @@ def to_reducible(value: Any, where: str, path: str = "") -> Array:
 
     Raises:
         DTypeError: for bool, strings, dates and structured dtypes, naming the leaf.
-        LeafError, UnsupportedError: as `to_array`.
+        LeafError: as `to_array`.
     """
     array = value if type(value) is np.ndarray and value.dtype.isnative else to_array(value, where, path)
     dtype = array.dtype

@@ -17,6 +17,7 @@ from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
+from mpistrategy.device_arrays import is_on_device, to_reducible_on_device
 from mpistrategy.errors import (
     DeviceError,
     EmptyBatchError,
@@ -315,6 +316,8 @@ def checked_leaves(
 def _checked(value: DistributedValues, path: str, dense: bool, where: str) -> Any:
     """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
     component = local_component(value)
+    if is_on_device(component):
+        return to_reducible_on_device(component, where, path)
     if not isinstance(component, IndexedSlices):
         return to_reducible(component, where, path)
     if dense:

@@ -15,6 +15,7 @@ class MpiAllReduce(PackedCrossDeviceOps):
     """
 
     reduces_lists = True
+    reduces_on_devices = True
 
     def reduce_buffer(
         self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None

@@ -37,7 +37,8 @@ def divide(total: Array, count: int | float) -> Array:
         if target == total.dtype:
             np.true_divide(total, total.dtype.type(count), out=total)
             return total
-        return np.asarray(np.true_divide(total, count, dtype=np.float64)).astype(target, copy=False)
+        quotient = np.true_divide(total, count, dtype=np.float64)
+        return (np.asarray(quotient) if isinstance(quotient, np.generic) else quotient).astype(target, copy=False)
 
 
 class WeightedMean:

@@ -16,13 +16,15 @@ from mpistrategy.cross_device_ops import packing, sparse
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
 from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_reduction
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK, Destination
+from mpistrategy.cross_device_ops.device_batch import DeviceBatch, in_kind
 from mpistrategy.cross_device_ops.mean import finish
+from mpistrategy.device_arrays import is_on_device, layout_of, to_reducible_on_device
 from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi import wire
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.values import IndexedSlices, Mirrored, contribution
 
 
@@ -32,6 +34,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     num_packs: float = 0
     #: Whether a list of arrays for every rank goes to `Communicator.allreduce_many` instead of `reduce_buffer`.
     reduces_lists = False
+    #: Whether arrays in GPU memory are reduced on the strategy's path for them; else they travel by way of the host.
+    reduces_on_devices = False
+    #: The path to ask for; "" leaves it to the options.
+    device_path = ""
 
     @property
     def configuration(self) -> str:
@@ -40,7 +46,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
-        return f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
+        shown = f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
+        chosen: Any = options.implementation
+        return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
     def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
         """Return which way `reduce_buffer` takes with a buffer for every rank."""
@@ -121,25 +129,32 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             wire.check(options.wire)
             communicator: Communicator = wire.on(ranks, options.wire)
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
-            values = [checked_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            given = [_given(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            values = [checked_component(value, reduce_op, call.where) for value in given]
             self.check_values(values, reduce_op, call.where)
-            reduction = None
+            layouts = tuple(_layout(value) for value in values)
+            reduction = batch = None
             everywhere = all(target is EVERY_RANK for target in targets)
-            if everywhere:
+            if any(map(is_on_device, values)):
+                path = self.device_path if self.reduces_on_devices and everywhere else None
+                batch = DeviceBatch(ranks, values, reduce_op, options, path, call.where)
+                values = batch.values
+            elif everywhere:
                 reduction = self.list_reduction(communicator, values, reduce_op, options)
             if reduction is not None:
                 reduction.prepare(values)
             call.agree(
                 "reduce",
                 op=reduce_op.value,
-                values=tuple(_layout(value) for value in values),
+                values=layouts,
                 destination=_in_words(targets),
                 options=self.settings(options),
                 sparingly=True,
             )
             if reduction is not None:
-                return [mirrored(total, EVERY_RANK, communicator) for total in reduction.run(values)]
-            results: list[Any] = [None] * len(values)
+                totals = reduction.run(values)
+                return [mirrored(in_kind(t, g), EVERY_RANK, ranks) for t, g in zip(totals, given, strict=True)]
+            results = [None] * len(values) if batch is None else batch.run(communicator, call)
             combination = reduce_op.on_the_wire
             for target in dict.fromkeys(targets):
                 dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
@@ -152,7 +167,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                     results[i] = self.reduce_slices(communicator, value, reduce_op, call)
                 elif isinstance(value, Mirrored):
                     results[i] = value.values[0] if value.values else None
-            return [mirrored(r, target, communicator) for r, target in zip(results, targets, strict=True)]
+            return [
+                mirrored(in_kind(result, like), target, ranks)
+                for result, like, target in zip(results, given, targets, strict=True)
+            ]
 
 
 def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
@@ -173,13 +191,12 @@ def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
     Raises:
         OptionError, LeafError, DTypeError, UnsupportedError, ShapeError: for what `op` cannot reduce.
     """
-    refuse_mirrored_sum(value, op, where)
+    value = _given(value, op, where)
     if isinstance(value, Mirrored):
         return value
-    value = contribution(value)
     if isinstance(value, IndexedSlices):
         return sparse.checked(value, op, where)
-    array = to_reducible(value, where)
+    array = (to_reducible_on_device if is_on_device(value) else to_reducible)(value, where)
     if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
         raise DTypeError.at(
             where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
@@ -187,12 +204,18 @@ def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
     return array
 
 
+def _given(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
+    refuse_mirrored_sum(value, op, where)
+    return value if isinstance(value, Mirrored) else contribution(value)
+
+
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
     if isinstance(value, IndexedSlices):
         return sparse.layout(value)
     if isinstance(value, Mirrored):
         return ("Mirrored", ())
-    return (dtype_name(value.dtype), value.shape)
+    return layout_of(value) if is_on_device(value) else (dtype_name(value.dtype), value.shape)
 
 
 def _in_words(targets: list[Destination]) -> str:

@@ -22,6 +22,7 @@ from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.control_channel import MpiControlChannel
+from mpistrategy.mpi.device_path import DevicePaths
 from mpistrategy.mpi.guard import ControlChannel, Guard
 from mpistrategy.mpi.launch import Introduction, introductions
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
@@ -107,6 +108,7 @@ class MpiCommunicator:
         self.least_across = LEAST_BYTES
         #: What runs all-reduces in the background, once `mpistrategy.mpi.progress` has made it.
         self.engine: Any = None
+        self.device_paths = DevicePaths()
         self._links: list[_Group] = []
         self.max_count = buffers.MAX_COUNT
         world.watch(self.guard, self.free)
@@ -227,6 +229,11 @@ class MpiCommunicator:
         for source, target in pairs:
             self.allreduce(target, op, source, divisor)
 
+    def allreduce_device_memory(self, buffer: Any, op: str) -> None:
+        """Do `allreduce` with a contiguous array in GPU memory that no stream works on; for CUDA-aware MPIs only."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
+
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
         for piece in buffers.pieces(buffer, self.max_count):
@@ -342,6 +349,7 @@ class MpiCommunicator:
         self.guard.closed = True
         abort.forget(self.guard)
         self.across = None
+        self.device_paths.free()
         for link in self._links:
             link.free()
         if self._control is not None:
@@ -385,7 +393,7 @@ class _Group(MpiCommunicator):
         self.cells, self.blocks, self.window = None, None, window
         self.pool, self.compiled = Pool(), {}
         self.guard, self.devices = Guard(), ()
-        self.across, self.engine, self._links = None, None, []
+        self.across, self.engine, self._links, self.device_paths = None, None, [], DevicePaths()
         self._control = self._node = None
         self.least_across = LEAST_BYTES
         self.max_count = max_count

@@ -120,6 +120,15 @@ def look() -> Sight:
     return Sight(seen, tuple(numa.distances(cores()).items()), host)
 
 
+def identity(index: int) -> str:
+    """Return what tells the GPU with this number from all others of the cluster; "" if unknown.  Never raises."""
+    sight = look()
+    found = next((gpu for gpu in sight.gpus if gpu.index == index), None)
+    if found is None:
+        return ""
+    return found.uuid or (found.pci_bus_id and f"{found.pci_bus_id} on {sight.host}")
+
+
 def usable() -> Gpus:
     """Return the GPUs of this process that CuPy can use.
 

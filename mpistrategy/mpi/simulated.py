@@ -146,6 +146,7 @@ class SimulatedCommunicator:
         self.blocks: Blocks | None = None
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
+        self.device_paths = DevicePaths()
 
     def local_rank_and_size(self) -> tuple[int, int]:
         """Return this rank's index among the ranks of its node, and how many they are."""

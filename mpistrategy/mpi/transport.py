@@ -17,6 +17,7 @@ from mpistrategy.devices import Device
 from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
+from mpistrategy.mpi.device_path import DevicePaths
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.paths import DEFAULT, Paths, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
@@ -39,6 +40,7 @@ class Communicator(Protocol):
         blocks: where packs are reduced and results stay; None where there are no cells.
         pool: memory for results.
         compiled: what was worked out once for values of certain layouts; a cache of the algorithms.
+        device_paths: in which ways arrays in GPU memory travel; filled by `mpistrategy.mpi.device_paths`.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class Communicator(Protocol):
     blocks: Blocks | None
     pool: Pool
     compiled: dict[Any, Any]
+    device_paths: DevicePaths
 
     def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
         """Return which way `allreduce` takes with a buffer of so many bytes."""
@@ -137,6 +140,7 @@ class SingleCommunicator:
     blocks: Blocks | None = None
     pool: Pool = field(default_factory=Pool)
     compiled: dict[Any, Any] = field(default_factory=dict)
+    device_paths: DevicePaths = field(default_factory=DevicePaths)
 
     def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
         """Return "none": nothing goes anywhere."""

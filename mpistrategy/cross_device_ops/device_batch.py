@@ -1,0 +1,77 @@
+"""Values in GPU memory in a batch: which of them are reduced on their device, and which by way of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy.device_arrays import check_device, is_on_device, like_given, to_host
+from mpistrategy.values import IndexedSlices
+
+if TYPE_CHECKING:
+    from mpistrategy.cross_device_ops.device_reduction import DeviceReduction
+    from mpistrategy.mpi.call import Call
+    from mpistrategy.mpi.transport import Communicator
+    from mpistrategy.options import CommunicationOptions, ReduceOp
+
+
+class DeviceBatch:
+    """The values of a batch of which some are in GPU memory.
+
+    Args:
+        ranks: who takes part.
+        values: what this rank brings, checked; CuPy arrays among them.
+        op: how they are combined.
+        options: hints.
+        path: the path for arrays in GPU memory, "" for that of the options; None where they go by way of the host.
+        where: the public name to blame in errors.
+
+    Attributes:
+        values: the same, with copies on the host in the place of arrays that go by way of it.
+
+    Raises:
+        DeviceError: for arrays on another GPU than this rank's, or on several.
+    """
+
+    def __init__(
+        self,
+        ranks: Communicator,
+        values: Sequence[Any],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        path: str | None,
+        where: str,
+    ) -> None:
+        self._on_devices = [index for index, value in enumerate(values) if is_on_device(value)]
+        arrays = [values[index] for index in self._on_devices]
+        mine = ranks.devices[ranks.rank] if ranks.devices else None
+        check_device(arrays, mine.index if mine is not None and mine.kind == "GPU" else None, where)
+        self._reduction: DeviceReduction | None = None
+        self.values = list(values)
+        if path is None:
+            for index, array in zip(self._on_devices, arrays, strict=True):
+                self.values[index] = to_host(array)
+        else:
+            from mpistrategy.cross_device_ops.device_reduction import DeviceReduction  # here, for the quick import
+
+            self._reduction = DeviceReduction(ranks, arrays, op, options, path)
+            self._reduction.prepare()
+
+    def run(self, communicator: Communicator, call: Call) -> list[Any]:
+        """Return the results of the values that are reduced on their device, and None for the others."""
+        results: list[Any] = [None] * len(self.values)
+        if self._reduction is not None:
+            for index, result in zip(self._on_devices, self._reduction.run(communicator, call), strict=True):
+                results[index] = result
+        return results
+
+
+def in_kind(result: Any, given: Any) -> Any:
+    """Return a result as the kind of array, or of slices, that was given; None on ranks that want none."""
+    if result is None:
+        return None
+    if isinstance(result, IndexedSlices) and isinstance(given, IndexedSlices):
+        return IndexedSlices(
+            like_given(result.values, given.values), like_given(result.indices, given.indices), result.dense_shape
+        )
+    return like_given(result, given)

@@ -1,0 +1,86 @@
+"""The all-reduce of arrays in GPU memory to every rank: packed on the device, reduced on the strategy's path.
+
+Small and large arrays of a dtype are packed into buckets by one kernel; the results are views of the buckets.  The
+16-bit floats are converted to float32 on the way in and rounded once on the way out, as on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.cross_device_ops import device_packing, packing
+from mpistrategy.cross_device_ops.mean import finish
+from mpistrategy.device_arrays import DeviceArray, cupy_for
+from mpistrategy.mpi.call import Call
+from mpistrategy.mpi.device_path import communication_memory
+from mpistrategy.mpi.device_paths import device_path
+from mpistrategy.mpi.transport import Communicator
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+
+#: A number that is a view of a larger bucket would keep all of it.
+_FEW_ELEMENTS = 64
+_WORDS = {CommunicationImplementation.RING: "ring", CommunicationImplementation.NCCL: "nccl"}
+
+
+class DeviceReduction:
+    """One all-reduce of arrays on one GPU, to every rank.
+
+    Args:
+        ranks: who takes part.
+        arrays: this rank's; CuPy arrays, all on one device.
+        op: how they are combined.
+        options: hints; `implementation` names the path.
+        word: the path to ask for; "" means what the options and MPISTRATEGY_GPU_PATH say.
+    """
+
+    def __init__(
+        self,
+        ranks: Communicator,
+        arrays: Sequence[DeviceArray],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        word: str = "",
+    ) -> None:
+        from mpistrategy.mpi.device_choice import asked_for  # here, for the quick import
+
+        self._ranks, self._arrays, self._op = ranks, arrays, op
+        implementation: Any = options.implementation
+        self._word = word or _WORDS.get(implementation) or asked_for()
+        self._packs = packing.plan(arrays, options.bytes_per_pack)
+        self._device = arrays[0].device
+        self._buckets: list[DeviceArray] = []
+        known = ranks.device_paths.known.get(self._word)
+        if known is not None and self._packs:
+            known.make_room(max(pack.nbytes for pack in self._packs))
+
+    def prepare(self) -> None:
+        """Pack, before the ranks agree: memory may be short, which all ranks hear of then."""
+        cupy = cupy_for("arrays in GPU memory")
+        with self._device:
+            for pack in self._packs:
+                bucket = communication_memory(cupy, pack.size, pack.dtype)
+                device_packing.fill(pack, self._arrays, bucket)
+                self._buckets.append(bucket)
+
+    def run(self, communicator: Communicator, call: Call) -> list[DeviceArray]:
+        """Return the results, after the agreement; `communicator` may round what travels."""
+        results: list[Any] = [None] * len(self._arrays)
+        count = self._ranks.size
+        with self._device:
+            path = device_path(self._ranks, self._word, call)
+            for pack, bucket in zip(self._packs, self._buckets, strict=True):
+                if pack.size:
+                    path.allreduce(communicator, bucket, self._op.on_the_wire)
+                mean = self._op is ReduceOp.MEAN
+                divided = mean and bucket.dtype.kind not in "iu"
+                if divided:
+                    np.true_divide(bucket, bucket.dtype.type(count), out=bucket)
+                op = ReduceOp.SUM if divided else self._op
+                for index, view in pack.views(bucket):
+                    result = finish(view, self._arrays[index].dtype, op, count)
+                    lone = view.size == 1 and pack.size > _FEW_ELEMENTS and result is view
+                    results[index] = result.copy() if lone else result
+        return results

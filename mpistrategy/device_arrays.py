@@ -1,0 +1,158 @@
+"""Arrays in GPU memory: CuPy's, and those of other libraries, which are looked at as CuPy's and given back in kind.
+
+CuPy is never imported for arrays on the host.  Whoever passes a CuPy array has imported it; for arrays of torch, jax or
+numba in GPU memory it is imported here.  Everything follows the order of CuPy's current stream: what was put on it
+before a call is done before the call reads, and what is put on it after the call sees the result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpistrategy.arrays import Array, dtype_name, is_cupy, to_reducible
+from mpistrategy.errors import DeviceError, LeafError, UnsupportedError
+
+#: A cupy.ndarray; CuPy has no types that could be checked without it.
+DeviceArray: TypeAlias = Any
+
+_INTERFACE = "__cuda_array_interface__"
+_INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
+
+
+def is_on_device(value: object) -> bool:
+    """Return whether `value` is an array in GPU memory, of whatever library."""
+    if type(value) is np.ndarray:
+        return False
+    return is_cupy(value) or hasattr(value, _INTERFACE)
+
+
+def cupy_for(where: str) -> Any:
+    """Return the package cupy.
+
+    Raises:
+        UnsupportedError: when it cannot be imported.
+    """
+    try:
+        import cupy
+    except Exception as error:  # a missing package, or a CuPy for another CUDA: of many types
+        raise UnsupportedError.at(
+            where, found=f"an array in GPU memory, and no CuPy that works ({error})", expected="CuPy", fix=_INSTALL
+        ) from error
+    return cupy
+
+
+def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
+    """Return an array in GPU memory as CuPy's, without a copy; one of another library is waited for in stream order.
+
+    Raises:
+        LeafError: when its library does not give it away.
+        UnsupportedError: without CuPy.
+    """
+    if is_cupy(value):
+        return value
+    cupy = cupy_for(where)
+    try:
+        if hasattr(value, "__dlpack__"):
+            return cupy.from_dlpack(value.detach() if hasattr(value, "detach") else value)
+        return cupy.asarray(value)
+    except Exception as error:  # of many types
+        raise LeafError.at(
+            where,
+            found=f"{type(value).__module__}.{type(value).__name__} {f'at leaf {path}' if path else ''} that CuPy "
+            f"cannot look into ({error})",
+            expected="an array of a dtype that CuPy knows",
+        ) from error
+
+
+def to_reducible_on_device(value: Any, where: str, path: str = "") -> DeviceArray:
+    """Return an array in GPU memory as CuPy's, if it can be summed; the dtypes are those of the host.
+
+    Raises:
+        DTypeError, LeafError, UnsupportedError: as `mpistrategy.arrays.to_reducible`.
+    """
+    array = as_device_array(value, where, path)
+    to_reducible(np.empty(0, array.dtype), where, path)
+    return array
+
+
+def to_host(array: DeviceArray) -> Array:
+    """Return a copy of a CuPy array on the host, once all that was put on the current stream is done."""
+    with array.device:
+        copied: Array = array.get()
+    return copied
+
+
+def like_given(result: Any, given: Any) -> Any:
+    """Return a result as the kind of array that was given: in GPU memory, and of the same library.
+
+    Args:
+        result: an ndarray or a CuPy array.
+        given: what the caller passed; a NumPy array and a number leave the result as it is.
+    """
+    if type(given) is np.ndarray or isinstance(given, (np.generic, int, float, complex)):
+        return result
+    library = type(given).__module__.partition(".")[0]
+    if library == "cupy" or hasattr(given, _INTERFACE):
+        result = _on_device_of(result, given)
+    elif not isinstance(result, np.ndarray):
+        return result
+    wrap = _WRAPPERS.get(library)
+    return result if wrap is None or library not in sys.modules else wrap(result)
+
+
+def _on_device_of(result: Any, given: Any) -> DeviceArray:
+    if is_cupy(result):
+        return result
+    cupy = cupy_for("a result in GPU memory")
+    with as_device_array(given, "a result in GPU memory").device:
+        return cupy.asarray(result)
+
+
+def _to_torch(result: Any) -> Any:
+    torch = sys.modules["torch"]
+    if is_cupy(result):
+        return torch.from_dlpack(result)
+    return torch.from_numpy(result) if result.flags.writeable else torch.tensor(result)
+
+
+def _to_jax(result: Any) -> Any:
+    jax = sys.modules["jax"]
+    return jax.dlpack.from_dlpack(result) if is_cupy(result) else jax.numpy.asarray(result)
+
+
+def _to_numba(result: Any) -> Any:
+    if not is_cupy(result):
+        return result
+    from numba import cuda
+
+    return cuda.as_cuda_array(result)
+
+
+_WRAPPERS = {"torch": _to_torch, "jax": _to_jax, "jaxlib": _to_jax, "numba": _to_numba}
+
+
+def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:
+    """Raise DeviceError unless all arrays are on one GPU, the one with this index where it is known."""
+    found = sorted({int(array.device.id) for array in arrays})
+    if index is not None and found != [index]:
+        raise DeviceError.at(
+            where,
+            found=f"arrays on {' and '.join(f'GPU:{number}' for number in found)}",
+            expected=f"arrays on GPU:{index}, which this rank drives",
+            fix=f"Make them inside `with cupy.cuda.Device({index}):`, or copy them there.",
+        )
+    if len(found) > 1:
+        raise DeviceError.at(
+            where,
+            found=f"arrays on {' and '.join(f'GPU:{number}' for number in found)} in one structure",
+            expected="arrays on one GPU",
+        )
+
+
+def layout_of(array: DeviceArray) -> tuple[str, tuple[int, ...]]:
+    """Return what ranks compare: an array on the host does not fit one in GPU memory."""
+    return f"{dtype_name(array.dtype)} on a GPU", tuple(array.shape)

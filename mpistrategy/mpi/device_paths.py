@@ -1,0 +1,82 @@
+"""The path of a strategy for arrays in GPU memory: found out by all ranks together, at the first such array."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy.device_arrays import cupy_for
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi import cuda_aware, gpus
+from mpistrategy.mpi.device_choice import Abilities, choose
+from mpistrategy.mpi.device_path import Alone, DevicePath
+from mpistrategy.mpi.direct_path import DirectPath
+from mpistrategy.mpi.simulated import SimulatedCommunicator
+from mpistrategy.mpi.staged_path import StagedPath
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.call import Call
+    from mpistrategy.mpi.transport import Communicator
+
+_WHERE = "the path of arrays in GPU memory"
+
+
+def device_path(ranks: Communicator, word: str, call: Call) -> DevicePath:
+    """Return the path for `word`; the first time the ranks find out together, inside the agreed `call`.
+
+    Args:
+        ranks: who takes part.
+        word: one of `mpistrategy.mpi.device_choice.WORDS`, or "ring".
+        call: the guard's.
+
+    Raises:
+        UnsupportedError: without a CuPy that works.
+        MpiStrategyError: on every rank, when one cannot have the path.
+    """
+    known = ranks.device_paths.known.get(word)
+    if known is not None:
+        return known
+    mine = _abilities(ranks)
+    call.agree("look for the path of arrays in GPU memory", options=word)
+    everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
+    choice = choose(everyone, word, list(ranks.device_paths.by_name))
+    call.expect_more()
+    path = ranks.device_paths.by_name.get(choice.name) or _make(choice.name, ranks, call)
+    call.agree("use the path of arrays in GPU memory")
+    if choice.is_second_best and ranks.rank == 0:
+        warnings.warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning, stacklevel=2)
+    ranks.device_paths.by_name[choice.name] = path
+    ranks.device_paths.reasons[word] = choice.reason
+    ranks.device_paths.known[word] = path
+    return path
+
+
+def _make(name: str, ranks: Communicator, call: Call) -> DevicePath:
+    if name == "alone":
+        return Alone()
+    if name == "mpi":
+        return DirectPath()
+    return StagedPath()
+
+
+def _abilities(ranks: Communicator) -> Abilities:
+    cupy = cupy_for(_WHERE)
+    if ranks.size == 1:
+        return Abilities()
+    answer = _takes_gpu_memory(ranks)
+    return Abilities(
+        gpu=gpus.identity(cupy.cuda.runtime.getDevice()),
+        node=ranks.node_of[ranks.rank],
+        nccl=0,
+        verdict=answer.verdict,
+        reason=answer.reason,
+        ipc="not there yet",
+    )
+
+
+def _takes_gpu_memory(ranks: Any) -> cuda_aware.Answer:
+    if isinstance(ranks, SimulatedCommunicator):
+        return cuda_aware.Answer(cuda_aware.NO, "these replicas are threads")
+    from mpistrategy.mpi import world  # MPI has started long ago
+
+    return cuda_aware.decide(world.evidence(), cuda_aware.said())

@@ -1,0 +1,169 @@
+"""Arrays in GPU memory in reductions, with a CuPy double whose streams do nothing until somebody waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import cupy_double
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicas import RANK, SIZE
+
+import mpistrategy as ms
+from mpistrategy.mpi import staged_path
+from mpistrategy.mpi.device_choice import VARIABLE
+from mpistrategy.mpi.staged_path import StagedPath
+
+PATHS = ("staged", "mpi")
+DTYPES = ("float64", "float32", "float16", "complex64", "int64", "int32", "int16", "uint8")
+
+
+@pytest.fixture
+def cupy() -> Iterator[ModuleType]:
+    with cupy_double.installed() as module:
+        yield module
+
+
+@pytest.fixture(params=PATHS)
+def strategy(request: Any, monkeypatch: pytest.MonkeyPatch, cupy: ModuleType) -> Iterator[ms.MirroredStrategy]:
+    monkeypatch.setenv(VARIABLE, request.param)
+    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")  # the double's memory is the host's
+    with ms.MirroredStrategy() as made:
+        yield made
+
+
+def in_step(strategy: ms.Strategy, function: Any) -> Any:
+    return strategy.run(lambda: function(ms.get_replica_context()))
+
+
+def values(shape: Any, dtype: str, rank: int = RANK) -> np.ndarray:
+    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 11 + rank + 1).astype(dtype)
+
+
+def total(shape: Any, dtype: str, op: str = "SUM") -> np.ndarray:
+    every = np.stack([values(shape, dtype, rank).astype(np.complex128) for rank in range(SIZE)])
+    if op == "PROD":
+        return every.prod(0)
+    return {"SUM": every.sum, "MEAN": every.mean, "MIN": every.real.min, "MAX": every.real.max}[op](0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "PROD"])
+def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str, op: str) -> None:
+    if dtype.startswith("complex") and op in ("MIN", "MAX"):
+        pytest.skip("complex numbers have no order")
+    shapes = [(3,), (), (2, 5), (0,), (70,)]
+    arrays = [cupy.asarray(values(shape, dtype)) for shape in shapes]
+    found = in_step(strategy, lambda ctx: ctx.all_reduce(op, arrays))
+    on_host = in_step(strategy, lambda ctx: ctx.all_reduce(op, [values(shape, dtype) for shape in shapes]))
+    for array, expected in zip(found, on_host, strict=True):
+        assert type(array) is cupy_double.ndarray
+        assert array.dtype == expected.dtype
+        assert np.array_equal(array.get(), expected)
+    assert np.allclose(found[2].get(), total((2, 5), dtype, op), rtol=1e-2)
+
+
+def test_values_that_are_still_being_computed_are_waited_for(strategy: Any, cupy: Any) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gradients = [cupy.asarray(np.full(1000, RANK + 1.0)) * 2 for _ in range(3)]
+        assert all(map(cupy_double.pending, gradients))
+        sums = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", gradients))
+        doubled = [each * 2 for each in sums]
+    expected = 4.0 * sum(range(1, SIZE + 1))
+    assert all((each.get(stream=stream) == expected).all() for each in doubled)
+
+
+def test_the_device_as_a_whole_is_never_waited_for(strategy: Any, cupy: Any) -> None:
+    idle = cupy.cuda.Stream(non_blocking=True)
+    with idle:
+        elsewhere = cupy.asarray(np.ones(4)) + 1
+    before = cupy_double.counts["device"]
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(10))))
+    assert cupy_double.counts["device"] == before
+    assert cupy_double.pending(elsewhere)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(chunk=st.sampled_from([16, 48, 64, 4096]), size=st.integers(0, 70), calls=st.integers(1, 3))
+def test_the_staged_path_is_right_for_all_boundaries_of_chunks(chunk: int, size: int, calls: int) -> None:
+    with cupy_double.installed() as cupy, ms.MirroredStrategy() as strategy:
+        communicator, path = strategy.extended.communicator, StagedPath(chunk)
+        buffers = []
+        for call in range(calls):
+            buffer = cupy.asarray(values((size,), "float64") + call) * 1.0
+            path.allreduce(communicator, buffer, "SUM")
+            buffers.append(buffer * 1.0)
+        for call, buffer in enumerate(buffers):
+            assert np.array_equal(buffer.get(), total((size,), "float64").real + SIZE * call)
+
+
+def test_arrays_on_the_host_and_on_the_device_may_be_mixed(strategy: Any, cupy: Any) -> None:
+    value = {"loss": 1.5, "host": np.ones(3), "device": cupy.asarray(np.ones(2))}
+    found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
+    assert isinstance(found["loss"], np.float64)
+    assert isinstance(found["host"], np.ndarray)
+    assert type(found["device"]) is cupy_double.ndarray
+    assert found["device"].get().tolist() == [SIZE, SIZE]
+
+
+@pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
+def test_a_rank_with_another_kind_of_array_is_named(strategy: Any, cupy: Any) -> None:
+    value = np.ones(3) if RANK == 0 else cupy.asarray(np.ones(3))
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="float64 on a GPU"):
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
+
+
+def test_what_cannot_be_summed_is_refused_by_name(strategy: Any, cupy: Any) -> None:
+    with pytest.raises(ms.errors.DTypeError, match="dtype bool"):
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.zeros(3, bool))))
+
+
+def test_arrays_on_two_devices_are_refused(strategy: Any, cupy: Any) -> None:
+    with cupy.cuda.Device(1):
+        other = cupy.asarray(np.ones(2))
+    with pytest.raises(ms.errors.DeviceError, match="GPU:0 and GPU:1"):
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", [cupy.asarray(np.ones(2)), other]))
+
+
+@pytest.mark.parametrize("algorithm", [ms.ReductionToOneDevice, ms.HierarchicalCopyAllReduce, ms.OrderedAllReduce])
+def test_every_algorithm_takes_them_by_way_of_the_host(cupy: Any, algorithm: Any) -> None:
+    with ms.MirroredStrategy(cross_device_ops=algorithm()) as strategy:
+        found = in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", {"w": cupy.asarray(values((4,), "float32"))}))
+        assert type(found["w"]) is cupy_double.ndarray
+        assert np.allclose(found["w"].get(), total((4,), "float32", "MEAN"))
+
+
+def test_a_result_for_one_rank_is_on_its_device(strategy: Any, cupy: Any) -> None:
+    with strategy.scope():
+        result = strategy.extended.reduce_to("SUM", cupy.asarray(values((3,), "float64")), "task:0")
+    if RANK == 0:
+        assert np.array_equal(result.values[0].get(), total((3,), "float64").real)
+    else:
+        assert result.values == ()
+
+
+def test_slices_come_back_in_kind(strategy: Any, cupy: Any) -> None:
+    rows = ms.IndexedSlices(cupy.asarray(np.full((1, 2), RANK + 1.0)), cupy.asarray(np.array([RANK])), (SIZE, 2))
+    found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", rows))
+    assert type(found.values) is cupy_double.ndarray
+    assert found.indices.get().tolist() == list(range(SIZE))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 7])
+def test_without_the_event_of_a_copy_the_numbers_are_wrong(
+    cupy: Any, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The double finds a missing order: the tests above mean something."""
+    monkeypatch.setattr(cupy_double.Event, "synchronize", lambda self: None)
+    with ms.MirroredStrategy() as strategy:
+        path = StagedPath(64)
+        buffer = cupy.asarray(np.arange(8.0 * chunks)) + 1
+        path.allreduce(strategy.extended.communicator, buffer, "SUM")
+        assert not np.array_equal(buffer.get(), (np.arange(8.0 * chunks) + 1) * SIZE)
+    assert staged_path.CHUNK_BYTES >= 2**20
