@@ -1,8 +1,8 @@
 """A CuPy that is not there: device arrays and streams over host memory, for machines without a GPU.
 
 It is as lazy as a GPU may be: what is put on a stream happens when somebody waits for the stream, and not before.
-Memory that MPI or NumPy looks at too early still holds what was there before, memory that is used again too early spoils
-what was to be read from it: a missing order makes wrong numbers.  Like CuPy it refuses to become a NumPy array unasked.
+Memory that MPI or NumPy looks at too early still holds what was there before, and memory that is used again too early
+spoils what was to be read: a missing order makes wrong numbers.  Like CuPy it does not become a NumPy array unasked.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str, 
         assert type(array) is cupy_double.ndarray
         assert array.dtype == expected.dtype
         assert np.array_equal(array.get(), expected)
-    assert np.allclose(found[2].get(), total((2, 5), dtype, op), rtol=1e-2)
+    if not (op == "PROD" and dtype == "uint8"):  # which wraps around
+        assert np.allclose(found[2].get(), total((2, 5), dtype, op), rtol=1e-2)
 
 
 def test_values_that_are_still_being_computed_are_waited_for(strategy: Any, cupy: Any) -> None:
