@@ -20,6 +20,7 @@ from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.call_sites import call_site
 from mpistrategy.mpi.cells import Cells
+from mpistrategy.mpi.device_path import DevicePaths
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.paths import DEFAULT, Way
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory
