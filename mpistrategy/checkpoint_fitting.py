@@ -18,6 +18,7 @@ from mpistrategy.checkpoint_optimizers import OptimizerFit
 from mpistrategy.checkpoint_random import check_state, jumped, set_state, set_streams
 from mpistrategy.checkpoint_state import State
 from mpistrategy.checkpoint_values import below, dtype_text, from_json
+from mpistrategy.device_arrays import is_on_device, placed_as
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.input_iterators import DistributedIterator
 from mpistrategy.strategy import Strategy
@@ -121,11 +122,11 @@ class Fit:
 
     def restore_array(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """An array: in place where there is one."""
-        in_place = isinstance(value, np.ndarray) and not fresh
+        in_place = (isinstance(value, np.ndarray) or is_on_device(value)) and not fresh
         fits = item.is_array and not isinstance(value, Variable) and (not in_place or self.has_layout(item, value))
         if not self._expect(fits, path, item, value) or not self._can_tell(path, item):
             return lambda: None
-        if in_place and not value.flags.writeable:
+        if in_place and not is_on_device(value) and not value.flags.writeable:
             return self.problem(path, "a read-only array here")
         self.fetched[path] = None
 
@@ -133,7 +134,7 @@ class Fit:
             array = self.staged.pop(path)
             if not in_place:
                 return array
-            value[...] = array
+            value[...] = placed_as(array, value)
             return value
 
         return restore

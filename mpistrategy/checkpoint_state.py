@@ -17,6 +17,7 @@ from mpistrategy.arrays import Array
 from mpistrategy.checkpoint_manifest import ONE, OWN, Item
 from mpistrategy.checkpoint_random import state_of, state_of_streams
 from mpistrategy.checkpoint_values import NOT_PLAIN, below, dtype_text, to_json
+from mpistrategy.device_arrays import host_array, is_on_device
 from mpistrategy.errors import AggregationError, OptionError, OptionTypeError
 from mpistrategy.input_iterators import DistributedIterator
 from mpistrategy.mirrored_check import digest
@@ -88,9 +89,9 @@ class State:
             walk = value.walk
             more = {"of": walk.of, "any_ranks": walk.any_ranks}
             self._add_value(path, "iterator", UNDECIDED, walk.position, more)
-        elif isinstance(value, (np.ndarray, np.generic)):
-            kind = "array" if isinstance(value, np.ndarray) else "scalar"
-            self._add_array(path, kind, UNDECIDED, np.asarray(value))
+        elif isinstance(value, (np.ndarray, np.generic)) or is_on_device(value):
+            kind = "scalar" if isinstance(value, np.generic) else "array"
+            self._add_array(path, kind, UNDECIDED, host_array(value))
         elif (plain := to_json(value)) is not NOT_PLAIN:
             self._add_value(path, "plain", UNDECIDED, plain)
         else:
@@ -120,7 +121,7 @@ class State:
         return iter(children)
 
     def _add_variable(self, path: str, var: Variable) -> None:
-        self._add_array(path, "variable", self._copies_of(var), var.local_view)
+        self._add_array(path, "variable", self._copies_of(var), host_array(var.local_view))
 
     def _copies_of(self, var: Variable) -> str:
         shared = self._strategy.extended

@@ -86,6 +86,46 @@ def to_host(array: DeviceArray) -> Array:
     return copied
 
 
+def host_array(value: Any) -> Array:
+    """Return an array, wherever it is, as one on the host; no copy of what is there already."""
+    return to_host(as_device_array(value, "a value")) if is_on_device(value) else np.asarray(value)
+
+
+def any_array(value: Any) -> Array:
+    """Return a number or an array as an array: what is in GPU memory as it is, anything else as an ndarray."""
+    array: Array = value if is_on_device(value) else np.asarray(value)
+    return array
+
+
+def placed_as(value: Any, place: Any) -> Array:
+    """Return an array where another one is: on the host, or on that one's GPU; no copy of what is there already."""
+    if not is_on_device(place):
+        return host_array(value)
+    with place.device:
+        on_device = is_on_device(value)
+        placed: Array = as_device_array(value, "a value") if on_device else cupy_for("a value").asarray(value)
+    return placed
+
+
+def may_share_memory(one: Any, other: Any) -> bool:
+    """Return whether two arrays, NumPy's or CuPy's, may have elements in common."""
+    if is_on_device(one) != is_on_device(other):
+        return False
+    if not is_on_device(one):
+        return np.may_share_memory(one, other)
+    (begin, end), (first, last) = _span(one), _span(other)
+    return begin < last and first < end
+
+
+def _span(array: DeviceArray) -> tuple[int, int]:
+    """Return the addresses between which the elements lie; as `mpistrategy.arrays.span`."""
+    begin = end = int(array.data.ptr)
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        begin += min(0, (length - 1) * stride)
+        end += max(0, (length - 1) * stride)
+    return begin, end + array.itemsize
+
+
 def like_given(result: Any, given: Any) -> Any:
     """Return a result as the kind of array that was given: in GPU memory, and of the same library.
 

@@ -192,7 +192,8 @@ class StrategyExtended(Placement):
         with self._entered():
             value = PerReplica((array,))
             reduced = self.cross_device_ops.reduce(reduce_op, value, value, self.options)
-            return np.asarray(local_component(reduced))
+            result = local_component(reduced)
+            return result if is_on_device(result) else np.asarray(result)
 
     def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
         """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
@@ -279,7 +280,7 @@ class StrategyExtended(Placement):
             result = fn(*plain_args, **plain_kwargs)
         if not group:
             return nest.map_structure(lambda leaf: (leaf,), result)
-        return nest.map_structure(lambda leaf: Mirrored((leaf,)) if isinstance(leaf, np.ndarray) else leaf, result)
+        return nest.map_structure(lambda leaf: Mirrored((leaf,)) if _is_array(leaf) else leaf, result)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -296,6 +297,10 @@ class StrategyExtended(Placement):
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or is_on_device(leaf)
 
 
 def checked_leaves(

@@ -8,15 +8,20 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array, to_reducible, wire_dtype
+from mpistrategy.device_arrays import host_array, is_on_device, placed_as, to_reducible_on_device
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.values import IndexedSlices
 
 
+def _numbers(array: Any, where: str) -> Any:
+    return to_reducible_on_device(array, where) if is_on_device(array) else to_reducible(array, where)
+
+
 def global_norm(arrays: Sequence[Any]) -> float:
     """Return the Euclidean norm of all elements of all arrays, summed in float64."""
-    dense = (to_reducible(array, "global_norm") for array in arrays)
-    squares = (np.square(np.abs(array), dtype=np.float64).sum() for array in dense)
-    return float(np.sqrt(sum(squares)))
+    dense = (_numbers(array, "global_norm") for array in arrays)
+    squares = [np.square(np.abs(array), dtype=np.float64).sum() for array in dense]
+    return float(np.sqrt(sum(float(square) for square in squares)))
 
 
 def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[Array], float]:
@@ -40,7 +45,7 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         raise OptionTypeError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a number")
     if not clip_norm > 0:
         raise OptionError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a positive number")
-    scaled = [to_reducible(array, "clip_by_global_norm") for array in arrays]
+    scaled = [_numbers(array, "clip_by_global_norm") for array in arrays]
     norm = global_norm(scaled)
     scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
     return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
@@ -82,7 +87,7 @@ class GradientAccumulator:
             LeafError, DTypeError: for what are no numeric arrays.
             Nothing has been added then.
         """
-        given = [to_reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
+        given = [_numbers(gradient, "GradientAccumulator.add") for gradient in gradients]
         # 16-bit floats add up in 32 bits, as they do between replicas.
         arrays = [array.astype(wire_dtype(array.dtype), copy=False) for array in given]
         if self._count and [array.shape for array in arrays] != [total.shape for total in self._sums]:
@@ -112,6 +117,11 @@ def as_dense(gradient: Any, like: Any) -> Array:
     """Return a gradient as an array of the dtype of `like`; IndexedSlices become an array of its shape."""
     if isinstance(gradient, IndexedSlices):
         dense = np.zeros(like.shape, like.dtype)
-        np.add.at(dense, np.asarray(gradient.indices), np.asarray(gradient.values).astype(like.dtype, copy=False))
-        return dense
-    return np.asarray(gradient).astype(like.dtype, copy=False)
+        np.add.at(dense, host_array(gradient.indices), host_array(gradient.values).astype(like.dtype, copy=False))
+        return _beside(dense, like)
+    return _beside(gradient, like).astype(like.dtype, copy=False)
+
+
+def _beside(gradient: Any, like: Any) -> Array:
+    """Return a gradient where its variable is."""
+    return placed_as(gradient, like.local_view if hasattr(like, "local_view") else like)

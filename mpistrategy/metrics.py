@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array
+from mpistrategy.device_arrays import host_array
 from mpistrategy.errors import LeafError, ShapeError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables import Variable
@@ -110,7 +111,7 @@ class Accuracy(Mean):
         Raises:
             ShapeError: when there is not one prediction for each label.
         """
-        labels, predictions = np.asarray(labels), np.asarray(predictions)
+        labels, predictions = host_array(labels), host_array(predictions)
         where = "Accuracy.update_state"
         if predictions.ndim == labels.ndim + 1 and predictions.shape[-1] > 1:
             predictions = predictions.argmax(axis=-1)
@@ -132,7 +133,7 @@ class Accuracy(Mean):
 
 def _real(value: Any, where: str) -> Array:
     try:
-        array = np.asarray(value)
+        array = host_array(value)
         if array.dtype.kind in "OSUc":
             raise TypeError(f"dtype {array.dtype}")
         return array.astype(np.float64)

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpistrategy import nest
 from mpistrategy.arrays import Array, dtype_name
+from mpistrategy.device_arrays import host_array
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import VariableSynchronization
@@ -78,7 +79,9 @@ class MirroredCheck:
                 return
             # One who cannot read a copy, for want of memory say, still tells the others.
             call.expect_more()
-            mine = np.array([(number, digest(var.local_view)) for number, var in numbered], np.uint64).reshape(-1, 2)
+            mine = np.array(
+                [(number, digest(host_array(var.local_view))) for number, var in numbered], np.uint64
+            ).reshape(-1, 2)
             call.agree("compare copies")
             if _equal_on_all(communicator, mine):
                 return

@@ -11,7 +11,7 @@ from mpistrategy.extended import StrategyExtended
 from mpistrategy.mpi import check_level, faults, simulated, timeout
 from mpistrategy.mpi.launch import no_mpi
 from mpistrategy.mpi.simulated import SimulatedCommunicator
-from mpistrategy.mpi.topology import choose_device, requested
+from mpistrategy.mpi.topology import activate, choose_device, requested
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.strategy import Strategy
 
@@ -30,9 +30,8 @@ class MirroredStrategy(Strategy):
             that is nearest to its cores; who else uses it, outside the communicator, is not looked at.  "shared": the
             same, and where there are not enough, ranks share.  "auto": GPUs where "gpu" finds one for each rank, else
             CPUs.  A list: one device string for each rank of this node, in order.  CuPy and the NVIDIA driver are
-            looked for where the words "auto", "gpu", "shared" or a string of a GPU ask for it, never otherwise.  No
-            array can be on a GPU in this version yet: where there are GPUs for all ranks, asking for them is a
-            DeviceError that lists them.
+            looked for where the words "auto", "gpu", "shared" or a string of a GPU ask for it, never otherwise.  On
+            GPUs variables are CuPy arrays, and the rank's GPU becomes CuPy's current device.
         cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
         communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
             Dup of it.  Disjoint sub-communicators give independent groups.
@@ -46,7 +45,7 @@ class MirroredStrategy(Strategy):
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
             when the ranks run different versions of Python or of this package.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks; for GPUs, where
-            a rank sees none, where two would share one unasked, and where they could be had (see `devices`).
+            a rank sees none, and where two would share one unasked.
         OptionTypeError: for arguments of the wrong type.
         OptionError: for an unknown `check`; for a malformed plan in MPISTRATEGY_INJECT, level in MPISTRATEGY_CHECK or
             number in MPISTRATEGY_TIMEOUT.
@@ -93,6 +92,7 @@ class MirroredStrategy(Strategy):
                 ranks.guard.check_as(level)
                 ranks.guard.timeout = limit
                 ranks.share_device(device)
+                activate(device)
         except MpiStrategyError:
             ranks.free()
             raise

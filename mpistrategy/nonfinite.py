@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.device_arrays import host_array, is_on_device
 from mpistrategy.errors import NonFiniteWarning, OptionError
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.call_sites import call_site
@@ -32,7 +33,9 @@ def all_finite(array: Array) -> bool:
     """Return whether all numbers of a floating or complex array are finite; makes no temporary of its size."""
     with np.errstate(all="ignore"):
         # Infinities and NaN never leave a sum again.  That of large numbers may overflow: then each is looked at.
-        if np.isfinite(np.add.reduce(array, axis=None, dtype=wire_dtype(array.dtype))):
+        wide = wire_dtype(array.dtype)
+        total = array.sum(dtype=wide) if is_on_device(array) else np.add.reduce(array, axis=None, dtype=wide)
+        if np.isfinite(total):
             return True
     return all(np.isfinite(piece).all() for piece in _pieces(array))
 
@@ -93,7 +96,7 @@ def screen(
     if policy == "skip" or brought is None:
         return what
     gradient = contribution(brought[first])
-    mine = what_is_not(np.asarray(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
+    mine = what_is_not(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
     told = [f"rank {rank} brought {text}" for rank, text in enumerate(communicator.allgather_text(mine)) if text]
     return f"{what} ({_shortened(told) or 'no rank brought such numbers: their sum overflowed'})"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpistrategy import devices
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.extended import StrategyExtended
-from mpistrategy.mpi.topology import check_exists
+from mpistrategy.mpi.topology import activate, check_exists
 from mpistrategy.mpi.transport import SingleCommunicator
 from mpistrategy.strategy import Strategy
 
@@ -14,7 +14,7 @@ class OneDeviceStrategy(Strategy):
     """One replica on one device of this rank; never starts MPI.  The specification of every other strategy.
 
     Args:
-        device: a device string such as ``"CPU:0"``.
+        device: a device string such as ``"CPU:0"`` or ``"GPU:0"``; a GPU becomes CuPy's current device.
 
     Raises:
         DeviceError: for a device that does not exist.
@@ -27,4 +27,5 @@ class OneDeviceStrategy(Strategy):
         wanted = devices.parse(device)
         complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
         check_exists(complete, "OneDeviceStrategy")
+        activate(complete)
         super().__init__(StrategyExtended(self, SingleCommunicator((complete,))))

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.context import get_strategy
+from mpistrategy.device_arrays import any_array, host_array, placed_as
 from mpistrategy.errors import ContextError, NonFiniteError, OptionError, UnsupportedError
 from mpistrategy.gradient_buckets import GradientBuckets
 from mpistrategy.gradients import as_dense, clip_by_global_norm
@@ -33,7 +34,7 @@ from mpistrategy.optimizer_checks import (
     required_context,
 )
 from mpistrategy.optimizer_gradients import GradientPlaces
-from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, has_current_kernel, has_kernel
+from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, flat_update, has_current_kernel, has_kernel
 from mpistrategy.optimizer_slots import Slots
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.sliced_variables import SlicedSteps, adds_in_rank_order, dense_gradients
@@ -310,7 +311,7 @@ class Optimizer(GradientPlaces):
                 continue
             if id(var) not in self._flat:
                 slots = {name: slot.updatable_storage() for name, slot in self.slots_of(var).items()}
-                self._flat[id(var)] = FlatUpdate(var.updatable_storage(), slots, self._scratch)
+                self._flat[id(var)] = flat_update(var.updatable_storage(), slots, self._scratch)
             self._flat[id(var)].run(kernel, gradient)
 
     def kernel(self) -> Kernel | None:
@@ -334,15 +335,14 @@ class Optimizer(GradientPlaces):
             rows: the only rows to change; None for all.
         """
         before = {name: slot.local_copy() for name, slot in slots.items()} if rows is not None else {}
-        change = np.asarray(self.change(gradient, slots)).astype(var.dtype, copy=False)
+        change = any_array(self.change(gradient, slots)).astype(var.dtype, copy=False)
         if rows is not None:
-            others = np.ones(len(change), bool)
-            others[rows] = False
-            change = np.where(others.reshape(-1, *[1] * (change.ndim - 1)), change.dtype.type(0), change)
+            named = np.zeros(len(change), bool)
+            named[host_array(rows)] = True
+            others = placed_as(~named, change).reshape(-1, *[1] * (change.ndim - 1))
+            change = np.where(others, change.dtype.type(0), change)
             for name, slot in slots.items():
-                kept = slot.local_copy()
-                kept[others] = before[name][others]
-                slot.assign(kept)
+                slot.assign(np.where(others, before[name], slot.local_copy()))
         var.assign_sub(change)
 
     def _step_counter(self) -> Variable:

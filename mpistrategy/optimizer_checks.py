@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, span
 from mpistrategy.context import get_replica_context
+from mpistrategy.device_arrays import host_array, is_on_device, may_share_memory
 from mpistrategy.errors import ContextError, DTypeError, EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.strategy import Strategy
@@ -171,7 +172,8 @@ def check_variable(var: Any, strategy: Strategy, where: str) -> None:
 
 def _check_gradient(gradient: Any, var: Variable, where: str) -> None:
     sparse = isinstance(gradient, IndexedSlices)
-    values = np.asarray(gradient.values if sparse else gradient)
+    values = gradient.values if sparse else gradient
+    values = values if is_on_device(values) else np.asarray(values)
     if values.dtype.kind == "c" and var.dtype.kind != "c":
         raise DTypeError.at(
             where,
@@ -180,7 +182,7 @@ def _check_gradient(gradient: Any, var: Variable, where: str) -> None:
         )
     shape: tuple[int, ...] = values.shape
     if sparse:
-        indices = np.asarray(gradient.indices)
+        indices = host_array(gradient.indices)
         if not (indices.ndim == 1 and indices.dtype.kind in "iu" and shape[:1] == indices.shape):
             raise ShapeError.at(
                 where,
@@ -204,6 +206,8 @@ def _check_gradient(gradient: Any, var: Variable, where: str) -> None:
 
 def apart_from(changed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     """Return `arrays`, with copies of those that may lie in the memory of `changed`."""
+    if any(map(is_on_device, (*arrays, *changed))):
+        return [array.copy() if any(may_share_memory(array, one) for one in changed) else array for array in arrays]
     views = [array for array in arrays if array.base is not None]  # what owns its memory lies in no other
     if not views:
         return list(arrays)

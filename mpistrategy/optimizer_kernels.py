@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.arrays import Array
+from mpistrategy.device_arrays import is_on_device, may_share_memory
 
 #: The most bytes of one array that a kernel is given at once.  The arrays of a step then stay in the cache between its
 #: operations; smaller pieces cost more calls and shorter streams than they save (measured, 64 KiB to 4 MiB).
@@ -146,6 +147,11 @@ def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, stop))
 
 
+def flat_update(parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> FlatUpdate:
+    """Return the update of one variable where it is: in chunks on the host, as a whole on a GPU."""
+    return (DeviceUpdate if is_on_device(parameter) else FlatUpdate)(parameter, slots, scratch)
+
+
 class FlatUpdate:
     """One variable and its slots, cut into chunks once; `run` makes a step.
 
@@ -170,8 +176,23 @@ class FlatUpdate:
 
     def run(self, kernel: Kernel, gradient: Array) -> None:
         """Make one step with `gradient`, which has the variable's shape and dtype."""
-        if any(np.may_share_memory(gradient, array) for array in self._memory):
+        if any(may_share_memory(gradient, array) for array in self._memory):
             gradient = gradient.copy()  # the variable itself as its gradient, say: the step would change it halfway
         flat = gradient.reshape(-1)
         for piece, parameter, slots, scratch in self._chunks:
             kernel(parameter, flat[piece], slots, scratch)
+
+
+class DeviceUpdate(FlatUpdate):
+    """The same in GPU memory: all of a variable at once, since a GPU has no use for pieces that fit a cache."""
+
+    def __init__(self, parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> None:
+        self._memory = [parameter, *slots.values()]
+        self._parameter, self._slots = parameter, dict(slots)
+
+    def run(self, kernel: Kernel, gradient: Array) -> None:
+        """Make one step with `gradient`, on the current stream."""
+        if any(may_share_memory(gradient, array) for array in self._memory):
+            gradient = gradient.copy()
+        scratch = [np.empty_like(self._parameter) for _ in range(SCRATCH_ARRAYS)]
+        kernel(self._parameter, gradient, self._slots, scratch)

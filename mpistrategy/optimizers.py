@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrategy import optimizer_kernels as kernels
 from mpistrategy.arrays import Array
+from mpistrategy.device_arrays import any_array
 from mpistrategy.optimizer_base import Optimizer
 from mpistrategy.optimizer_checks import checked_number, not_negative
 from mpistrategy.options import ReduceOp
@@ -59,11 +60,11 @@ class SGD(Optimizer):
         """Update the momentum; return ``learning_rate`` times the step."""
         rate = float(self.learning_rate)
         if not self.momentum:
-            return np.asarray(rate * gradient)
+            return any_array(rate * gradient)
         velocity = slots["momentum"]
         _store(velocity, self.momentum * velocity + gradient)
         step = gradient + self.momentum * velocity if self.nesterov else velocity[...]
-        return np.asarray(rate * step)
+        return any_array(rate * step)
 
     def kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
@@ -115,7 +116,7 @@ class Adam(Optimizer):
         m, v = slots["m"], slots["v"]
         _store(m, self.beta_1 * m + (1 - self.beta_1) * gradient)
         _store(v, self.beta_2 * v + (1 - self.beta_2) * gradient * np.conj(gradient))
-        return np.asarray(self.step_size(self.next_step()) * m / (np.sqrt(v) + self.epsilon))
+        return any_array(self.step_size(self.next_step()) * m / (np.sqrt(v) + self.epsilon))
 
     def kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
@@ -164,7 +165,7 @@ class AdamW(Adam):
     def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
         """Let the variable decay, all of it, before Adam's step."""
         decay = float(self.learning_rate) * self.weight_decay
-        var.assign_sub(np.asarray(decay * var).astype(var.dtype, copy=False))
+        var.assign_sub(any_array(decay * var).astype(var.dtype, copy=False))
         super().update(var, gradient, slots, rows)
 
     def kernel(self) -> kernels.Kernel | None:
@@ -175,4 +176,4 @@ class AdamW(Adam):
 
 def _store(slot: Variable, value: Any) -> None:
     # bfloat16 times a Python number is float32.
-    slot.assign(np.asarray(value).astype(slot.dtype, copy=False))
+    slot.assign(any_array(value).astype(slot.dtype, copy=False))

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays import Array
+from mpistrategy.device_arrays import DeviceArray, cupy_for
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.variable_storage import Block, VariableStorage
@@ -81,6 +82,19 @@ class Placement:
     def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, Block | None]:
         """Return memory for a variable, and its place where the ranks share it.  Collective, in an agreed call."""
         return self.variable_storage.allocate(self.communicator, dtype, shape)
+
+    def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
+        """Return GPU memory for a variable; None where its place is on the host.
+
+        That is so on strategies of CPUs, and for variables without axes (counters, totals, rates): Python looks at
+        them all the time, and would wait for the GPU each time.
+        """
+        device = self.communicator.devices[self.communicator.rank] if self.communicator.devices else None
+        if device is None or device.kind != "GPU" or not shape:
+            return None
+        cupy = cupy_for("a variable on a GPU")
+        with cupy.cuda.Device(device.index):
+            return cupy.empty(shape, dtype)
 
     def next_arena_number(self) -> int:
         """Return the number of an arena; the same on every rank, since creation is collective."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, to_reducible
 from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce
+from mpistrategy.device_arrays import is_on_device
 from mpistrategy.extended import StrategyExtended
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
@@ -213,7 +214,7 @@ def dense_gradients(gradients: Sequence[Any], target: Target, where: str) -> lis
         array = gradient
         if type(gradient) is not np.ndarray or gradient.dtype is not dtype:
             component = contribution(gradient)
-            if isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices):
+            if isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices) or is_on_device(component):
                 return None
             array = to_reducible(component, where)
             if array.dtype != dtype:

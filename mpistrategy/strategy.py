@@ -20,6 +20,7 @@ from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.gathering import checked_axis
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
+from mpistrategy.device_arrays import like_given
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.explain import Explained
 from mpistrategy.extended import StrategyExtended, as_given
@@ -192,7 +193,8 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
                 where, found=f"a structure {call.structure} with axis={axis!r}", expected="a single array"
             )
         refuse_mirrored_sum(value, op, where)
-        array = to_reducible(contribution(value), where)
+        given = contribution(value)
+        array = to_reducible(given, where)
         axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
         if len(set(axes)) != len(axes):
             raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
@@ -204,13 +206,13 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         if op in (ReduceOp.SUM, ReduceOp.MEAN):
             pairs = [(PerReplica((part,)), PerReplica((0,))) for part in (here, length)]
             total, count = map(local_component, algorithm.batch_reduce(ReduceOp.SUM, pairs, options))
-            return finish(np.asarray(total), array.dtype, op, int(count))
+            return like_given(finish(np.asarray(total), array.dtype, op, int(count)), given)
         if op is not ReduceOp.PROD:
             rows = algorithm.reduce(ReduceOp.SUM, PerReplica((length,)), PerReplica((0,)), options)
             if int(local_component(rows)) == 0:
                 raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
         extreme = algorithm.reduce(op, PerReplica((here,)), PerReplica((0,)), options)
-        return finish(np.asarray(local_component(extreme)), array.dtype, op, 1)
+        return like_given(finish(np.asarray(local_component(extreme)), array.dtype, op, 1), given)
 
     @collective("gather", own=own_value("value"))
     def gather(self, value: Any, axis: int) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrategy.arrays import Array
+from mpistrategy.device_arrays import host_array, is_on_device, like_given
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
 
@@ -26,7 +27,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return self._read()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        array = np.asarray(self._read())
+        array = host_array(self._read())
         if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
             raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
         return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
@@ -42,6 +43,8 @@ class ArrayLike(NDArrayOperatorsMixin):
                 fix="Write v.assign_add(x), v.assign_sub(x) or v.assign(...).",
             )
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
+        if any(map(is_on_device, plain)):  # CuPy takes NumPy's scalars, but no arrays of NumPy
+            plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in plain]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
@@ -85,7 +88,8 @@ class ArrayLike(NDArrayOperatorsMixin):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the local component."""
-        return np.asarray(self._read()).dtype
+        value = self._read()
+        return value.dtype if is_on_device(value) else np.asarray(value).dtype
 
     @property
     def ndim(self) -> int:
@@ -100,11 +104,12 @@ class ArrayLike(NDArrayOperatorsMixin):
     @property
     def T(self) -> Any:  # noqa: N802  # NumPy's name
         """The array with its axes reversed."""
-        return np.asarray(self._read()).T
+        value = self._read()
+        return value.T if is_on_device(value) else np.asarray(value).T
 
     def numpy(self) -> Any:
-        """Return the value as an ndarray (or whatever the component is)."""
-        return np.asarray(self._read())
+        """Return the value as an ndarray (or whatever the component is); what is in GPU memory is copied."""
+        return host_array(self._read())
 
 
 class DistributedValues(ArrayLike):
@@ -186,8 +191,8 @@ class IndexedSlices:
         self.indices = indices
         self.dense_shape = dense_shape
 
-    def to_dense(self) -> Array:
-        """Return the dense array; repeated indices add up.  Needs `dense_shape`."""
+    def to_dense(self) -> Any:
+        """Return the dense array, where `values` are; repeated indices add up.  Needs `dense_shape`."""
         if self.dense_shape is None:
             raise UnsupportedError.at(
                 "IndexedSlices.to_dense",
@@ -195,7 +200,7 @@ class IndexedSlices:
                 expected="a dense_shape",
                 fix="Pass one when creating it.",
             )
-        values, indices = np.asarray(self.values), np.asarray(self.indices)
+        values, indices = host_array(self.values), host_array(self.indices)
         dense = np.zeros(tuple(int(n) for n in np.asarray(self.dense_shape)), values.dtype)
         if indices.size and not (indices.min() >= 0 and indices.max() < len(dense)):
             raise ShapeError.at(
@@ -204,7 +209,7 @@ class IndexedSlices:
                 expected=f"indices from 0 to {len(dense) - 1}",
             )
         np.add.at(dense, indices, values)
-        return dense
+        return like_given(dense, self.values)
 
     def __repr__(self) -> str:
         return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"

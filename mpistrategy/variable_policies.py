@@ -15,6 +15,7 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays import Array, dtype_name, wire_dtype
 from mpistrategy.context import Mode
+from mpistrategy.device_arrays import host_array, placed_as
 from mpistrategy.errors import AggregationError, MpiStrategyError, OptionTypeError, UnsupportedError
 from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
@@ -22,6 +23,7 @@ from mpistrategy.options import VariableSynchronization as Synchronization
 from mpistrategy.values import IndexedSlices, PerReplica, local_component
 
 if TYPE_CHECKING:
+    from mpistrategy.mpi.transport import Communicator
     from mpistrategy.variable_writes import Write
     from mpistrategy.variables import Variable
 
@@ -90,9 +92,7 @@ def first(variable: Variable) -> Array:
     communicator = variable.strategy.extended.communicator
     with communicator.guard.call("reading a variable", name=variable.key) as call:
         call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
-        copy = variable.local_copy()
-        communicator.bcast(copy, 0)
-        return copy
+        return _of_replica_0(variable.local_view, communicator)
 
 
 def no_read(variable: Variable) -> Array:
@@ -146,9 +146,14 @@ def replica_0s(write: Write) -> Change:
                 communicator.bcast(part, 0)
             return IndexedSlices(*parts)
         call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=True)
-        sent = np.array(mine, order="C", copy=True)
-        communicator.bcast(sent, 0)
-        return sent
+        return _of_replica_0(mine, communicator)
+
+
+def _of_replica_0(mine: Array, communicator: Communicator) -> Array:
+    """Return a copy of replica 0's array, where this replica's is; by way of the host."""
+    sent = np.array(host_array(mine), order="C", copy=True)
+    communicator.bcast(sent, 0)
+    return placed_as(sent, mine)
 
 
 def alike(write: Write) -> Change:
@@ -174,7 +179,7 @@ def shared(write: Write) -> Change:
     value = alike(write)
     communicator = write.variable.strategy.extended.communicator
     assert not isinstance(value, IndexedSlices)
-    return share_of(value, communicator.rank, communicator.size)
+    return placed_as(share_of(host_array(value), communicator.rank, communicator.size), value)
 
 
 def share_of(value: Array, rank: int, size: int) -> Array:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, to_array
+from mpistrategy.device_arrays import as_device_array, host_array, is_on_device, may_share_memory, placed_as
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.values import ArrayLike, IndexedSlices, local_component
 
@@ -95,9 +96,12 @@ class Write:
     def apply(self, storage: Array, change: Array | IndexedSlices) -> None:
         """Change `storage` in place, with what `checked` returned or a combination of several replicas' such."""
         if isinstance(change, IndexedSlices):
-            SPARSE[self.method](storage, change.indices, change.values)
+            where = host_array(storage)  # of one on a GPU, a copy: of repeated rows the last must stay there, too
+            SPARSE[self.method](where, host_array(change.indices), host_array(change.values))
+            if where is not storage:
+                storage[...] = placed_as(where, storage)
         else:
-            DENSE[self.method](storage, change)
+            DENSE[self.method](storage, placed_as(change, storage))
 
     def _array(self) -> Array:
         value = plain(self.value)
@@ -108,7 +112,11 @@ class Write:
         array = self._of_dtype(value)
         if array.shape != self.variable.shape:
             raise ShapeError.at(self.full_name, found=f"shape {array.shape}", expected=f"shape {self.variable.shape}")
-        return array
+        return placed_as(array, self._storage)
+
+    @property
+    def _storage(self) -> Array:
+        return self.variable.local_view
 
     def _slices(self) -> IndexedSlices:
         slices, shape = local_component(self.value), self.variable.shape
@@ -121,7 +129,7 @@ class Write:
             raise DTypeError.at(
                 self.full_name, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices"
             )
-        values = self._of_dtype(plain(slices.values))
+        values = host_array(self._of_dtype(plain(slices.values)))
         if not shape or indices.ndim != 1 or values.shape != (*indices.shape, *shape[1:]):
             raise ShapeError.at(
                 self.full_name,
@@ -133,15 +141,16 @@ class Write:
             raise ShapeError.at(
                 self.full_name, found=f"index {outside[0]}", expected=f"indices from 0 to {shape[0] - 1}"
             )
-        if np.may_share_memory(values, self.variable.local_view):
+        if may_share_memory(values, self.variable.local_view):
             values = values.copy()
         return IndexedSlices(values, indices.astype(np.int64))
 
     def _of_dtype(self, value: Any) -> Array:
-        array = to_array(value, self.full_name)
+        on_device = is_on_device(value) and is_on_device(self._storage)
+        array = as_device_array(value, self.full_name) if on_device else to_array(value, self.full_name)
         if array.dtype == self.variable.dtype:
             return array
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) or is_on_device(value):
             raise misfit(array, self.variable.dtype, self.full_name)
         return converted(array, self.variable.dtype, self.full_name)
 

@@ -9,6 +9,7 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays import Array, dtype_name, is_bfloat16, to_array
 from mpistrategy.context import Mode
+from mpistrategy.device_arrays import host_array, is_on_device, placed_as
 from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.faults import collective
 from mpistrategy.options import VariableAggregation, VariableSynchronization
@@ -31,6 +32,9 @@ class Variable(ArrayLike):
     Created in `strategy.scope()` (or in a step function), a variable belongs to the strategy; elsewhere it belongs to
     the default strategy and lives on this rank alone.  It acts as an array: arithmetic, comparison, indexing and
     `np.asarray` read it.  Writes go into the same memory, so that a view taken once stays true.
+
+    On a strategy of GPUs a variable is a CuPy array on its rank's GPU (one without axes stays on the host); what is
+    assigned to it may come from either.  There a view is not protected from writes.
 
     What reading and writing mean depends on the synchronization, the aggregation and the context; the whole table is
     `mpistrategy.variable_policies.POLICIES`.
@@ -84,19 +88,28 @@ class Variable(ArrayLike):
             _check_dtype(wanted, self._aggregation, strategy)
             if array.dtype != wanted:
                 array = converted(array, wanted, f"Variable {call.name!r} with dtype={dtype_name(wanted)}")
+            on_device = strategy.extended.device_memory(wanted, array.shape)
             call.agree(
                 "create",
                 op=f"{self._synchronization.name}/{self._aggregation.name}",
                 values=((dtype_name(wanted), array.shape),),
+                destination="the host" if on_device is None else "a GPU",
             )
             # Placed after the agreement: a creation that some ranks refuse must leave all places equal.
-            self._storage, self._block = strategy.extended.storage_for(wanted, array.shape)
-            self._storage[...] = array
-            communicator.bcast(self._storage, 0)
+            if on_device is None:
+                self._storage, self._block = strategy.extended.storage_for(wanted, array.shape)
+                self._storage[...] = array
+                communicator.bcast(self._storage, 0)
+            else:
+                sent = np.array(array, order="C", copy=True)
+                communicator.bcast(sent, 0)
+                on_device[...] = placed_as(sent, on_device)
+                self._storage, self._block = on_device, None
         # Numbered after the agreement: a creation that the ranks did not share must not make their counts differ.
         self.name = strategy.extended.next_variable_name() if name is None else name
         self._view = self._storage.view()
-        self._view.flags.writeable = False
+        if not is_on_device(self._view):  # CuPy has no read-only arrays
+            self._view.flags.writeable = False
         self._policies = policies_of(self)
         #: What stands for this variable when ranks compare their calls: names need not be unique.
         self.key = f"{self.name} (variable {strategy.extended.variables_made})"
@@ -155,8 +168,8 @@ class Variable(ArrayLike):
         raise _no_copy(self)
 
     def numpy(self) -> Array:
-        """Return a copy of the value, as `read_value`; ``np.asarray(v)`` and ``v[...]`` are views that stay true."""
-        return self.read_value()
+        """Return a copy of the value on the host; ``v[...]`` is a view of it where it is, which stays true."""
+        return np.array(host_array(self._read()), copy=True)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -165,13 +178,13 @@ class Variable(ArrayLike):
 
     def __repr__(self) -> str:
         policy = f"{self.synchronization.name}/{self.aggregation.name}"
-        stored = np.array2string(self._storage, threshold=8, separator=", ")
+        stored = np.array2string(host_array(self._storage), threshold=8, separator=", ")
         return f"<Variable {self.name!r} shape={self.shape} dtype={dtype_name(self.dtype)} {policy}, here {stored}>"
 
     # ---------------------------------------------------------------------------------------------- reading
 
     def read_value(self) -> Array:
-        """Return a copy of the value, as reading the variable in this context gives it.
+        """Return a copy of the value where it is, as reading the variable in this context gives it.
 
         Reading an ON_READ variable in cross-replica context combines the copies and is collective; all else is local.
 
@@ -179,7 +192,8 @@ class Variable(ArrayLike):
             AggregationError: for an ON_READ variable with aggregation NONE in cross-replica context.
             ContextError: in the context of another strategy.
         """
-        return np.array(self._read(), copy=True)
+        value = self._read()
+        return value.copy() if is_on_device(value) else np.array(value, copy=True)
 
     def value(self) -> Array:
         """Return what `read_value` returns."""

@@ -258,10 +258,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
         outs = out if isinstance(out, tuple) else (out,)
-        if method == "at":
-            target, *rest = inputs
-            return self._put(lambda *given: ufunc.at(target._view, *given), rest, target)
-        return _later(getattr(ufunc, method), inputs, kwargs, outs[0] if outs else None)
+        if method != "__call__":
+            return NotImplemented  # as CuPy's
+        return _later(ufunc, inputs, kwargs, outs[0] if outs else None)
 
     def __array_function__(self, function: Any, kinds: Any, args: Any, kwargs: Any) -> Any:
         return _later(function, args, kwargs, kwargs.pop("out", None))
@@ -534,6 +533,7 @@ def installed() -> Iterator[types.ModuleType]:
     finally:
         device_synchronize()
         Stream.null.use()
+        _local.device = 0
         for name, module in before.items():
             if module is None:
                 del sys.modules[name]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import cupy_double
 
 from mpistrategy.mpi import gpus
 from mpistrategy.mpi.gpus import Gpu
@@ -28,9 +30,12 @@ class PretendedGpus:
         return self._described[index].numa_node
 
 
-def pretended(*uuids: str) -> AbstractContextManager[None]:
-    """Let this process see GPUs with these UUIDs."""
-    return gpus.seen_through(lambda: PretendedGpus([Gpu(index, uuid) for index, uuid in enumerate(uuids)]))
+@contextmanager
+def pretended(*uuids: str) -> Iterator[None]:
+    """Let this process see GPUs with these UUIDs, and a CuPy."""
+    seen = gpus.seen_through(lambda: PretendedGpus([Gpu(index, uuid) for index, uuid in enumerate(uuids)]))
+    with seen, cupy_double.installed():
+        yield
 
 
 def raising(error: Callable[[], BaseException]) -> AbstractContextManager[None]:

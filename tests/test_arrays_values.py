@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import cupy_double
 import ml_dtypes
 import numpy as np
 import pytest
@@ -82,9 +84,18 @@ def test_numbers_lists_and_foreign_byte_orders_become_arrays() -> None:
     np.testing.assert_array_equal(swapped, [0, 1, 2])
 
 
-def test_a_cupy_array_is_refused_with_the_cure() -> None:
-    foreign = type("ndarray", (), {"__module__": "cupy._core.core"})()
-    with pytest.raises(errors.UnsupportedError, match=r"x\.get\(\)"):
+def test_an_array_in_gpu_memory_is_copied_to_the_host() -> None:
+    with cupy_double.installed() as cupy:
+        computed = cupy.asarray(np.arange(3)) * 2
+        copied = arrays.to_array(computed, "here")
+    assert isinstance(copied, np.ndarray)
+    assert copied.tolist() == [0, 2, 4]
+
+
+def test_an_array_in_gpu_memory_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    foreign = type("Tensor", (), {"__cuda_array_interface__": {}})()
+    with pytest.raises(errors.UnsupportedError, match="cupy-cuda12x"):
         arrays.to_array(foreign, "here")
 
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import cupy_double
 import gpu_doubles
 import launching
 import pytest
@@ -18,7 +19,7 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, DeviceError, FallbackWarning, OptionTypeError
-from mpistrategy.mpi import gpus, numa, topology
+from mpistrategy.mpi import gpus, numa
 from mpistrategy.mpi.binding import bind, bind_if_possible
 from mpistrategy.mpi.gpus import Gpu, NoGpus, Sight
 from mpistrategy.testing import run_replicas
@@ -410,37 +411,31 @@ def test_a_rank_without_a_gpu_is_refused_on_every_rank(devices: object) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("devices", ASKED, ids=str)
-def test_gpus_for_all_ranks_are_found_and_refused_by_name(devices: object) -> None:
-    """No array can be on them yet; nothing pretends that it can."""
-    with pretended("GPU-all") if devices == "shared" else pretended(f"GPU-{RANK}"):
-        for text in refused(devices):
-            for rank in range(SIZE):
-                assert f"rank {rank} on GPU:0 (GPU-{'all' if devices == 'shared' else rank})" in text
-            assert "works on NumPy arrays" in text
+def test_every_rank_has_the_gpu_that_it_sees(devices: object) -> None:
+    with pretended("GPU-all" if devices == "shared" else f"GPU-{RANK}"), ms.MirroredStrategy(devices) as strategy:  # type: ignore[arg-type]
+        assert strategy.devices_by_rank == tuple(
+            f"/job:worker/replica:0/task:{rank}/device:GPU:0" for rank in range(SIZE)
+        )
 
 
 @pytest.mark.mpi
 def test_each_rank_is_told_its_own_number_of_a_gpu() -> None:
     seen = [f"GPU-{index}" for index in range(SIZE)]
-    with pretended(*seen[RANK:], *seen[:RANK]):
-        texts = refused("gpu")
-    assert len(set(texts)) == 1
-    for rank in range(SIZE):
-        assert f"rank {rank} on GPU:0 (GPU-{rank})" in texts[0]
+    mine = [*seen[RANK:], *seen[:RANK]]
+    with pretended(*mine), ms.MirroredStrategy("gpu") as strategy:
+        number = int(strategy.extended.worker_devices[0].rpartition(":")[2])
+        assert sorted(gather_texts(mine[number])) == seen
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("devices", ["gpu", "auto", [f"GPU:{(index + 1) % SIZE}" for index in range(SIZE)]], ids=str)
-def test_the_device_of_each_rank_is_the_one_that_it_is_bound_to(
-    devices: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is ready for arrays on GPUs, which are refused until then."""
-    monkeypatch.setattr(topology, "_refuse_for_now", lambda bound: None)
+def test_the_device_of_each_rank_is_the_one_that_it_is_bound_to(devices: object) -> None:
     with pretended(*(f"GPU-{index}" for index in range(SIZE))), ms.MirroredStrategy(devices) as strategy:  # type: ignore[arg-type]
         numbers = [(rank + isinstance(devices, list)) % SIZE for rank in range(SIZE)]
         assert strategy.devices_by_rank == tuple(
             f"/job:worker/replica:0/task:{rank}/device:GPU:{number}" for rank, number in enumerate(numbers)
         )
+        assert cupy_double.cupy.cuda.runtime.getDevice() == numbers[RANK]
 
 
 @pytest.mark.mpi
@@ -517,11 +512,12 @@ def test_pretended_replicas_share_the_gpus_of_their_process() -> None:
         pytest.skip("runs in the session on 1 rank")
 
     def program(devices: str) -> str:
-        with pytest.raises(DeviceError) as refusal:
-            ms.MirroredStrategy(devices)
-        return str(refusal.value)
+        try:
+            return ms.MirroredStrategy(devices).extended.worker_devices[0][-5:]
+        except DeviceError as refusal:
+            return str(refusal)
 
     with pretended("GPU-0", "GPU-1"):
         assert all("ranks 0, 1, 2" in text for text in run_replicas(lambda: program("gpu"), 3))
-        assert all("rank 2 on GPU:0 (GPU-0)" in text for text in run_replicas(lambda: program("shared"), 3))
-        assert all("rank 1 on GPU:1 (GPU-1)" in text for text in run_replicas(lambda: program("gpu"), 2))
+        assert run_replicas(lambda: program("shared"), 3) == ["GPU:0", "GPU:1", "GPU:0"]
+        assert run_replicas(lambda: program("gpu"), 2) == ["GPU:0", "GPU:1"]

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrategy.arrays import dtype_name, to_array
 from mpistrategy.cross_device_ops import destinations as placing
+from mpistrategy.device_arrays import like_given
 from mpistrategy.errors import (
     ContextError,
     DTypeError,
@@ -144,14 +145,15 @@ class CrossDeviceOps:
         communicator = current_communicator(f"{type(self).__name__}.broadcast")
         with communicator.guard.call(f"{type(self).__name__}.broadcast") as call:
             destination = placing.resolve(destinations, communicator, call.where)
-            array = to_array(contribution(tensor), call.where)
+            given = contribution(tensor)
+            array = to_array(given, call.where)
             if array.dtype.hasobject:
                 raise DTypeError.at(call.where, found=f"dtype {array.dtype}", expected="a dtype of fixed size")
             layout = ((dtype_name(array.dtype), array.shape),)
             call.agree("broadcast", values=layout, destination=destination.text, sparingly=True)
             sent = np.array(array, order="C", copy=True)
             communicator.bcast(sent, 0)
-            return mirrored(sent, destination, communicator)
+            return mirrored(like_given(sent, given), destination, communicator)
 
 
 def mirrored(value: Any, destination: placing.Destination, communicator: Communicator) -> Mirrored:

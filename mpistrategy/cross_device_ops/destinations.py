@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import devices
+from mpistrategy.device_arrays import is_on_device
 from mpistrategy.errors import DestinationError, DeviceError
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.values import ArrayLike, IndexedSlices
@@ -52,7 +53,8 @@ def resolve(destinations: Any, communicator: Communicator, where: str) -> Destin
         DestinationError: for anything else, None and the empty string among it.
         DeviceError: for a device that no rank of this communicator drives.
     """
-    is_value = isinstance(destinations, (ArrayLike, IndexedSlices, np.ndarray, np.generic))
+    kinds = (ArrayLike, IndexedSlices, np.ndarray, np.generic)
+    is_value = isinstance(destinations, kinds) or is_on_device(destinations)
     if is_value and not isinstance(destinations, str):  # np.str_ is both
         return EVERY_RANK
     texts = [destinations] if isinstance(destinations, str) else destinations

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, to_array
 from mpistrategy.cross_device_ops.sparse import gather_rows
+from mpistrategy.device_arrays import like_given
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.transport import Communicator
@@ -17,7 +18,7 @@ from mpistrategy.values import IndexedSlices, contribution
 
 
 def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: Call) -> list[Array]:
-    """Return, for each of the values, all ranks' arrays concatenated along `axis`.
+    """Return, for each of the values, all ranks' arrays concatenated along `axis`; arrays on GPUs go by the host.
 
     Args:
         communicator: the ranks.
@@ -40,8 +41,8 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
     rows = list(zip(*(map(int, text.split()) for text in lengths), strict=True))
     gathered = [gather_rows(communicator, array, list(n)) for array, n in zip(moved, rows, strict=True)]
     return [
-        np.ascontiguousarray(np.moveaxis(array, 0, position))
-        for array, position in zip(gathered, positions, strict=True)
+        like_given(np.ascontiguousarray(np.moveaxis(array, 0, position)), contribution(value))
+        for array, position, value in zip(gathered, positions, values, strict=True)
     ]
 
 

@@ -37,7 +37,7 @@ def divide(total: Array, count: int | float) -> Array:
         if target == total.dtype:
             np.true_divide(total, total.dtype.type(count), out=total)
             return total
-        quotient = np.true_divide(total, count, dtype=np.float64)
+        quotient: Any = np.true_divide(total, count, dtype=np.float64)  # a NumPy scalar for an array without axes
         return (np.asarray(quotient) if isinstance(quotient, np.generic) else quotient).astype(target, copy=False)
 
 

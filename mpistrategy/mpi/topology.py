@@ -6,23 +6,17 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrategy import devices
+from mpistrategy.device_arrays import cupy_for
 from mpistrategy.devices import Device
 from mpistrategy.errors import DeviceError, FallbackWarning, OptionTypeError
 from mpistrategy.mpi.transport import Communicator
 
-if TYPE_CHECKING:
-    from mpistrategy.mpi.gpus import Gpu
-
 _WHERE = "MirroredStrategy"
 _WORDS = ("auto", "gpu", "cpu", "shared")
 _EXPECTED = f"a list of device strings, {', '.join(map(repr, _WORDS))}, or None"
-_NO_ARRAYS = (
-    "This version of mpistrategy works on NumPy arrays; use 'CPU:0' or leave devices out. Arrays on GPUs come with a "
-    "later version."
-)
 
 
 @dataclass(frozen=True)
@@ -99,27 +93,33 @@ def choose_device(request: Request, ranks: Communicator) -> Device:
         bound = binding.bind(sights, ranks.node_of, sharing=request.word == "shared", named=named)
     if not bound:
         return Device(ranks.rank, "CPU", 0)
-    _refuse_for_now(bound)
     return Device(ranks.rank, "GPU", bound[ranks.rank].index)
 
 
+def activate(device: Device) -> None:
+    """Let CuPy work on this device from now on, in this thread, where it is a GPU."""
+    if device.kind == "GPU":
+        cupy_for(_WHERE).cuda.Device(device.index).use()
+
+
 def check_exists(device: Device, where: str, local_size: int = 1) -> None:
-    """Raise DeviceError unless this machine has the device.
+    """Raise DeviceError unless this process has the device.
 
     A CPU index is a share of the cores: there are as many as cores, or as ranks on the node if these are more.
     """
     if device.kind == "GPU":
-        raise DeviceError.at(where, found=f"device {device}", expected="a CPU device", fix=_NO_ARRAYS)
+        from mpistrategy.mpi import gpus  # here, for the quick import
+
+        sight = gpus.look()
+        if not sight.gpus:
+            raise DeviceError.at(where, found=f"device {device}, and {sight.reason}", expected="a GPU", fix=sight.fix)
+        if device.index not in [gpu.index for gpu in sight.gpus]:
+            seen = ", ".join(map(str, sight.gpus))
+            raise DeviceError.at(where, found=f"device {device}, and {seen}", expected="a GPU that this process sees")
+        return
     cores = max(os.cpu_count() or 1, local_size)
     if device.index is not None and device.index >= cores:
         raise DeviceError.at(where, found=f"device {device}", expected=f"an index below {cores} on this node")
-
-
-def _refuse_for_now(bound: Sequence[Gpu]) -> None:
-    """Raise DeviceError: there are GPUs for all ranks, and no collective takes arrays on them yet."""
-    few = ", ".join(f"rank {rank} on {gpu}" for rank, gpu in enumerate(bound[:8]))
-    more = f" and {len(bound) - 8} more" if len(bound) > 8 else ""
-    raise DeviceError.at(_WHERE, found=f"GPUs for all ranks ({few}{more})", expected="CPU devices", fix=_NO_ARRAYS)
 
 
 def _refuse_repeated(texts: Sequence[str], parsed: list[Device]) -> None:

@@ -1,0 +1,244 @@
+"""Strategies of GPUs, with doubles: variables and optimizers in GPU memory do what they do on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cupy_double
+import numpy as np
+import pytest
+from cupy_double import ndarray
+from gpu_doubles import pretended
+from replicas import RANK, SIZE
+
+import mpistrategy as ms
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+
+ON_READ = {"synchronization": "ON_READ"}
+
+
+@pytest.fixture
+def gpus() -> Iterator[ms.MirroredStrategy]:
+    with pretended(*(f"GPU-{rank}" for rank in range(SIZE))), ms.MirroredStrategy("gpu") as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def cpus() -> Iterator[ms.MirroredStrategy]:
+    with ms.MirroredStrategy("cpu") as strategy:
+        yield strategy
+
+
+def on_gpu(array: Any) -> Any:
+    return cupy_double.asarray(array)
+
+
+def test_a_variable_is_on_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.arange(4.0) + RANK)
+        w = ms.Variable(lambda: on_gpu(np.ones((2, 3), np.float32) * (RANK + 1)))
+        count = ms.Variable(0)
+    assert type(v.read_value()) is ndarray
+    assert v.read_value().device.id == RANK
+    assert v.numpy().tolist() == [0, 1, 2, 3]  # replica 0's
+    assert isinstance(v.numpy(), np.ndarray)
+    assert np.asarray(w).tolist() == [[1, 1, 1]] * 2
+    assert isinstance(count.read_value(), np.ndarray)  # Python looks at it all the time
+    assert "[0., 1., 2., 3.]" in repr(v)
+    assert (v.shape, v.dtype, v.T.shape, len(v)) == ((4,), np.float64, (4,), 4)
+
+
+def test_arithmetic_stays_on_the_gpu(gpus: ms.MirroredStrategy) -> None:
+    with gpus.scope():
+        v, rate = ms.Variable(np.arange(3.0)), ms.Variable(0.5)
+    for result, expected in [(v * 2, [0, 2, 4]), (v + v, [0, 2, 4]), (rate * v, [0, 0.5, 1]), (np.sqrt(v), None)]:
+        assert type(result) is ndarray
+        assert expected is None or result.get().tolist() == expected
+    assert type(v[1:]) is ndarray
+    assert float(v[2]) == 2
+
+
+@pytest.mark.parametrize("place", [np.asarray, on_gpu])
+def test_what_is_assigned_may_come_from_either(gpus: ms.MirroredStrategy, place: Callable[[Any], Any]) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.zeros(3), aggregation="MEAN")
+        first = ms.Variable(np.zeros(3), aggregation="ONLY_FIRST_REPLICA")
+        v.assign(place(np.full(3, 5.0)))
+        v.assign_add(place(np.ones(3)))
+    assert v.numpy().tolist() == [6, 6, 6]
+    gpus.run(lambda: v.assign_sub(place(np.full(3, RANK + 1.0))))
+    assert v.numpy().tolist() == [6 - (SIZE + 1) / 2] * 3
+    gpus.run(lambda: first.assign(place(np.full(3, RANK + 7.0))))
+    assert first.numpy().tolist() == [7, 7, 7]
+    for wrong in (place(np.zeros(4)), place(np.zeros(3, np.float32))):
+        with gpus.scope(), pytest.raises(ms.errors.MpiStrategyError):
+            v.assign(wrong)
+    gpus.assert_mirrored()
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_copies_that_differ_are_combined_when_they_are_read(gpus: ms.MirroredStrategy, aggregation: str) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.zeros(5), synchronization="ON_READ", aggregation=aggregation)
+    gpus.run(lambda: v.assign(on_gpu(np.full(5, RANK + 1.0))))
+    expected = {"SUM": SIZE * (SIZE + 1) / 2, "MEAN": (SIZE + 1) / 2, "ONLY_FIRST_REPLICA": 1}[aggregation]
+    with gpus.scope():
+        assert type(v.read_value()) is ndarray
+        assert np.allclose(v.numpy(), expected)
+        v.assign(np.arange(5.0))
+        assert np.allclose(v.numpy(), np.arange(5.0))
+
+
+def test_rows_are_scattered(gpus: ms.MirroredStrategy) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.zeros((4, 2)), aggregation="SUM")
+        u = ms.Variable(np.zeros((4, 2)))
+        u.scatter_update(ms.IndexedSlices(on_gpu(np.array([[1.0, 1], [2, 2]])), on_gpu(np.array([3, 3]))))
+    gpus.run(lambda: v.scatter_add(ms.IndexedSlices(on_gpu(np.ones((1, 2))), np.array([1]))))
+    assert v.numpy()[1].tolist() == [SIZE, SIZE]
+    assert u.numpy().tolist() == [[0, 0], [0, 0], [0, 0], [2, 2]]
+
+
+def train(strategy: ms.Strategy, optimizer: Optimizer, place: Callable[[Any], Any], dtype: str) -> list[np.ndarray]:
+    rng = np.random.default_rng(RANK)
+    with strategy.scope():
+        variables = [ms.Variable(np.linspace(-1, 1, 12).reshape(3, 4).astype(dtype)), ms.Variable(np.ones(4, dtype))]
+
+    def step() -> None:
+        gradients = [place(rng.standard_normal(v.shape).astype(dtype)) + 0 * v for v in variables]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    for _ in range(3):
+        strategy.run(step)
+    return [v.numpy() for v in variables]
+
+
+OPTIMIZERS = {
+    "sgd": lambda: SGD(0.1),
+    "momentum": lambda: SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: Adam(0.1),
+    "adamw": lambda: AdamW(0.1),
+    "clipped": lambda: SGD(0.1, global_clipnorm=0.5, check_every=2, nonfinite="raise"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_that_of_the_host(
+    name: str, dtype: str, gpus: ms.MirroredStrategy, cpus: ms.MirroredStrategy
+) -> None:
+    optimizer = OPTIMIZERS[name]()
+    found = train(gpus, optimizer, on_gpu, dtype)
+    assert optimizer.latest_path == "plain"
+    expected = train(cpus, OPTIMIZERS[name](), np.asarray, dtype)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert np.allclose(one, other, rtol=1e-5 if dtype == "float32" else 1e-12)
+    gpus.assert_mirrored()
+
+
+def test_a_step_waits_for_the_gpu_only_in_the_reduction(gpus: ms.MirroredStrategy) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.ones(1000))
+    optimizer = SGD(0.1, momentum=0.9)
+    step = lambda: optimizer.apply_gradients([(v * 2, v)])  # noqa: E731
+    gpus.run(step)
+    before = dict(cupy_double.counts)
+    gpus.run(step)
+    assert cupy_double.counts["synchronize"] == before["synchronize"]
+    assert cupy_double.counts["device"] == before["device"]
+    assert cupy_double.counts["event"] - before["event"] == (SIZE > 1)
+    assert cupy_double.pending(v.local_view)
+
+
+def test_sparse_gradients_change_their_rows(gpus: ms.MirroredStrategy, cpus: ms.MirroredStrategy) -> None:
+    def run(strategy: ms.Strategy, place: Callable[[Any], Any], optimizer: Optimizer) -> np.ndarray:
+        with strategy.scope():
+            v = ms.Variable(np.arange(12.0).reshape(6, 2))
+        slices = ms.IndexedSlices(place(np.ones((2, 2)) * (RANK + 1)), place(np.array([RANK, 5])))
+        strategy.run(lambda: optimizer.apply_gradients([(slices, v)]))
+        return v.numpy()
+
+    for make in (lambda: SGD(0.5, momentum=0.5), lambda: Adam(0.5)):
+        assert np.allclose(run(gpus, on_gpu, make()), run(cpus, np.asarray, make()))
+
+
+def test_a_nan_is_found_before_anything_changes(gpus: ms.MirroredStrategy) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.ones(3))
+    optimizer = SGD(0.1, nonfinite="raise")
+    bad = np.array([1.0, np.nan if RANK == SIZE - 1 else 1.0, 1.0])
+    with pytest.raises(ms.errors.NonFiniteError, match=f"rank {SIZE - 1} brought 1 NaN"):
+        gpus.run(lambda: optimizer.apply_gradients([(on_gpu(bad), v)]))
+    assert v.numpy().tolist() == [1, 1, 1]
+
+
+def test_a_gradient_on_the_host_is_taken_to_the_gpu(gpus: ms.MirroredStrategy) -> None:
+    with gpus.scope():
+        v, bias = ms.Variable(np.zeros(3)), ms.Variable(0.0)
+    gpus.run(lambda: SGD(1.0).apply_gradients([(np.ones(3), v), (on_gpu(np.ones(())), bias)]))
+    assert v.numpy().tolist() == [-SIZE] * 3
+    assert float(bias) == -SIZE
+
+
+def test_a_checkpoint_goes_from_gpus_to_cpus_and_back(
+    gpus: ms.MirroredStrategy, cpus: ms.MirroredStrategy, tmp_path: Path
+) -> None:
+    folder = gpus.extended.communicator.allgather_text(str(tmp_path))[0]
+
+    def objects(strategy: ms.Strategy, fill: float) -> dict[str, Any]:
+        with strategy.scope():
+            v = ms.Variable(np.full(4, fill), name="v")
+            optimizer = Adam(0.1)
+            optimizer.build([v])
+        place = on_gpu if strategy is gpus else np.asarray
+        return {"v": v, "optimizer": optimizer, "extra": place(np.full(3, fill))}
+
+    first = objects(gpus, 3.0)
+    gpus.run(lambda: first["optimizer"].apply_gradients([(on_gpu(np.ones(4)), first["v"])]))
+    with gpus.scope():
+        ms.Checkpoint(**first).save(f"{folder}/a")
+    second = objects(cpus, 0.0)
+    with cpus.scope():
+        ms.Checkpoint(**second).restore(f"{folder}/a")
+    assert np.array_equal(second["v"].numpy(), first["v"].numpy())
+    assert np.array_equal(second["optimizer"].slots_of(second["v"])["m"], first["optimizer"].slots_of(first["v"])["m"])
+    third = objects(gpus, 1.0)
+    with gpus.scope():
+        ms.Checkpoint(**third).restore(f"{folder}/a")
+    assert type(third["v"].read_value()) is ndarray
+    assert np.array_equal(third["v"].numpy(), first["v"].numpy())
+    assert third["extra"].get().tolist() == [3, 3, 3]
+
+
+def test_gathers_and_broadcasts_return_what_they_were_given(gpus: ms.MirroredStrategy) -> None:
+    mine = on_gpu(np.full((RANK + 1, 2), float(RANK)))
+    found = gpus.run(lambda: ms.get_replica_context().all_gather(mine, axis=0))
+    assert type(found) is ndarray
+    assert found.get().shape == (SIZE * (SIZE + 1) // 2, 2)
+    with gpus.scope():
+        sent = gpus.extended.broadcast_to(on_gpu(np.full(3, RANK + 1.0)), found)
+        total = gpus.reduce("SUM", on_gpu(np.ones((2, 2))), axis=0)
+    assert type(sent.values[0]) is ndarray
+    assert sent.values[0].get().tolist() == [1, 1, 1]
+    assert total.get().tolist() == [2 * SIZE] * 2
+
+
+def test_one_device_may_be_a_gpu() -> None:
+    with pretended("GPU-a", "GPU-b"):
+        strategy = ms.OneDeviceStrategy("GPU:1")
+        with strategy.scope():
+            v = ms.Variable(np.ones(2))
+        assert v.read_value().device.id == 1
+        assert strategy.run(lambda: ms.get_replica_context().devices)[0].endswith("GPU:1")
+        with pytest.raises(ms.errors.DeviceError, match=r"GPU:0 \(GPU-a\), GPU:1"):
+            ms.OneDeviceStrategy("GPU:2")
+
+
+def test_arrays_on_another_gpu_than_the_ranks_are_refused(gpus: ms.MirroredStrategy) -> None:
+    with cupy_double.cupy.cuda.Device(7):
+        elsewhere = on_gpu(np.ones(2))
+    with pytest.raises(ms.errors.DeviceError, match=f"arrays on GPU:{RANK}, which this rank drives"):
+        gpus.run(lambda: ms.get_replica_context().all_reduce("SUM", elsewhere))
