@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpistrategy import nest
-from mpistrategy.arena_layout import buckets_for, check_dtypes, laid_out, layouts_of
+from mpistrategy.arena_layout import belongs_on_device, buckets_for, check_dtypes, laid_out, layouts_of
 from mpistrategy.arrays import Array, dtype_name
 from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK, resolve
@@ -27,6 +27,7 @@ from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.replicas import broadcast_replicas, reduce_replicas
 from mpistrategy.mpi.signature import Signature
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.values import contribution
 
 if TYPE_CHECKING:
     from mpistrategy.extended import StrategyExtended
@@ -75,14 +76,16 @@ class Arena:
             if not given:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
             layouts = layouts_of(given, like, call.where)
+            #: Whether it is in GPU memory.
+            self.on_device = belongs_on_device(communicator, list(map(contribution, given)))
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
-                options=f"shared_result={shared_result}",
+                options=f"shared_result={shared_result}{', on a GPU' if self.on_device else ''}",
             )
             call.expect_more()
             self.places, dtypes, sizes = laid_out(layouts)
-            self.buckets = buckets_for(communicator, dtypes, sizes, shared_result)
+            self.buckets = buckets_for(communicator, dtypes, sizes, shared_result, self.on_device)
             call.agree("use an arena")  # no rank has run out of memory
         self._number = extended.next_arena_number()
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
@@ -122,10 +125,10 @@ class Arena:
 
     def __contains__(self, array: object) -> bool:
         """Return whether `array` is one of the arena's, where the arena put it: by itself, or another view of it."""
-        if not isinstance(array, np.ndarray):
-            return False
         if any(array is leaf for leaf in self.leaves):
             return True
+        if self.on_device or not isinstance(array, np.ndarray):
+            return False
         layout = array.__array_interface__
         return any(
             array.shape == leaf.shape
@@ -140,6 +143,7 @@ class Arena:
             return f"<Arena {self._number}, closed>"
         size, count = f"{self.nbytes / 2**20:.1f} MiB", len(self.leaves)
         memory = f"shared by {len(self.buckets[0].arrays)} ranks" if self.is_shared else "of this rank alone"
+        memory = "on a GPU" if self.on_device else memory
         return f"<Arena {self._number}: {count} arrays in {len(self.buckets)} buckets, {size} {memory}>"
 
     def __copy__(self) -> NoReturn:
@@ -224,6 +228,11 @@ class Arena:
             sparingly=True,
         )
         communicator = wire.on(self.communicator, sent)
+        if self.on_device:
+            from mpistrategy.device_arena import reduce_buckets  # here, for the quick import
+
+            reduce_buckets(self.communicator, communicator, self.buckets, op, chosen, call, into_result=not in_place)
+            return self._values if in_place else self.result
         divisor = communicator.size if op is ReduceOp.MEAN else 1
         for bucket in self.buckets:
             reduce_replicas(communicator, bucket, op.on_the_wire, divisor, into_result=not in_place)
@@ -264,6 +273,11 @@ class Arena:
         self.check(extended, call.where)
         call.structure = self._structure.text
         call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
+        if self.on_device:
+            from mpistrategy.device_arena import broadcast_buckets
+
+            broadcast_buckets(self.communicator, self.buckets)
+            return self._values
         for bucket in self.buckets:
             broadcast_replicas(self.communicator, bucket)
         self.communicator.node_barrier()
@@ -325,8 +339,9 @@ class Arena:
 
     def _result_views(self) -> list[Array]:
         views = self._views([bucket.result for bucket in self.buckets if bucket.result is not None])
-        for view in views:
-            view.flags.writeable = False
+        if not self.on_device:  # CuPy has no read-only arrays
+            for view in views:
+                view.flags.writeable = False
         return views
 
 

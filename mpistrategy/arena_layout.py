@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrategy import nest
 from mpistrategy.arrays import Array, dtype_name, to_reducible
+from mpistrategy.device_arrays import is_on_device, to_reducible_on_device
 from mpistrategy.errors import DTypeError, MpiStrategyError
 from mpistrategy.mpi.replicas import Replicas, joined, typed
 from mpistrategy.mpi.shared_memory import ALIGNMENT, aligned, private_memory
@@ -49,11 +50,21 @@ def layouts_of(leaves: Sequence[Any], like: Any, where: str) -> list[Layout]:
         DTypeError, LeafError: for a leaf that cannot be reduced.
     """
     try:
-        arrays = [to_reducible(contribution(leaf), where) for leaf in leaves]
+        return [_layout(contribution(leaf), where) for leaf in leaves]
     except MpiStrategyError:  # once more, to say which leaf it is
         paths = nest.leaf_paths(like)
-        arrays = [to_reducible(contribution(leaf), where, path) for leaf, path in zip(leaves, paths, strict=True)]
-    return [(array.dtype, array.shape) for array in arrays]
+        return [_layout(contribution(leaf), where, path) for leaf, path in zip(leaves, paths, strict=True)]
+
+
+def _layout(leaf: Any, where: str, path: str = "") -> Layout:
+    array = (to_reducible_on_device if is_on_device(leaf) else to_reducible)(leaf, where, path)
+    return array.dtype, array.shape
+
+
+def belongs_on_device(communicator: Communicator, leaves: Sequence[Any]) -> bool:
+    """Return whether an arena of these leaves is in GPU memory: this rank drives a GPU, or one of them is there."""
+    drives = bool(communicator.devices) and communicator.devices[communicator.rank].kind == "GPU"
+    return drives or any(map(is_on_device, leaves))
 
 
 def laid_out(layouts: Sequence[Layout]) -> tuple[tuple[Place, ...], list[np.dtype[Any]], list[int]]:
@@ -73,12 +84,20 @@ def laid_out(layouts: Sequence[Layout]) -> tuple[tuple[Place, ...], list[np.dtyp
 
 
 def buckets_for(
-    communicator: Communicator, dtypes: Sequence[np.dtype[Any]], sizes: Sequence[int], shared_result: bool
+    communicator: Communicator,
+    dtypes: Sequence[np.dtype[Any]],
+    sizes: Sequence[int],
+    shared_result: bool,
+    on_device: bool = False,
 ) -> tuple[Replicas, ...]:
     """Return zeroed arrays of these dtypes and sizes for every rank, and one result for the node where it is asked for.
 
     Collective.
     """
+    if on_device:
+        from mpistrategy.device_arena import device_buckets  # here, for the quick import
+
+        return device_buckets(communicator, dtypes, sizes, shared_result)
     starts, total = [], 0
     for dtype, size in zip(dtypes, sizes, strict=True):
         starts.append(total)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy import nest
 from mpistrategy.arena import Arena, resident
 from mpistrategy.arrays import Array
-from mpistrategy.errors import OptionTypeError, UnsupportedError
+from mpistrategy.device_arrays import is_on_device
+from mpistrategy.errors import MpiStrategyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi import ambient
 from mpistrategy.mpi.call_sites import call_site
 from mpistrategy.mpi.faults import collective
@@ -85,6 +86,8 @@ def start_all_reduce(
             call.agree("the first all_reduce_async")
 
     engine = engine_of(communicator, agree)
+    if _is_on_device(value):
+        engine = AtOnce(communicator)  # another thread has another stream, and would not see what is put on ours
     site = call_site()
     try:
         mine = _on(extended, engine)
@@ -103,6 +106,15 @@ def start_all_reduce(
     job = Job(with_site)
     engine.submit(job)
     return AllReduceHandle(job, engine, communicator.guard)
+
+
+def _is_on_device(value: Any) -> bool:
+    if isinstance(value, Arena):
+        return value.on_device
+    try:
+        return any(is_on_device(contribution(leaf)) for leaf in nest.flatten(value)[0])
+    except MpiStrategyError:
+        return False  # the job raises it, so that the peers hear of it
 
 
 def _prepared(

@@ -168,3 +168,43 @@ def test_without_the_event_of_a_copy_the_numbers_are_wrong(
         path.allreduce(strategy.extended.communicator, buffer, "SUM")
         assert not np.array_equal(buffer.get(), (np.arange(8.0 * chunks) + 1) * SIZE)
     assert staged_path.CHUNK_BYTES >= 2**20
+
+
+@pytest.mark.parametrize("shared_result", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int16"])
+def test_an_arena_is_reduced_where_it_is(strategy: Any, cupy: Any, dtype: str, shared_result: bool) -> None:
+    like = {"w": cupy.asarray(values((3, 2), dtype)), "b": cupy.asarray(values((1,), dtype)), "n": 0.0}
+    with strategy.scope():
+        arena = strategy.arena(like, shared_result=shared_result)
+    assert arena.on_device
+    for _ in range(2):
+        arena.values["w"][...] = cupy.asarray(values((3, 2), dtype)) * 1
+        arena.values["n"][...] = RANK
+        found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", arena))
+        assert found["w"].get().tolist() == total((3, 2), dtype).real.tolist()
+        assert float(found["n"]) == SIZE * (SIZE - 1) / 2
+    if shared_result:
+        assert arena.values["w"].get().tolist() == values((3, 2), dtype).tolist()
+    else:
+        assert found["w"].data.ptr == arena.values["w"].data.ptr
+    with strategy.scope():
+        strategy.extended.broadcast_to(arena, arena)
+    assert float(arena.values["n"]) == (0 if shared_result else float(found["n"]))
+    arena.close()
+
+
+def test_an_all_reduce_that_was_started_is_one_of_this_stream(strategy: Any, cupy: Any) -> None:
+    def step(ctx: Any) -> Any:
+        handle = ctx.all_reduce_async("SUM", [cupy.asarray(np.ones(5)) * 2, np.ones(2)])
+        return handle.wait()
+
+    found = in_step(strategy, step)
+    assert found[0].get().tolist() == [2.0 * SIZE] * 5
+    assert found[1].tolist() == [SIZE] * 2
+
+
+def test_a_weighted_mean(strategy: Any, cupy: Any) -> None:
+    found = in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", cupy.asarray(np.full(3, RANK + 1.0)), weight=RANK + 1))
+    ranks = np.arange(1, SIZE + 1)
+    assert type(found) is cupy_double.ndarray
+    assert np.allclose(found.get(), (ranks * ranks).sum() / ranks.sum())

@@ -25,6 +25,7 @@ FLOORS = [
     {
         "arena",
         "arena_layout",
+        "device_arena",
         "explain",
         "explain_ways",
         "intact",

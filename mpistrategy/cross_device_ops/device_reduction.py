@@ -15,6 +15,7 @@ from mpistrategy.cross_device_ops import device_packing, packing
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.device_arrays import DeviceArray, cupy_for
 from mpistrategy.mpi.call import Call
+from mpistrategy.mpi.device_choice import asked_for
 from mpistrategy.mpi.device_path import communication_memory
 from mpistrategy.mpi.device_paths import device_path
 from mpistrategy.mpi.transport import Communicator
@@ -23,6 +24,12 @@ from mpistrategy.options import CommunicationImplementation, CommunicationOption
 #: A number that is a view of a larger bucket would keep all of it.
 _FEW_ELEMENTS = 64
 _WORDS = {CommunicationImplementation.RING: "ring", CommunicationImplementation.NCCL: "nccl"}
+
+
+def path_word(options: CommunicationOptions) -> str:
+    """Return which path options ask for, and else MPISTRATEGY_GPU_PATH; OptionError for another word there."""
+    implementation: Any = options.implementation
+    return _WORDS.get(implementation) or asked_for()
 
 
 class DeviceReduction:
@@ -44,11 +51,8 @@ class DeviceReduction:
         options: CommunicationOptions,
         word: str = "",
     ) -> None:
-        from mpistrategy.mpi.device_choice import asked_for  # here, for the quick import
-
         self._ranks, self._arrays, self._op = ranks, arrays, op
-        implementation: Any = options.implementation
-        self._word = word or _WORDS.get(implementation) or asked_for()
+        self._word = word or path_word(options)
         self._packs = packing.plan(arrays, options.bytes_per_pack)
         self._device = arrays[0].device
         self._buckets: list[DeviceArray] = []

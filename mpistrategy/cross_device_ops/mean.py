@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array, mean_dtype, wire_dtype
+from mpistrategy.device_arrays import any_array
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 
@@ -76,8 +77,8 @@ class WeightedMean:
     def _times_weight(self, array: Array) -> Array:
         dtype = wire_dtype(mean_dtype(array.dtype))
         if self._weight == 0:
-            return np.zeros(array.shape, dtype)
-        return np.asarray(np.multiply(array, dtype.type(self._weight), dtype=dtype))
+            return np.zeros_like(array, dtype=dtype)
+        return any_array(np.multiply(array, dtype.type(self._weight), dtype=dtype))
 
     def finish(self, totals: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
         """Turn the sums of `contributions` into the means; NaN where all weights are 0."""
