@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import wire_dtype
-from mpistrategy.cross_device_ops.device_reduction import path_word
 from mpistrategy.device_arrays import DeviceArray, cupy_for, placed_as, to_host
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.device_path import communication_memory
 from mpistrategy.mpi.device_paths import device_path
 from mpistrategy.mpi.replicas import Replicas
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 
 
 def device_buckets(

@@ -17,13 +17,15 @@ from mpistrategy.arena_layout import check_dtypes
 from mpistrategy.arrays import Array, dtype_name, wire_dtype
 from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, packing
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps, checked_component
+from mpistrategy.device_arrays import any_array, is_on_device
 from mpistrategy.errors import EmptyBatchError
+from mpistrategy.explain_devices import lines_of
 from mpistrategy.explain_ways import Buffer, Ground, in_words, seconds_of, size_in_words, time_in_words
 from mpistrategy.extended import checked_leaves
 from mpistrategy.mpi import wire
 from mpistrategy.mpi.paths import Rates
 from mpistrategy.mpi.replicas import is_in_place
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.values import IndexedSlices, Mirrored, PerReplica, contribution
 
 if TYPE_CHECKING:
@@ -129,6 +131,9 @@ def _of_arena(extended: StrategyExtended, arena: Arena, op: ReduceOp, options: C
         return _of_leaves(extended, arena.leaves, arena.values, op, options)
     wire.check(options.wire)
     communicator = wire.on(extended.communicator, options.wire)
+    if arena.on_device:
+        lines = lines_of(communicator, arena.leaves, path_word(options), options)
+        return _Found(arena.leaves, [], arena.nbytes, [line.replace("packed on", "ready on") for line in lines])
     counts = [sum(place.bucket == number for place in arena.places) for number in range(len(arena.buckets))]
     buffers = []
     for count, bucket in zip(counts, arena.buckets, strict=True):
@@ -152,7 +157,7 @@ def _of_leaves(
     checked_leaves(values, lambda: nest.leaf_paths(value), False, _WHERE)
     algorithm = extended.cross_device_ops
     if not isinstance(algorithm, PackedCrossDeviceOps):
-        nbytes = sum(np.asarray(leaf).nbytes for leaf in leaves if not isinstance(leaf, IndexedSlices))
+        nbytes = sum(any_array(contribution(leaf)).nbytes for leaf in leaves if not isinstance(leaf, IndexedSlices))
         return _Found(leaves, [], nbytes, [f"what {type(algorithm).__name__} does with them is its own business"])
     wire.check(options.wire)
     communicator = wire.on(extended.communicator, options.wire)
@@ -176,9 +181,13 @@ def _of_leaves(
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
     sparse = sum(part.values.nbytes + part.indices.nbytes for part in slices)
     others = [f"{len(slices)} IndexedSlices, {size_in_words(sparse)}: gathered on all ranks by MPI"] if slices else []
-    if len(dense) + len(slices) < len(parts):
-        others.append(f"{len(parts) - len(dense) - len(slices)} Mirrored: the same everywhere, nothing is sent")
-    return _Found(leaves, buffers, sum(array.nbytes for array in dense) + sparse, others)
+    placed = [part for part in parts if is_on_device(part)]
+    word = (algorithm.device_path or path_word(options)) if placed and algorithm.reduces_on_devices else None
+    others += lines_of(communicator, placed, word, options)
+    mirrored = len(parts) - len(dense) - len(slices) - len(placed)
+    if mirrored:
+        others.append(f"{mirrored} Mirrored: the same everywhere, nothing is sent")
+    return _Found(leaves, buffers, sum(array.nbytes for array in (*dense, *placed)) + sparse, others)
 
 
 def _buffer(pack: packing.Pack, arrays: Sequence[Array], way: str, copies: bool = False) -> Buffer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import numbers
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -94,8 +95,9 @@ class CommunicationOptions:
         timeout_seconds: for how long a rank waits in a collective before the job ends, with a roll call that says who
             waits where and who has not come; 0 for no limit.  None means what MPISTRATEGY_TIMEOUT says, else 600.
             Only time in which this rank waits counts; see `Strategy.expect_long`.
-        implementation: a `CommunicationImplementation` or its name in any letter case.  MPI carries everything so
-            far, whatever is asked for.
+        implementation: a `CommunicationImplementation` or its name in any letter case: "NCCL" and "RING" (MPI) say
+            what carries arrays in GPU memory, where it can be; "AUTO" leaves it to MPISTRATEGY_GPU_PATH (mpi, staged,
+            nccl, ipc), and that to the library.  Arrays on the host go by MPI whatever is asked for.
         wire: "bfloat16" halves what travels between nodes in sums and means of float32 (and of 16-bit floats, which
             are summed in it): each node's contribution is rounded to bfloat16 (unit roundoff u = 2^-8), the
             contributions are added up in float32, and the sum is rounded once.  The result is equal on all ranks and
@@ -153,3 +155,28 @@ class CommunicationOptions:
             for field in fields(self)
         }
         return CommunicationOptions(**chosen)
+
+
+#: Names the path of arrays in GPU memory for all strategies: a hint, which yields where it cannot be.
+GPU_PATH = "MPISTRATEGY_GPU_PATH"
+_PATH_WORDS = ("auto", "mpi", "staged", "nccl", "ipc")
+_BY_IMPLEMENTATION = {CommunicationImplementation.RING: "ring", CommunicationImplementation.NCCL: "nccl"}
+
+
+def path_word(options: CommunicationOptions) -> str:
+    """Return the path that is asked for, for arrays in GPU memory.
+
+    Args:
+        options: whose `implementation` asks for "ring" (what MPI carries: "mpi" or "staged") or "nccl".
+
+    Returns:
+        That, or what the variable MPISTRATEGY_GPU_PATH says: "auto", "mpi", "staged", "nccl" or "ipc".
+
+    Raises:
+        OptionError: for another word in the variable.
+    """
+    chosen: Any = options.implementation
+    word = _BY_IMPLEMENTATION.get(chosen) or os.environ.get(GPU_PATH, "").lower() or "auto"
+    if word not in (*_PATH_WORDS, *_BY_IMPLEMENTATION.values()):
+        raise OptionError.at(GPU_PATH, found=repr(word), expected=" or ".join(map(repr, _PATH_WORDS)))
+    return word

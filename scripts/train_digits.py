@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,7 @@ class Network:
 
     def forward(self, images: Array) -> tuple[Array, Array]:
         """Return the hidden units and the probabilities of the classes."""
-        w1, b1, w2, b2 = map(np.asarray, self.weights)
+        w1, b1, w2, b2 = (weight[...] for weight in self.weights)
         hidden = np.maximum(images @ w1 + b1, 0)
         logits = hidden @ w2 + b2
         odds = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -50,14 +51,15 @@ class Network:
 
     def gradients(self, images: Array, hidden: Array, d_logits: Array) -> list[Array]:
         """Return the derivative of the loss by each of the weights, given that by the logits."""
-        d_hidden = (d_logits @ np.asarray(self.weights[2]).T) * (hidden > 0)
+        d_hidden = (d_logits @ self.weights[2].T) * (hidden > 0)
         return [images.T @ d_hidden, d_hidden.sum(axis=0), hidden.T @ d_logits, d_logits.sum(axis=0)]
 
 
 def main() -> None:
     """Train, check and report."""
     options = parse_arguments()
-    strategy = ms.MirroredStrategy()
+    strategy = ms.MirroredStrategy(options.devices)
+    xp = array_module(strategy)
     on_first = strategy.replica_id_in_sync_group == 0
     show_bar = options.progress == "bar" or (options.progress == "auto" and sys.stderr.isatty())
 
@@ -86,13 +88,14 @@ def main() -> None:
     def measure(images: Array, labels: Labels) -> tuple[Array, Array]:
         """Add to the metrics, which are this replica's own until they are read; return what the gradients need."""
         hidden, probabilities = network.forward(images)
-        loss.update_state(-np.log(probabilities[np.arange(len(labels)), labels]))
+        loss.update_state(-np.log(probabilities[xp.arange(len(labels)), labels]))
         accuracy.update_state(labels, probabilities)
         return hidden, probabilities
 
     def training_step(images: Array, labels: Labels) -> None:
+        images, labels = xp.asarray(images), xp.asarray(labels)  # to the GPU, if it is one
         hidden, d_logits = measure(images, labels)
-        d_logits[np.arange(len(labels)), labels] -= 1
+        d_logits[xp.arange(len(labels)), labels] -= 1
         # The optimizer adds the replicas' gradients up: each divides by the size of the global batch, not of its part.
         d_logits /= options.batch
         optimizer.apply_gradients(zip(network.gradients(images, hidden, d_logits), network.weights, strict=True))
@@ -117,7 +120,7 @@ def main() -> None:
     seconds = time.perf_counter() - started
 
     for batch in test_data:
-        strategy.run(measure, args=batch)
+        strategy.run(measure, args=tuple(map(xp.asarray, batch)))
     test_loss, test_accuracy = results()
     equal = weights_are_equal(strategy, network.weights)
     good = equal and test_accuracy >= WANTED_ACCURACY
@@ -138,9 +141,18 @@ def main() -> None:
     sys.exit(0 if good else 1)
 
 
+def array_module(strategy: ms.Strategy) -> Any:
+    """Return CuPy where this replica drives a GPU, else NumPy."""
+    if "GPU" not in strategy.extended.worker_devices[0]:
+        return np
+    import cupy
+
+    return cupy
+
+
 def weights_are_equal(strategy: ms.Strategy, weights: list[ms.Variable]) -> bool:
     """Compare the weights of all ranks bit for bit, by their digests; the same answer on every rank."""
-    digest = hashlib.sha256(b"".join(weight.local_copy().tobytes() for weight in weights)).digest()
+    digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).digest()
     digests = strategy.gather(np.frombuffer(digest, np.uint8)[np.newaxis], axis=0)
     return bool((digests == digests[0]).all())
 
@@ -170,6 +182,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=64, help="images in a global batch; default: %(default)s")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="adam", help="default: %(default)s")
+    parser.add_argument(
+        "--devices",
+        choices=("cpu", "gpu", "shared", "auto"),
+        default="cpu",
+        help="what to train on; default: %(default)s",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and order of images; default: %(default)s")
     parser.add_argument("--plot", type=Path, default=Path("digits.png"), help="where to; default: %(default)s")
     parser.add_argument("--no-plot", dest="plot", action="store_const", const=None, help="draw nothing")

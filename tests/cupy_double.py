@@ -288,7 +288,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
         (stream or get_current_stream()).put(lambda: np.copyto(self._view, copied), self._view)
 
     def __getitem__(self, key: Any) -> ndarray:
-        if isinstance(key, (ndarray, np.ndarray, list)):
+        if _has_arrays(key):
             return _later(lambda x, k: x[k], (self, key), {}, None)
         return self._like(self._view[key] if _is_view(self._view[key]) else self._view[key, ...])
 
@@ -296,7 +296,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
         if isinstance(value, np.ndarray) and value.ndim:
             raise TypeError("Unsupported type <class 'numpy.ndarray'>")
         view = self._view
-        if isinstance(key, ndarray):
+        if _has_arrays(key):
             return self._put(lambda k, v: view.__setitem__(k, v), [key, value], self)
         return self._put(lambda v: view.__setitem__(key, v), [value], self)
 
@@ -389,6 +389,10 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
 
     def __deepcopy__(self, memo: Any) -> ndarray:
         return self.copy()
+
+
+def _has_arrays(key: Any) -> bool:
+    return any(isinstance(each, (ndarray, np.ndarray, list)) for each in (key if isinstance(key, tuple) else (key,)))
 
 
 def _is_view(found: Any) -> bool:

@@ -15,8 +15,8 @@ from replicas import RANK, SIZE
 
 import mpistrategy as ms
 from mpistrategy.mpi import staged_path
-from mpistrategy.mpi.device_choice import VARIABLE
 from mpistrategy.mpi.staged_path import StagedPath
+from mpistrategy.options import GPU_PATH as VARIABLE
 
 PATHS = ("staged", "mpi")
 DTYPES = ("float64", "float32", "float16", "complex64", "int64", "int32", "int16", "uint8")
@@ -208,3 +208,21 @@ def test_a_weighted_mean(strategy: Any, cupy: Any) -> None:
     ranks = np.arange(1, SIZE + 1)
     assert type(found) is cupy_double.ndarray
     assert np.allclose(found.get(), (ranks * ranks).sum() / ranks.sum())
+
+
+def test_explain_tells_the_path(strategy: Any, cupy: Any) -> None:
+    value = {"w": cupy.asarray(np.ones((2, 3))), "loss": 1.0}
+    assert "1 array on a GPU, 48 bytes: packed on the GPU into 1 bucket; on a path that the ranks" in strategy.explain(
+        value
+    )
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
+    text = strategy.explain(value)
+    expected = (
+        f"({'alone: one rank' if SIZE == 1 else strategy.extended.communicator.device_paths.by_name.popitem()[0]}"
+    )
+    assert expected in text
+    with strategy.scope():
+        arena = strategy.arena(value)
+    assert "2 arrays on a GPU, 56 bytes: ready on the GPU" in strategy.explain(arena)
+    with ms.MirroredStrategy(cross_device_ops=ms.OrderedAllReduce()) as other:
+        assert "copied to the host, reduced as other arrays are, and copied back" in other.explain(value)

@@ -27,6 +27,7 @@ FLOORS = [
         "arena_layout",
         "device_arena",
         "explain",
+        "explain_devices",
         "explain_ways",
         "intact",
         "mirrored_check",

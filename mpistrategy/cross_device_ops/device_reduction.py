@@ -15,21 +15,13 @@ from mpistrategy.cross_device_ops import device_packing, packing
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.device_arrays import DeviceArray, cupy_for
 from mpistrategy.mpi.call import Call
-from mpistrategy.mpi.device_choice import asked_for
 from mpistrategy.mpi.device_path import communication_memory
 from mpistrategy.mpi.device_paths import device_path
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 
 #: A number that is a view of a larger bucket would keep all of it.
 _FEW_ELEMENTS = 64
-_WORDS = {CommunicationImplementation.RING: "ring", CommunicationImplementation.NCCL: "nccl"}
-
-
-def path_word(options: CommunicationOptions) -> str:
-    """Return which path options ask for, and else MPISTRATEGY_GPU_PATH; OptionError for another word there."""
-    implementation: Any = options.implementation
-    return _WORDS.get(implementation) or asked_for()
 
 
 class DeviceReduction:

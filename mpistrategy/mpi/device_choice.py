@@ -8,18 +8,13 @@ of one node can do among themselves (ipc), then MPI where it is known to take GP
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mpistrategy.errors import OptionError
 from mpistrategy.mpi.cuda_aware import Answer, weakest
 from mpistrategy.mpi.device_path import PathName
 from mpistrategy.mpi.launch import ranks_in_words
 
-#: Names a path for all strategies: a hint, which yields where it cannot be.
-VARIABLE = "MPISTRATEGY_GPU_PATH"
-WORDS = ("auto", "mpi", "staged", "nccl", "ipc")
 _BY_MPI = ("mpi", "staged")
 
 
@@ -68,24 +63,12 @@ class Choice:
     is_second_best: bool = False
 
 
-def asked_for() -> str:
-    """Return the path that MPISTRATEGY_GPU_PATH names: one of `WORDS`.
-
-    Raises:
-        OptionError: for another word.
-    """
-    word = os.environ.get(VARIABLE, "").lower() or "auto"
-    if word not in WORDS:
-        raise OptionError.at(VARIABLE, found=repr(word), expected=" or ".join(map(repr, WORDS)))
-    return word
-
-
 def choose(ranks: Sequence[Abilities], word: str = "auto", taken: Sequence[str] = ()) -> Choice:
     """Return the path for these ranks.
 
     Args:
         ranks: what each of them has.
-        word: what is asked for; one of `WORDS`, or "ring" for what MPI carries.
+        word: what is asked for; see `mpistrategy.options.path_word`.
         taken: the paths that the strategy has already.
     """
     if len(ranks) == 1:

@@ -26,7 +26,7 @@ def device_path(ranks: Communicator, word: str, call: Call) -> DevicePath:
 
     Args:
         ranks: who takes part.
-        word: one of `mpistrategy.mpi.device_choice.WORDS`, or "ring".
+        word: see `mpistrategy.options.path_word`.
         call: the guard's.
 
     Raises:
