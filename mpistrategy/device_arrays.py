@@ -7,6 +7,7 @@ before a call is done before the call reads, and what is put on it after the cal
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -124,6 +125,32 @@ def _span(array: DeviceArray) -> tuple[int, int]:
         begin += min(0, (length - 1) * stride)
         end += max(0, (length - 1) * stride)
     return begin, end + array.itemsize
+
+
+#: NumPy's reductions, as methods of CuPy's arrays.
+_REDUCTIONS = {
+    np.add: "sum",
+    np.multiply: "prod",
+    np.maximum: "max",
+    np.minimum: "min",
+    np.logical_and: "all",
+    np.logical_or: "any",
+}
+
+
+def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Do what a ufunc of NumPy is asked for, where some of the inputs are in GPU memory.
+
+    CuPy does calls of them; it has other names for reductions and products of matrices, and takes NumPy's scalars but
+    no arrays.
+    """
+    plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in inputs]
+    if ufunc is np.matmul and method == "__call__" and not kwargs:
+        return operator.matmul(*plain)
+    if method == "reduce" and ufunc in _REDUCTIONS:
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        return getattr(plain[0], _REDUCTIONS[ufunc])(**{"axis": 0, **given} if "axis" not in kwargs else given)
+    return getattr(ufunc, method)(*plain, **kwargs)
 
 
 def like_given(result: Any, given: Any) -> Any:

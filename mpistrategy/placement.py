@@ -89,12 +89,17 @@ class Placement:
         That is so on strategies of CPUs, and for variables without axes (counters, totals, rates): Python looks at
         them all the time, and would wait for the GPU each time.
         """
-        device = self.communicator.devices[self.communicator.rank] if self.communicator.devices else None
-        if device is None or device.kind != "GPU" or not shape:
+        if not shape or not self.drives_gpu:
             return None
         cupy = cupy_for("a variable on a GPU")
-        with cupy.cuda.Device(device.index):
+        with cupy.cuda.Device(self.communicator.devices[self.communicator.rank].index):
             return cupy.empty(shape, dtype)
+
+    @property
+    def drives_gpu(self) -> bool:
+        """Whether this rank's device is a GPU."""
+        devices = self.communicator.devices
+        return bool(devices) and devices[self.communicator.rank].kind == "GPU"
 
     def next_arena_number(self) -> int:
         """Return the number of an arena; the same on every rank, since creation is collective."""

@@ -12,12 +12,14 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrategy.arrays import Array
-from mpistrategy.device_arrays import host_array, is_on_device, like_given
+from mpistrategy.device_arrays import cupy_for, host_array, is_on_device, like_given, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
 
 class ArrayLike(NDArrayOperatorsMixin):
     """Arithmetic, comparison, indexing and conversion for anything with a `_read` method."""
+
+    __array_priority__ = 1000  # CuPy's arrays have 100, and leave operators to what has more
 
     def _read(self) -> Any:
         raise NotImplementedError
@@ -43,9 +45,13 @@ class ArrayLike(NDArrayOperatorsMixin):
                 fix="Write v.assign_add(x), v.assign_sub(x) or v.assign(...).",
             )
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
-        if any(map(is_on_device, plain)):  # CuPy takes NumPy's scalars, but no arrays of NumPy
-            plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in plain]
+        if any(map(is_on_device, plain)):
+            return on_device(ufunc, method, plain, kwargs)
         return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __cupy_get_ndarray__(self) -> Any:  # what CuPy asks for in its own functions
+        value = self._read()
+        return value if is_on_device(value) else cupy_for("an array for CuPy").asarray(value)
 
     def __getitem__(self, key: Any) -> Any:
         return self._read()[key]
@@ -201,7 +207,7 @@ class IndexedSlices:
                 fix="Pass one when creating it.",
             )
         values, indices = host_array(self.values), host_array(self.indices)
-        dense = np.zeros(tuple(int(n) for n in np.asarray(self.dense_shape)), values.dtype)
+        dense = np.zeros(tuple(int(n) for n in host_array(self.dense_shape)), values.dtype)
         if indices.size and not (indices.min() >= 0 and indices.max() < len(dense)):
             raise ShapeError.at(
                 "IndexedSlices.to_dense",

@@ -33,8 +33,8 @@ class Variable(ArrayLike):
     the default strategy and lives on this rank alone.  It acts as an array: arithmetic, comparison, indexing and
     `np.asarray` read it.  Writes go into the same memory, so that a view taken once stays true.
 
-    On a strategy of GPUs a variable is a CuPy array on its rank's GPU (one without axes stays on the host); what is
-    assigned to it may come from either.  There a view is not protected from writes.
+    On a strategy of GPUs a variable is a CuPy array on its rank's GPU (one without axes stays on the host, and reads as
+    a NumPy scalar); what is assigned to it may come from either.  There a view is not protected from writes.
 
     What reading and writing mean depends on the synchronization, the aggregation and the context; the whole table is
     `mpistrategy.variable_policies.POLICIES`.
@@ -110,6 +110,8 @@ class Variable(ArrayLike):
         self._view = self._storage.view()
         if not is_on_device(self._view):  # CuPy has no read-only arrays
             self._view.flags.writeable = False
+        #: CuPy computes with NumPy's scalars, and not with its arrays of no axes.
+        self._is_scalar_beside_gpu = strategy.extended.drives_gpu and not array.shape
         self._policies = policies_of(self)
         #: What stands for this variable when ranks compare their calls: names need not be unique.
         self.key = f"{self.name} (variable {strategy.extended.variables_made})"
@@ -193,7 +195,10 @@ class Variable(ArrayLike):
             ContextError: in the context of another strategy.
         """
         value = self._read()
-        return value.copy() if is_on_device(value) else np.array(value, copy=True)
+        if is_on_device(value):
+            return value.copy()
+        copied = np.array(value, copy=True)
+        return copied[()] if self._is_scalar_beside_gpu else copied
 
     def value(self) -> Array:
         """Return what `read_value` returns."""

@@ -258,7 +258,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
         outs = out if isinstance(out, tuple) else (out,)
-        if method != "__call__":
+        if method != "__call__" or (ufunc.signature is not None and any(_is_foreign(value) for value in inputs)):
             return NotImplemented  # as CuPy's
         return _later(ufunc, inputs, kwargs, outs[0] if outs else None)
 
@@ -293,8 +293,6 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
         return self._like(self._view[key] if _is_view(self._view[key]) else self._view[key, ...])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(value, np.ndarray) and value.ndim:
-            raise TypeError("Unsupported type <class 'numpy.ndarray'>")
         view = self._view
         if _has_arrays(key):
             return self._put(lambda k, v: view.__setitem__(k, v), [key, value], self)
@@ -391,6 +389,10 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
         return self.copy()
 
 
+def _is_foreign(value: Any) -> bool:
+    return hasattr(type(value), "__array_ufunc__") and not isinstance(value, (ndarray, np.ndarray, np.generic))
+
+
 def _has_arrays(key: Any) -> bool:
     return any(isinstance(each, (ndarray, np.ndarray, list)) for each in (key if isinstance(key, tuple) else (key,)))
 
@@ -402,7 +404,9 @@ def _is_view(found: Any) -> bool:
 def _strict(value: Any) -> Any:
     if isinstance(value, ndarray):
         return value._view
-    if isinstance(value, np.ndarray) and value.ndim:
+    if hasattr(type(value), "__cupy_get_ndarray__"):
+        return value.__cupy_get_ndarray__()._view
+    if isinstance(value, np.ndarray):
         raise TypeError("Unsupported type <class 'numpy.ndarray'>")
     if isinstance(value, (list, tuple)):
         return type(value)(map(_strict, value))

@@ -45,7 +45,8 @@ def test_a_variable_is_on_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None
     assert v.numpy().tolist() == [0, 1, 2, 3]  # replica 0's
     assert isinstance(v.numpy(), np.ndarray)
     assert np.asarray(w).tolist() == [[1, 1, 1]] * 2
-    assert isinstance(count.read_value(), np.ndarray)  # Python looks at it all the time
+    assert isinstance(count.read_value(), np.int64)  # Python looks at it all the time; CuPy takes scalars
+    assert type(v * count.read_value()) is ndarray
     assert "[0., 1., 2., 3.]" in repr(v)
     assert (v.shape, v.dtype, v.T.shape, len(v)) == ((4,), np.float64, (4,), 4)
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, to_array, to_reducible
 from mpistrategy.cross_device_ops.mean import divide
+from mpistrategy.device_arrays import host_array
 from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.transport import Communicator
@@ -40,7 +41,7 @@ def checked(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:
 
 def layout(slices: IndexedSlices) -> tuple[str, tuple[int, ...]]:
     """Return what must be equal on all ranks: dtypes and the rows' shape, not the number of rows."""
-    dense = "?" if slices.dense_shape is None else str([int(n) for n in np.asarray(slices.dense_shape)])
+    dense = "?" if slices.dense_shape is None else str([int(n) for n in host_array(slices.dense_shape)])
     kinds = f"IndexedSlices<{dtype_name(slices.values.dtype)},{dtype_name(slices.indices.dtype)},{dense}>"
     return kinds, slices.values.shape[1:]
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
+from mpistrategy.device_arrays import is_on_device
 
+from . import on_device
 from .values import Caught, Json, Raw, encode, encode_error, nested
 
 CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
@@ -64,11 +66,13 @@ class Env:
         """Another strategy of the same kind, as a program that needs two makes it."""
         if self.kind == "mirrored":
             make_ops = CROSS_DEVICE_OPS.get(self._cross_device_ops or "", lambda: None)
-            return ms.MirroredStrategy([f"CPU:{i}" for i in range(self.n)], cross_device_ops=make_ops())
+            return ms.MirroredStrategy(
+                on_device.devices([f"CPU:{i}" for i in range(self.n)]), cross_device_ops=make_ops()
+            )
         if self.kind == "multi_worker":
-            return ms.MirroredStrategy()
+            return ms.MirroredStrategy(on_device.devices(None))
         if self.kind == "one_device":
-            return ms.OneDeviceStrategy("CPU:0")
+            return ms.OneDeviceStrategy(on_device.devices("CPU:0", "GPU:0"))
         return ms.get_strategy()
 
     # -------------------------------------------------------------------------------------------- inputs
@@ -119,11 +123,12 @@ class Env:
 
 def constant(value: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
     """tf.constant: an array; Python floats become float32, Python ints int32, as TensorFlow chooses."""
-    array = np.asarray(value, dtype=dtype)
-    if dtype is None and not isinstance(value, (np.ndarray, np.generic)):
+    given = is_on_device(value) or isinstance(value, (np.ndarray, np.generic))
+    array = np.asarray(on_device.host(value), dtype=dtype)
+    if dtype is None and not given:
         defaults = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
-        return array.astype(defaults.get(array.dtype, array.dtype))
-    return array
+        array = array.astype(defaults.get(array.dtype, array.dtype))
+    return on_device.place(array)
 
 
 def variable(value: Any, **options: Any) -> Any:

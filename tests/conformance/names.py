@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
+from mpistrategy.device_arrays import is_on_device
 
 from .environment import Env
 from .values import Json
@@ -47,7 +48,7 @@ def variable_name(variable: Any, env: Env) -> str:
 
 def type_name(value: Any) -> str:
     """The name of a value's class; an array is an eager tensor."""
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, (np.ndarray, np.generic)) or is_on_device(value):
         return "EagerTensor"
     return _CLASS_NAMES.get(type(value).__name__, type(value).__name__)
 

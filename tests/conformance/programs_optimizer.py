@@ -12,8 +12,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 import mpistrategy as ms
+from mpistrategy.device_arrays import any_array
 from mpistrategy.optimizers import SGD
 
+from . import on_device
 from .compare import STEPS
 from .environment import Env, constant, variable
 from .registry import UnsupportedProgramError, program
@@ -196,7 +198,7 @@ def loss_and_gradients(x: Array, y: Array, w: Array, b: Array, denominator: floa
         error = x @ w + b - y
         upstream = 2 * error / np.float64(denominator)
         loss = np.sum(error * error) / np.float64(denominator)
-    return np.asarray(loss), [x.T @ upstream, np.asarray(np.sum(upstream))]
+    return any_array(loss), [x.T @ upstream, any_array(np.sum(upstream))]
 
 
 def copies_agree(env: Env, v: ms.Variable) -> bool:
@@ -209,7 +211,7 @@ def copies_agree(env: Env, v: ms.Variable) -> bool:
 def train(env: Env, p: Inputs) -> Any:
     if p["style"] not in STYLES:
         raise UnsupportedProgramError(f"no style {p['style']!r}")
-    x, y = np.array(p["x"], np.float64), np.array(p["y"], np.float64)
+    x, y = (on_device.place(np.array(p[name], np.float64)) for name in "xy")
     aggregation = ms.VariableAggregation[p.get("variable_aggregation", "NONE")]
     with env.strategy.scope():
         variables = {
@@ -257,7 +259,7 @@ def train_embedding(env: Env, p: Inputs) -> Any:
 
     def step(ids: list[list[int]]) -> None:
         count = float(sum(len(own) for own in ids[: env.n]))
-        own = np.array(env.pick(ids), np.int64)
+        own = on_device.place(np.array(env.pick(ids), np.int64))
         slices = ms.IndexedSlices(2 * table[own] / count, own, table.shape)
         optimizer.apply_gradients([(slices, table)])
 
@@ -284,7 +286,7 @@ def four_steps_one_variable(env: Env, p: Inputs) -> Any:
     def step() -> Array:
         gradient = constant([1.0, 2.0]) * np.float32(env.rid() + 1)
         ms.get_replica_context().merge_call(merge_fn, args=(gradient, v))
-        return np.asarray(v.read_value())
+        return any_array(v.read_value())
 
     return {"step returned": env.run(step), "copies": env.copies(v)}
 

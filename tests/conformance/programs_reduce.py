@@ -8,6 +8,7 @@ import numpy as np
 
 import mpistrategy as ms
 
+from . import on_device
 from .environment import Env, constant, variable
 from .registry import program
 from .values import Json, decode
@@ -100,7 +101,7 @@ def reduce_result_type(env: Env, p: Inputs) -> Any:
     result = env.strategy.reduce("SUM", one_to_n(env), axis=None)
     return {
         "result": result,
-        "is a tensor": isinstance(result, (np.ndarray, np.generic)),
+        "is a tensor": isinstance(on_device.host(result), np.ndarray),
         "is a DistributedValues": isinstance(result, ms.DistributedValues),
     }
 

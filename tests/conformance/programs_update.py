@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
+from mpistrategy.device_arrays import any_array
 
 from .destinations import make_value
 from .environment import Env, constant, variable
@@ -21,7 +22,7 @@ CAPTURED = "components after v.assign_add(10.) on the captured container in fn"
 
 def like(value: Any, var: Any) -> np.ndarray[Any, Any]:
     """tf.cast(value, var.dtype)."""
-    return np.asarray(value).astype(var.dtype)
+    return any_array(value).astype(var.dtype)
 
 
 def raise_key_error(var: Any, calls: int, args: Any, kwargs: Any) -> Any:

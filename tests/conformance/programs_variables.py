@@ -142,7 +142,7 @@ def value_maker(env: Env, p: Inputs) -> Callable[[], Any]:
     if kind in ("same_tensor_object", "python_number"):
         return lambda: values[0]
     if kind == "equal_tensors":
-        return lambda: np.array(values[0])
+        return lambda: values[0].copy()
     if kind == "own_of_each_replica":
         in_a_step = env.kind != "default"
         return lambda: env.pick(values) if in_a_step and ms.get_replica_context() is not None else values[0]

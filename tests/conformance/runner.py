@@ -24,6 +24,7 @@ import mpistrategy as ms
 from mpistrategy.testing import run_replicas
 
 from . import __path__ as package_path
+from . import on_device
 from .cases import load_cases
 from .compare import Difference, short
 from .deviations import Rule, find_rule, load_rules
@@ -76,16 +77,19 @@ def replay(
     for case in cases:
         twins[case["id"].partition("@")[0]].append(case)
     results = []
-    for case in cases:
-        if ranks.rank == 0:
-            started(case["id"])
-        outcome = replay_one(case, programs.get(case["program"]), ranks)
-        outcomes = ranks.gather_json(outcome)
-        if ranks.rank == 0:
-            others = [twin for twin in twins[case["id"].partition("@")[0]] if kind_of(twin) != kind_of(case)]
-            result = verdict(case, programs.get(case["program"]), outcomes, rules, others)
-            ended(result)
-            results.append(result)
+    with on_device.ready():
+        for case in cases:
+            if on_device.is_left_out(case["id"]):
+                continue
+            if ranks.rank == 0:
+                started(case["id"])
+            outcome = replay_one(case, programs.get(case["program"]), ranks)
+            outcomes = ranks.gather_json(outcome)
+            if ranks.rank == 0:
+                others = [twin for twin in twins[case["id"].partition("@")[0]] if kind_of(twin) != kind_of(case)]
+                result = verdict(case, programs.get(case["program"]), outcomes, rules, others)
+                ended(result)
+                results.append(result)
     return results
 
 

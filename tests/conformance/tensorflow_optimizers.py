@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
+from mpistrategy.device_arrays import any_array
 from mpistrategy.optimizers import SGD, Adam, Optimizer
 
 from .registry import UnsupportedProgramError
@@ -43,7 +44,7 @@ class Adagrad(Optimizer):
     def change(self, gradient: Array, slots: Mapping[str, ms.Variable]) -> Array:
         accumulator = slots["accumulator"]
         accumulator.assign_add(gradient * gradient)
-        return np.asarray(self.learning_rate * gradient / np.sqrt(accumulator))
+        return any_array(self.learning_rate * gradient / np.sqrt(accumulator))
 
 
 class AdamV1(Adam):

@@ -24,6 +24,9 @@ import ml_dtypes
 import numpy as np
 
 import mpistrategy as ms
+from mpistrategy.device_arrays import is_on_device
+
+from . import on_device
 
 Json = Any
 ARRAY_KEYS = ("tensor", "ndarray", "variable", "numpy_scalar")
@@ -81,7 +84,7 @@ def decode(node: Json) -> Any:
         array = array_of(node)
         if node["dtype"] == "string":
             return array.astype(str)
-        return array[()] if "numpy_scalar" in node else array
+        return array[()] if "numpy_scalar" in node else on_device.place(array)
     for key, decoder in _DECODERS.items():
         if key in node:
             return decoder(node)
@@ -140,12 +143,12 @@ def encode(value: Any) -> Json:
     if isinstance(value, ms.DistributedValues):
         return encode(value.values[0]) if value.values else {"elsewhere": getattr(value, "lives_on", "another rank")}
     if isinstance(value, ms.Variable):
-        return _encode_array("variable", np.asarray(value.local_copy()))
+        return _encode_array("variable", on_device.host(value.local_copy()))
     if isinstance(value, ms.IndexedSlices):
         names = ("values", "indices", "dense_shape")
         return {"IndexedSlices": {name: encode(getattr(value, name)) for name in names}}
-    if isinstance(value, np.ndarray):
-        return _encode_array("ndarray", value)
+    if isinstance(value, np.ndarray) or is_on_device(value):
+        return _encode_array("ndarray", on_device.host(value))
     if isinstance(value, np.generic):
         return _encode_array("numpy_scalar", np.asarray(value))
     if isinstance(value, (tuple, list, Mapping)):
@@ -184,7 +187,7 @@ def _encode_array(key: str, array: np.ndarray[Any, Any]) -> Json:
 
 def nested(value: Any) -> Json:
     """Return the numbers of an array as nested lists, without dtype and shape."""
-    array = np.asarray(value)
+    array = on_device.host(value)
     return _number(array[()]) if array.ndim == 0 else [nested(row) for row in array]
 
 
