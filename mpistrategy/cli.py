@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mpistrategy
 from mpistrategy import run
 from mpistrategy.bench import command as bench
+from mpistrategy.doctor import command as doctor
 from mpistrategy.slurm import command as slurm
 
 
@@ -29,6 +30,7 @@ class Command:
 
 COMMANDS = {
     "bench": Command("measure collectives and steps beside what one would use instead", bench.add_options, bench.run),
+    "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", doctor.add_options, doctor.run),
     "run": Command("run a program on every rank, in place of python", run.add_options, run.run),
     "slurm": Command("write a job script for a cluster, check it, or submit it", slurm.add_options, slurm.run),
 }

@@ -83,9 +83,17 @@ FLOORS = [
         "checkpoint_state",
         "checkpoint_values",
     },
-    {"bench", "cli", "run", "slurm", "__main__"},  # programs: they use the library as its users do, front page included
+    {
+        "bench",
+        "cli",
+        "doctor",
+        "run",
+        "slurm",
+        "__main__",
+    },  # programs: they use the library as its users do, front page included
 ]
-# The benchmark's reference is mpi4py itself, and must not go through what it is compared with.
+# The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at
+# ranks on which the library refuses to start.
 MAY_IMPORT_MPI = (
     "mpistrategy.mpi.communicator",
     "mpistrategy.mpi.control_channel",
@@ -93,6 +101,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.operations",
     "mpistrategy.mpi.world",
     "mpistrategy.bench.raw",
+    "mpistrategy.doctor.ranks",
 )
 SERVICES = FLOORS[4] | {"input", "input_context", "input_iterators", "datasets", "strategy_input", "strategy_old_names"}
 # Within a floor, modules that must not even import each other in a circle: the vocabulary has an order of its own.

@@ -9,7 +9,7 @@ from mpistrategy.slurm import values
 #: The templates, and what each one shows.
 TEMPLATES = {
     "single_node": "one node, one rank for each of its GPUs",
-    "multi_node": "several nodes: first a step that finds out whether all ranks meet, then the program",
+    "multi_node": "several nodes: first mpistrategy doctor, then the program",
     "multi_node_mpirun": "the same with Open MPI's mpirun in place of srun",
     "requeue": "goes back to the queue before its time is up, and goes on from its newest checkpoint",
     "chain": "the same by jobs that wait for each other, where jobs cannot be requeued",

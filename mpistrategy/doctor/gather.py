@@ -1,0 +1,230 @@
+"""Gathers the facts of this process.  Nothing here raises, waits for another rank, or shows a variable unasked."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpistrategy.doctor import blas, peer_access
+from mpistrategy.doctor.facts import Facts
+from mpistrategy.doctor.file_system import kind_of
+from mpistrategy.doctor.gpu_checks import parts_of
+from mpistrategy.errors import LaunchError
+from mpistrategy.mpi import launch, mapped_mpi
+from mpistrategy.mpi.path_files import library_name
+from mpistrategy.mpi.shared_memory import FOLDER
+from mpistrategy.mpi.waiting import cores
+
+if TYPE_CHECKING:
+    from mpistrategy.doctor.ranks import Ranks
+
+#: Variables for the place on the node; a GPU is often chosen by them.
+_LOCAL = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PALS_LOCAL_RANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+_MPI_FILE = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
+_VISIBLE = re.compile(r"(?:NoDevFiles|-?\d+|(?:GPU|MIG)-[\w/-]+)?(?:,(?:-?\d+|(?:GPU|MIG)-[\w/-]+))*")
+_LEFT = re.compile(r"(?:ompi|prte|prterun)\.(\d+)$")
+#: The number that Linux gives the namespace of processes that is no container's.
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+_PATH = re.compile(r"[\w./+-]{1,400}")
+
+
+def seconds_since_start() -> float:
+    """Return how long ago this process began; 0.0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError, AttributeError):
+        ticks = int(launch.stat_of(os.getpid())[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0
+
+
+def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Facts:
+    """Return what is known without MPI.
+
+    Args:
+        environment: the variables of the process.
+        start_seconds: what `seconds_since_start` said when the command began.
+    """
+    import numpy
+
+    files = mapped_mpi.mapped_files()
+    mine = sorted(cores())
+    threads, source = blas.threads(files, environment, len(mine))
+    claim = launch.claim_in(environment)
+    shm_bytes, shm_free = _room()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return Facts(
+        host=os.uname().nodename,
+        python=".".join(map(str, sys.version_info[:3])),
+        mpistrategy=launch.version(),
+        numpy=numpy.__version__,
+        launcher=claim.launcher if claim else "",
+        tasks=claim.tasks if claim else 0,
+        place=claim.rank if claim else 0,
+        said=", ".join(f"{name}={environment[name]}" for name in claim.variables) if claim else "",
+        pmi=offered(environment),
+        local_hints={name: int(environment[name]) for name in _LOCAL if environment.get(name, "").isdigit()},
+        cores=mine,
+        machine_cores=os.cpu_count() or 1,
+        threads=threads,
+        threads_source=source,
+        shm_bytes=shm_bytes,
+        shm_free=shm_free,
+        start_seconds=round(start_seconds, 3),
+        homes=homes(),
+        gpu_devices=len(glob("/dev/nvidia[0-9]*")),
+        amd=os.path.exists("/dev/kfd"),
+        gpus_promised=_number(environment, "SLURM_GPUS_ON_NODE"),
+        visible=visible if visible is None or _VISIBLE.fullmatch(visible) else "(something else)",
+        wanted=_library_wanted(environment.get("MPI4PY_LIBMPI", "")),
+        leftovers=leftovers(environment.get("TMPDIR") or tempfile.gettempdir()),
+    )
+
+
+def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
+    """Return the facts of a rank whose MPI has started.
+
+    Args:
+        facts: what was known before.
+        ranks: all of them.
+        seconds: how long MPI took to start.
+    """
+    import mpi4py
+
+    library = library_name(ranks.library)
+    refusal: tuple[str, ...] = ()
+    try:
+        launch.check_world(ranks.size, library, "mpistrategy doctor")
+    except LaunchError as error:
+        refusal = parts_of(error)
+    mapped = [path for path in mapped_mpi.mapped_files() if _MPI_FILE.match(os.path.basename(path))]
+    return replace(
+        facts,
+        rank=ranks.rank,
+        size=ranks.size,
+        mpi4py=mpi4py.__version__,
+        library=library,
+        built_for=ranks.built_for,
+        libraries=mapped,
+        thread_level=ranks.thread_level,
+        mpi_seconds=round(seconds, 3),
+        refusal=refusal,
+        homes=dict(facts.homes) | ({"MPI": (mapped[0], kind_of(mapped[0]))} if mapped else {}),
+    )
+
+
+def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
+    """Return the facts of a rank that knows its node.
+
+    Args:
+        facts: what was known before.
+        place: `Ranks.place_on_node`.
+    """
+    from mpistrategy.mpi import watch_lines
+    from mpistrategy.mpi.gpus import look
+    from mpistrategy.mpi.node_memory import NodeMemory
+    from mpistrategy.mpi.paths import DEFAULT
+
+    leader, local_rank, local_size = place
+    sight = look()
+    each = watch_lines.BYTES + NodeMemory.bytes_for(local_size, DEFAULT)
+    found = replace(
+        facts,
+        leader=leader,
+        local_rank=local_rank,
+        local_size=local_size,
+        sight=sight.text(),
+        shm_needed=local_size * each if local_size > 1 else 0,
+    )
+    if not sight.gpus:
+        return found
+    return replace(
+        found,
+        no_peer_access=peer_access.missing(len(sight.gpus)) if local_rank == 0 else (),
+        cuda_aware=_cuda_aware(),
+    )
+
+
+def offered(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what a launcher offers for its processes to meet."""
+    kinds = []
+    if "PMIX_NAMESPACE" in environment and "PMIX_RANK" in environment:
+        kinds.append("PMIx")
+    if "PMI_RANK" in environment and not {"PMI_FD", "PMI_PORT", "PMI_CONTROL_PORT", "PMI_SIZE"}.isdisjoint(environment):
+        kinds.append("PMI")
+    return tuple(kinds)
+
+
+def homes() -> dict[str, tuple[str, str]]:
+    """Return where Python, its packages and this one lie, and on what kind of file system."""
+    import numpy
+
+    places = {
+        "Python": sys.prefix,
+        "NumPy": os.path.dirname(numpy.__file__),
+        "mpistrategy": str(Path(__file__).parents[1]),
+    }
+    return {name: (path, kind_of(path)) for name, path in places.items()}
+
+
+def leftovers(folder: str, *, all_processes: bool | None = None) -> list[str]:
+    """Return the folders that this user's mpiexecs of Open MPI made, and whose process is gone.
+
+    Args:
+        folder: where they are.
+        all_processes: whether every process can be seen, or else nothing is known; None: as the system says.
+    """
+    found = []
+    with suppress(OSError):
+        if not (
+            all_processes or (all_processes is None and os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE)
+        ):
+            return []
+        for entry in os.scandir(folder):
+            number, state = _LEFT.match(entry.name), entry.stat(follow_symlinks=False)
+            if number and stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid():
+                found += [entry.path] * (not os.path.exists(f"/proc/{number[1]}"))
+    return sorted(found)
+
+
+def _library_wanted(path: str) -> str:
+    if not _PATH.fullmatch(path):
+        return ""
+    return os.path.realpath(path) if "/" in path else path
+
+
+def _room() -> tuple[int, int]:
+    try:
+        state = os.statvfs(FOLDER)
+    except OSError:
+        return 0, 0
+    return state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _cuda_aware() -> str:
+    from mpistrategy.errors import MpiStrategyError
+    from mpistrategy.mpi import cuda_aware, world
+
+    try:
+        return cuda_aware.decide(world.evidence(), cuda_aware.said()).text()
+    except MpiStrategyError as error:
+        return f"{cuda_aware.UNVERIFIED} {error}"

@@ -1,0 +1,146 @@
+"""All ranks of the job, before the library would start on them: it refuses some of the jobs that are to be looked at.
+
+Importing it starts MPI.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+_TEXT, _TURN, _PING, _PONG = 71, 72, 73, 74
+_NAP_SECONDS = 1e-3
+_LEVELS = {
+    MPI.THREAD_SINGLE: "single",
+    MPI.THREAD_FUNNELED: "funneled",
+    MPI.THREAD_SERIALIZED: "serialized",
+    MPI.THREAD_MULTIPLE: "multiple",
+}
+
+
+class Ranks:
+    """COMM_WORLD.  Nothing collective happens before `collect` has seen that all are there."""
+
+    def __init__(self) -> None:
+        self._comm: MPI.Intracomm = MPI.COMM_WORLD
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+
+    @property
+    def library(self) -> str:
+        """What the MPI library says about itself."""
+        return str(MPI.Get_library_version())
+
+    @property
+    def built_for(self) -> str:
+        """The MPI that mpi4py was built for."""
+        return str(MPI.get_vendor()[0])
+
+    @property
+    def thread_level(self) -> str:
+        """What MPI was started with."""
+        return _LEVELS.get(MPI.Query_thread(), "unknown")
+
+    def collect(self, text: str, seconds: float) -> dict[int, str]:
+        """Return on rank 0 the texts of all ranks that sent theirs within so many seconds; elsewhere only its own."""
+        found = {self.rank: text}
+        if self.rank:
+            self._comm.Send(np.frombuffer(text.encode() or b" ", np.uint8), 0, _TEXT)
+            return found
+        end, status = time.monotonic() + seconds, MPI.Status()
+        while len(found) < self.size:
+            if self._comm.Iprobe(MPI.ANY_SOURCE, _TEXT, status):
+                letters = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                source = status.Get_source()
+                self._comm.Recv(letters, source, _TEXT)
+                found[source] = bytes(letters).decode()
+            elif time.monotonic() > end:
+                break
+            else:
+                time.sleep(_NAP_SECONDS)
+        return found
+
+    def told(self, number: int) -> int:
+        """Return rank 0's number.  Collective."""
+        shared = np.array([number], np.int64)
+        self._comm.Bcast(shared, 0)
+        return int(shared[0])
+
+    def place_on_node(self) -> tuple[int, int, int]:
+        """Return the first rank of this node, this one's place there, and how many it has.  Collective."""
+        inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        leader = np.array([self.rank], np.int64)
+        inside.Bcast(leader, 0)
+        place = int(leader[0]), int(inside.rank), int(inside.size)
+        inside.Free()
+        return place
+
+    def slowest(self, seconds: float) -> float:
+        """Return the greatest number of all ranks.  Collective."""
+        shared = np.array([seconds])
+        self._comm.Allreduce(MPI.IN_PLACE, shared, MPI.MAX)
+        return float(shared[0])
+
+    def all_right(self, is_right: bool) -> bool:
+        """Return whether every rank says so.  Collective."""
+        return not self.slowest(float(not is_right))
+
+    def barrier(self) -> None:
+        """Wait for all ranks.  Collective."""
+        self._comm.Barrier()
+
+    def allreduce(self, buffer: Any) -> None:
+        """Sum in place, as MPI does it.  Collective."""
+        self._comm.Allreduce(MPI.IN_PLACE, buffer)
+
+    def swap(self, mine: Any, theirs: Any) -> None:
+        """Exchange buffers, on whatever device they are, with the other of two ranks."""
+        self._comm.Sendrecv(mine, 1 - self.rank, recvbuf=theirs, source=1 - self.rank)
+
+    # ------------------------------------------------------------------------------------- rank 0 and another one
+
+    def serve(self) -> None:
+        """Answer rank 0's turns until it says that it was the last; on every rank but 0."""
+        turn = np.zeros(2, np.int64)
+        while True:
+            self._comm.Recv(turn, 0, _TURN)
+            rounds, nbytes = map(int, turn)
+            if rounds == 0:
+                return
+            block, now = np.zeros(nbytes, np.uint8), np.zeros(1)
+            for _ in range(rounds):
+                self._comm.Recv(block, 0, _PING)
+                now[0] = time.time()
+                self._comm.Send(now, 0, _PONG)
+
+    def turn(self, other: int, rounds: int, nbytes: int, each: Callable[[float, float, float], object]) -> None:
+        """Send so many messages to a rank that serves; on rank 0.
+
+        Args:
+            other: that rank.
+            rounds: how many.
+            nbytes: of each.
+            each: is given the time before and after each, and that of the other rank in between; of time.time().
+        """
+        self._comm.Send(np.array([rounds, nbytes], np.int64), other, _TURN)
+        block, then = np.zeros(nbytes, np.uint8), np.zeros(1)
+        for _ in range(rounds):
+            before = time.time()
+            self._comm.Send(block, other, _PING)
+            self._comm.Recv(then, other, _PONG)
+            each(before, time.time(), float(then[0]))
+
+    def end_turns(self) -> None:
+        """Say to all others that there are no more; on rank 0."""
+        for other in range(1, self.size):
+            self._comm.Send(np.zeros(2, np.int64), other, _TURN)
+
+    def abort(self, status: int) -> None:
+        """End the job."""
+        sys.stdout.flush()
+        self._comm.Abort(status)

@@ -1,0 +1,69 @@
+"""What Slurm knows of a job: its number, whether it runs, its nodes, and the folder that it works in."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+
+_PATIENCE_SECONDS = 20
+_ID = re.compile(r"(\d+(?:[_+]\d+)?)(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job.
+
+    Attributes:
+        number: its own number, also where it is one of an array.
+        state: RUNNING, ...; "" if unknown.
+        folder: where it works; "" if unknown.
+        nodes: as Slurm writes them; "" if unknown.
+        trouble: why Slurm does not tell; "" when it does.
+    """
+
+    number: str
+    state: str = ""
+    folder: str = ""
+    nodes: str = ""
+    trouble: str = ""
+
+
+def is_id(text: str) -> bool:
+    """Return whether a text is the number of a job: ``17``, ``17.0``, ``17_2`` or ``17+1``."""
+    return bool(_ID.fullmatch(text))
+
+
+def ask(text: str) -> SlurmJob:
+    """Return what scontrol says of a job; never raises."""
+    found = _ID.fullmatch(text)
+    number = found[1] if found else text
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "job", number],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_PATIENCE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return SlurmJob(number, trouble=f"scontrol cannot be asked here ({getattr(error, 'strerror', None) or error})")
+    if done.returncode:
+        return SlurmJob(number, trouble=f"scontrol: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+    return read(done.stdout, number)
+
+
+def read(told: str, number: str) -> SlurmJob:
+    """Return what is in the output of ``scontrol show job``."""
+    numbers = re.findall(r"^JobId=(\d+)", told, flags=re.M)
+    if len(numbers) > 1:
+        return SlurmJob(number, trouble=f"{number} is an array of {len(numbers)} jobs: name one, such as {number}_0")
+
+    def field(name: str) -> str:
+        found = re.search(rf"^\s+{name}=(.*?)\s*$" if name == "WorkDir" else rf"\b{name}=(\S*)", told, flags=re.M)
+        return found[1] if found else ""
+
+    nodes = re.search(r"^\s+NodeList=(\S+)", told, flags=re.M)
+    listed = nodes[1] if nodes and nodes[1] != "(null)" else ""
+    return SlurmJob(numbers[0] if numbers else number, field("JobState"), field("WorkDir"), listed)
