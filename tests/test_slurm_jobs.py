@@ -155,7 +155,9 @@ def test_single_node(user: User) -> None:
 def test_multi_node(user: User) -> None:
     job = user.run("multi_node.sbatch")
     check(job, 4)
-    assert job.output.index("preflight: 4 ranks meet") < job.output.index("example.py on 4 ranks: begins")
+    assert job.output.index("4 ranks meet and add up right") < job.output.index("example.py on 4 ranks: begins")
+    assert "2 nodes (node1, node2), 2 ranks on each" in job.output
+    assert "nodes agree within" in job.output
 
 
 @pytest.mark.skipif(not launching.IS_OPEN_MPI, reason="needs Open MPI")
@@ -183,10 +185,68 @@ def test_a_job_has_the_status_of_its_program(user: User) -> None:
 def test_ranks_that_do_not_meet_are_found_before_the_program_starts(user: User) -> None:
     user.environment["SLURM_MPI_TYPE"] = "none"
     job = user.run("multi_node.sbatch")
-    assert (job.state, job.status in (2, *ENDED)) == ("FAILED", True), job.output
-    assert f"the preflight ended with status {job.status}; the program was not started" in job.output
+    assert (job.state, job.status in (1, *ENDED)) == ("FAILED", True), job.output
+    assert f"mpistrategy doctor ended with status {job.status}; the program was not started" in job.output
     assert "example.py" not in job.output
+    assert "BAD   launch    4 programs of one rank each" in job.output
     assert f"Start it with `srun --mpi={MPI_TYPE}`" in job.output
+    assert f"export SLURM_MPI_TYPE={MPI_TYPE}" in job.output
+
+
+@needs_srun
+@twice
+def test_the_doctor_keeps_a_program_from_starting(user: User) -> None:
+    """Made-up GPUs are given to the job, and no rank sees one."""
+    text = render(JobSpec.of("multi_node", {"nodes": 1, "gpus_per_node": 2}))
+    (user.folder / "gpus.sbatch").write_text(text)
+    job = user.run("gpus.sbatch")
+    assert (job.state, job.status in (1, *ENDED)) == ("FAILED", True), job.output
+    assert re.search(r"BAD +gpus +Slurm gave the job 2 on node1, but ranks 0, 1 see none", job.output), job.output
+    assert f"mpistrategy doctor ended with status {job.status}; the program was not started" in job.output
+    assert "example.py" not in job.output
+
+
+HANGING = """
+import signal, numpy as np, mpistrategy as ms
+strategy = ms.MirroredStrategy()
+def shuffle():
+    print("now it hangs", flush=True)
+    signal.pause()
+strategy.reduce("SUM", np.ones(3))
+if strategy.replica_id_in_sync_group == 1:
+    shuffle()
+strategy.reduce("SUM", np.ones(3))
+"""
+
+
+@needs_srun
+@twice
+def test_a_job_that_hangs_is_looked_at_from_outside(user: User) -> None:
+    (user.folder / "hang.py").write_text(HANGING)
+    (user.folder / "hang.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --output=mpistrategy-%j.out\n"
+        "srun --kill-on-bad-exit=1 python3 -m mpistrategy run --timeout 20 hang.py\n"
+    )
+    job = user.submit("hang.sbatch")
+    user.says(job, "now it hangs")
+    doctor = (sys.executable, "-m", "mpistrategy", "doctor", "--job", job)
+    told = []
+
+    def hangs() -> bool:
+        told[:] = [user.bed.run(*doctor, cwd="/", env=user.environment)]
+        return told[0].returncode == 1 and told[0].stdout.count("waits") >= 3
+
+    try:
+        user.bed.until(hangs, 40, "hang", user.output(job))
+    finally:
+        user.bed.run("scancel", job)
+    shown = told[0].stdout
+    assert f"job {job} (RUNNING): 4 ranks heard of, in {user.folder}/mpistrategy-run-{job}-" in shown
+    assert re.search(r"rank 1 +elsewhere +in no collective: at \S+/hang.py:6 in shuffle; its last was #\d+ ", shown), (
+        shown
+    )
+    assert len(re.findall(r"rank [023] +waits \d+ s +in #\d+ Strategy.reduce SUM float64\[3\]", shown)) == 3, shown
+    assert "3 of 4 ranks wait; not come: rank 1." in shown
 
 
 @needs_srun

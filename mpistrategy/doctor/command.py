@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mpistrategy.doctor import checks, gather, report
-from mpistrategy.doctor.deadline import STATUS, Deadline
+from mpistrategy.doctor.deadline import STATUS, Deadline, starting_mpi
 from mpistrategy.doctor.facts import Clock, Facts, Job, Speed, Trial
 from mpistrategy.doctor.finding import BAD, Finding, worst
 from mpistrategy.doctor.privacy import covered, veil
@@ -67,10 +67,12 @@ def _examine(options: argparse.Namespace, deadline: Deadline, start_seconds: flo
     cover = veil(os.environ)
     facts = gather.of_this_process(os.environ, start_seconds)
     began = time.monotonic()
+    title = f"[rank {facts.place}/{facts.tasks}] " if facts.tasks > 1 else ""
     try:
-        from mpistrategy.doctor.ranks import Ranks  # starts MPI
+        with starting_mpi(options.timeout, title):
+            from mpistrategy.doctor.ranks import Ranks
 
-        ranks = Ranks()
+            ranks = Ranks()
     except (ImportError, RuntimeError) as error:
         return _without_mpi(options, facts, error, cover)
     facts = gather.with_mpi(facts, ranks, time.monotonic() - began)
@@ -103,7 +105,7 @@ def _meet(
 ) -> Job:
     """Return what is known of the job; on rank 0 of all ranks, elsewhere of this one."""
     wanted = options.ranks or 0
-    patience = 0.8 * deadline.left
+    patience = deadline.left - _LONGER_SECONDS
 
     def absent(there: dict[int, str], waited: float) -> Job | None:
         missing = [rank for rank in range(ranks.size) if rank not in there] if ranks.rank == 0 else []
@@ -116,7 +118,7 @@ def _meet(
     ranks.told(0)
     deadline.stage = "looking at nodes and GPUs"
     facts = gather.on_node(facts, ranks.place_on_node())
-    texts = ranks.collect(json.dumps(covered(asdict(facts), cover)), left := 0.8 * deadline.left)
+    texts = ranks.collect(json.dumps(covered(asdict(facts), cover)), left := deadline.left - _LONGER_SECONDS)
     job = absent(texts, left)
     if job is not None:
         return job

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 #: The exit status of a doctor that found something bad; a hang is.
 STATUS = 1
@@ -27,7 +32,7 @@ class Deadline:
         self._seconds = seconds
         self._over = threading.Event()
         self.title = title
-        self.stage = "starting MPI"
+        self.stage = "looking at this process"
         threading.Thread(target=self._wait, name="mpistrategy doctor's deadline", daemon=True).start()
 
     @property
@@ -41,17 +46,50 @@ class Deadline:
 
     def _wait(self) -> None:
         if not self._over.wait(self._seconds):
-            text = (
-                f"{self.title}mpistrategy doctor: not done after {self._seconds:g} s, while {self.stage}. "
-                f"{_CURES.get(self.stage, _ANY)}\n"
-            )
             sys.stdout.flush()
-            os.write(2, text.encode(errors="replace"))
+            _say(f"{self.title}mpistrategy doctor: not done after {self._seconds:g} s, while {self.stage}. {_ANY}")
             os._exit(STATUS)
 
 
+@contextmanager
+def starting_mpi(seconds: float, title: str) -> Iterator[None]:
+    """End this process when MPI does not start in time.
+
+    While it starts, no other thread of Python's runs: a child looks at the clock.
+
+    Args:
+        seconds: from now on.
+        title: what the last words begin with.
+    """
+    inside, outside = os.pipe()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that the child has not: it needs none
+        child = os.fork()
+    if child == 0:
+        try:
+            os.close(outside)
+            if not select.select([inside], [], [], seconds)[0]:  # else the parent is done, or gone
+                _say(f"{title}mpistrategy doctor: MPI has not started after {seconds:g} s. {_NO_START} {_ANY}")
+                os.kill(parent, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.close(inside)
+    try:
+        yield
+    finally:
+        os.close(outside)
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="replace"))
+
+
 _ANY = "Does every rank start, on every node? --timeout SECONDS gives them longer."
-_CURES = {
-    "starting MPI": "MPI_Init does not come back: do launcher and MPI library fit together (srun --mpi=list), and can "
-    "the nodes reach each other? An MPI of the cluster's own knows its network: load its module. " + _ANY
-}
+_NO_START = (
+    "Do launcher and MPI library fit together (srun --mpi=list), and can the nodes reach each other? The cluster's own "
+    "MPI knows its network: load its module."
+)

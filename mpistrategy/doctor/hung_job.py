@@ -17,7 +17,7 @@ from mpistrategy.doctor.run_files import SILENT_SECONDS, Seen
 from mpistrategy.mpi import run_directory
 from mpistrategy.mpi.launch import ranks_in_words
 
-#: From here on waiting is worth a word.
+#: From here on waiting is worth a word; or from a tenth of the timeout on.
 _LONG_SECONDS = 10.0
 _MOST_ROWS = 64
 _HANGS, _COULD_NOT = 1, 2
@@ -74,7 +74,11 @@ def _of(job: slurm_job.SlurmJob) -> tuple[Sequence[Seen], str, str, str]:
 
 def hangs(seen: Sequence[Seen]) -> bool:
     """Return whether a rank waits for long, or can say nothing any more."""
-    return any(_waits(each) > _LONG_SECONDS or each.silent or each.age > SILENT_SECONDS for each in seen)
+    return any(_waits(each) > _long(each) or each.silent or each.age > SILENT_SECONDS for each in seen)
+
+
+def _long(each: Seen) -> float:
+    return min(_LONG_SECONDS, each.limit / 10) if each.limit else _LONG_SECONDS
 
 
 def _waits(each: Seen) -> float:
@@ -95,7 +99,7 @@ def lines(title: str, source: str, seen: Sequence[Seen], roll_call: str) -> list
         return told
     longest = max(seen, key=_waits)
     if not hangs(seen):
-        told.append(f"No rank waits for more than {_LONG_SECONDS:g} s: nothing hangs.")
+        told.append("No rank has waited for long: nothing hangs.")
         return told
     waiting = [each for each in seen if each not in missing]
     if missing and waiting:

@@ -30,7 +30,7 @@ def nodes(job: Job) -> Iterator[Finding]:
                 tuple(each.rank for part in parts for each in part),
             )
     sizes = Counter(len(ranks) for ranks in groups.values())
-    usual = max(sizes, key=lambda size: (sizes[size], size))
+    usual = max(sizes, key=lambda size: (sizes[size] * size, size))  # where most ranks are
     odd = [ranks for ranks in groups.values() if len(ranks) != usual]
     if odd and fine:
         fine = False
@@ -39,7 +39,7 @@ def nodes(job: Job) -> Iterator[Finding]:
             "nodes",
             NOTE,
             f"{count(len(first), 'rank')} on {first[0].host} ({ranks_in_words([each.rank for each in first])}), "
-            f"{usual} on {'most of the others' if len(groups) > 2 else 'the other'}",
+            f"{usual} on {'others' if len(groups) > 2 else 'the other'}",
             f"Evenly: --nodes={max(1, len(job.facts) // usual)} --ntasks-per-node={usual} (Open MPI: --map-by "
             f"ppr:{usual}:node)",
             tuple(each.rank for ranks in odd for each in ranks),
@@ -125,7 +125,7 @@ def shared_memory(job: Job) -> Iterator[Finding]:
                 members,
             )
             return
-        if first.shm_free - first.shm_needed < first.shm_bytes // 2:
+        if tight is None and first.shm_free - first.shm_needed < first.shm_bytes // 2:
             tight = Finding(
                 "shared memory",
                 NOTE,

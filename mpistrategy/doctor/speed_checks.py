@@ -28,7 +28,7 @@ def sums(job: Job) -> Iterator[Finding]:
             "sums",
             BAD,
             "an all-reduce of known numbers came out wrong",
-            "Do not compute with this: another MPI, or other nodes (srun --exclude=NODE); and tell your cluster's support",
+            "Do not compute with this: another MPI, or other nodes (srun --exclude=NODE); tell your cluster's support",
         )
 
 
@@ -41,7 +41,7 @@ def speed(job: Job) -> Iterator[Finding]:
                 NOTE,
                 f"{_in_words(each)}: {each.seconds / each.expected:.0f} times as slow",
                 "Is something else running on these cores (top), or is it the wrong network (Open MPI: --mca "
-                "btl_tcp_if_include; UCX_NET_DEVICES)? If the machine is just so: mpiexec -n N mpistrategy bench --save",
+                "btl_tcp_if_include; UCX_NET_DEVICES)? If the machine is so: mpiexec -n N mpistrategy bench --save",
             )
         elif not each.where.startswith(_LINK):
             yield Finding("speed", OK, _in_words(each))

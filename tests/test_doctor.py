@@ -1,0 +1,508 @@
+"""The doctor's checks, with faults planted in what the ranks know of themselves: each is named, with its cure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrategy.doctor import blas, checks, cuda_trial, file_system, gather, peer_access, report
+from mpistrategy.doctor.facts import Clock, Facts, Job, Speed, Trial
+from mpistrategy.doctor.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
+from mpistrategy.doctor.privacy import HIDDEN, covered, veil
+from mpistrategy.mpi.gpus import Gpu, Sight
+
+MIB = 2**20
+SRUN = {"launcher": "srun", "tasks": 4, "said": "SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=0"}
+
+
+def rank(number: int, **others: Any) -> Facts:
+    """One of four well ranks, two on each of two nodes."""
+    node = number // 2
+    return replace(
+        Facts(
+            rank=number,
+            size=4,
+            host=f"node{node + 1}",
+            python="3.11.7",
+            mpistrategy="0.1.0",
+            numpy="2.4.6",
+            mpi4py="4.1.2",
+            library="MPICH 5.0.2",
+            built_for="MPICH",
+            libraries=("/opt/mpich/lib/libmpi.so.12",),
+            launcher="srun",
+            tasks=4,
+            place=number,
+            said=f"SLURM_STEP_NUM_TASKS=4, SLURM_PROCID={number}",
+            pmi=("PMI",),
+            leader=2 * node,
+            local_rank=number % 2,
+            local_size=2,
+            local_hints={"SLURM_LOCALID": number % 2},
+            cores=(2 * (number % 2), 2 * (number % 2) + 1),
+            machine_cores=4,
+            threads=2,
+            threads_source="OMP_NUM_THREADS=2",
+            shm_bytes=4096 * MIB,
+            shm_free=4000 * MIB,
+            shm_needed=4 * MIB,
+            start_seconds=0.6,
+            homes={"Python": ("/opt/venv", "ext4"), "MPI": ("/opt/mpich/lib/libmpi.so.12", "ext4")},
+            sight=Sight(host=f"node{node + 1}", reason="CuPy is not installed", fix="pip install it").text(),
+            cuda_aware="",
+        ),
+        **others,
+    )
+
+
+def job(change: Callable[[Facts], Facts] = lambda each: each, ranks: int = 4, **others: Any) -> Job:
+    """A job, and what is wrong with it."""
+    well: dict[str, Any] = {
+        "wanted_ranks": ranks,
+        "sums_right": True,
+        "speeds": [Speed("a copy", 4 * MIB, 4e-4, 4e-4), Speed("a message", MIB, 1e-3, 0, "to node2")],
+        "clocks": [Clock(2, 2e-5, 1e-5)],
+    }
+    return Job([change(rank(number)) for number in range(ranks)], **{**well, **others})
+
+
+def on(numbers: set[int], **others: Any) -> Callable[[Facts], Facts]:
+    """Plant a fault on some ranks."""
+    return lambda each: replace(each, **others) if each.rank in numbers else each
+
+
+def seeing(*gpus_of_rank: tuple[Gpu, ...], **others: Any) -> Callable[[Facts], Facts]:
+    """Let the ranks see GPUs."""
+
+    def change(each: Facts) -> Facts:
+        told = {"cuda_aware": "yes MPICH 5.0.2 says that it was built with CUDA", **others}
+        return replace(each, sight=Sight(gpus_of_rank[each.rank], host=each.host).text(), **told)
+
+    return change
+
+
+def gpus_of(node: int, *numbers: int) -> tuple[Gpu, ...]:
+    return tuple(Gpu(index, f"GPU-{node}{number}") for index, number in enumerate(numbers))
+
+
+ALL = {0, 1, 2, 3}
+BOTH = (gpus_of(1, 0, 1), gpus_of(1, 0, 1), gpus_of(2, 0, 1), gpus_of(2, 0, 1))
+OWN = (gpus_of(1, 0), gpus_of(1, 1), gpus_of(2, 0), gpus_of(2, 1))
+SINGLE = {
+    "size": 1,
+    "refusal": ("an MPI that takes this process for the only one", "Start it with `srun --mpi=pmi2`"),
+    "pmi": (),
+}
+
+#: The fault; the check that finds it; the verdict; words of what it says; words of the cure; the ranks that it names.
+FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
+    "N singletons": (
+        job(on(ALL, **SINGLE), 1), "launch", BAD, ["4 programs of one rank each"], "srun --mpi=pmi2", set(),
+    ),
+    "the launcher's PMI is none": (
+        job(on(ALL, **SINGLE), 1), "pmi", BAD, ["srun offers none", "MPICH 5.0.2 speaks PMI"], "srun --mpi=pmi2", set(),
+    ),
+    "the wrong PMI": (
+        job(on(ALL, **SINGLE | {"pmi": ("PMI",), "library": "Open MPI v5.0.11", "built_for": "Open MPI"}), 1),
+        "pmi", BAD, ["srun offers PMI only", "Open MPI v5.0.11 speaks PMIx"], "srun --mpi=pmix", set(),
+    ),
+    "a rank that does not answer": (
+        job(missing=[3], patience=48), "launch", BAD, ["no answer from rank 3 of 4 within 48 s"], "hostname", {3},
+    ),
+    "fewer ranks than wanted": (
+        job(wanted_ranks=8), "launch", BAD, ["4 ranks where 8 were asked for"], "--ntasks=8", set(),
+    ),
+    "unequal mpistrategy": (
+        job(on({2}, mpistrategy="0.0.9")), "versions", BAD,
+        ["different versions of mpistrategy", "0.1.0 on ranks 0, 1, 3; 0.0.9 on rank 2", "node2"], "PYTHONPATH", {2},
+    ),
+    "unequal numpy": (
+        job(on({2, 3}, numpy="1.26.4")), "versions", BAD, ["numpy: 2.4.6 on ranks 0, 1; 1.26.4 on ranks 2, 3"],
+        "one environment", ALL,
+    ),
+    "unequal MPI": (
+        job(on({1}, library="MPICH 4.3.0")), "versions", BAD, ["the MPI library", "MPICH 4.3.0 on rank 1"],
+        "one environment", {1},
+    ),
+    "two MPIs mixed": (
+        job(on({1}, libraries=("/opt/mpich/lib/libmpi.so.12", "/opt/openmpi/lib/libmpi.so.40"))), "mpi", BAD,
+        ["two MPIs in one process on rank 1", "/opt/openmpi/lib/libmpi.so.40"], "LD_DEBUG=libs", {1},
+    ),
+    "mpi4py for another MPI": (
+        job(on(ALL, library="Open MPI v5.0.11")), "mpi", BAD, ["built for MPICH, and Open MPI v5.0.11 is loaded"],
+        "--no-binary=mpi4py", ALL,
+    ),
+    "MPI4PY_LIBMPI is not heeded": (
+        job(on({3}, wanted="/opt/cray/lib/libmpi.so.12")), "mpi", BAD, ["MPI4PY_LIBMPI=/opt/cray", "rank 3"],
+        "unset MPI4PY_LIBMPI", {3},
+    ),
+    "no thread level": (
+        job(on(ALL, thread_level="single")), "thread level", BAD, ["single", "against the rules"],
+        "MPI4PY_RC_THREAD_LEVEL", set(),
+    ),
+    "a lower thread level": (
+        job(on(ALL, thread_level="serialized")), "thread level", NOTE, ["serialized"], "MPI4PY_RC_THREAD_LEVEL", set(),
+    ),
+    "unequal thread levels": (
+        job(on({2}, thread_level="funneled")), "thread level", BAD, ["funneled on rank 2"], "for all ranks alike", {2},
+    ),
+    "a rank on a node of its own": (
+        job(on({3}, leader=3, host="node3", local_rank=0, local_size=1)), "nodes", NOTE,
+        ["1 rank on node2 (rank 2), 2 on others"], "--nodes=2 --ntasks-per-node=2", {2, 3},
+    ),
+    "ranks of a host that share no memory": (
+        job(on({1}, leader=1, local_rank=0, local_size=1)), "nodes", BAD,
+        ["rank 0 and rank 1 are all on node1, but share no memory"], "--ipc=host", {0, 1},
+    ),
+    "LOCALID 0 everywhere": (
+        job(on(ALL, local_hints={"SLURM_LOCALID": 0})), "local rank", NOTE,
+        ["SLURM_LOCALID is 0 in all ranks, of which a node has up to 2"], "Split_type(COMM_TYPE_SHARED)", {1, 3},
+    ),
+    "LOCALID 0 where another variable is right": (
+        job(lambda each: replace(each, local_hints={"MPI_LOCALRANKID": each.local_rank, "SLURM_LOCALID": 0})),
+        "local rank", NOTE, ["SLURM_LOCALID is 0"], "take MPI_LOCALRANKID in its place", {1, 3},
+    ),
+    "too many threads": (
+        job(on(ALL, threads=64, threads_source="no OMP_NUM_THREADS is set")), "cores", BAD,
+        ["128 threads", "4 cores on node1", "no OMP_NUM_THREADS is set"], "export OMP_NUM_THREADS=2", {0, 1},
+    ),
+    "all ranks on one core": (
+        job(on(ALL, cores=(0,), threads=1)), "cores", BAD, ["2 ranks on node1 share 1 core of 4"], "--cpu-bind=cores",
+        {0, 1},
+    ),
+    "more ranks than cores": (
+        job(on(ALL, cores=(0,), threads=1, machine_cores=1)), "cores", NOTE, ["take turns"], "at most 1 ranks", {0, 1},
+    ),
+    "a tiny /dev/shm": (
+        job(on({2, 3}, shm_bytes=64 * 2**10, shm_free=60 * 2**10)), "shared memory", BAD,
+        ["node2 has 0.1 MiB free", "no room"], "--shm-size", {2, 3},
+    ),
+    "a small /dev/shm": (
+        job(on(ALL, shm_bytes=64 * MIB, shm_free=30 * MIB)), "shared memory", NOTE, ["less than half"], "--shm-size",
+        {0, 1},
+    ),
+    "hidden GPUs": (
+        job(on(ALL, gpu_devices=4, gpus_promised=4, visible="")), "gpus", BAD,
+        ["Slurm gave the job 4 on node1", "ranks 0, 1, 2, 3 see none", "CUDA_VISIBLE_DEVICES='' hides them"],
+        "unset CUDA_VISIBLE_DEVICES", ALL,
+    ),
+    "GPUs and no CuPy": (
+        job(on(ALL, gpu_devices=4)), "gpus", NOTE, ["4 GPUs on node1", "CuPy is not installed"], "pip install", ALL,
+    ),
+    "two ranks on one GPU": (
+        job(seeing(gpus_of(1, 0), gpus_of(1, 0), gpus_of(2, 0), gpus_of(2, 0))), "gpus", BAD,
+        ["ranks 0, 1 on node1 with 1 GPU between them: GPU-10"], "srun --gpus-per-task=1", set(),
+    ),
+    "each rank sees its own GPU only": (
+        job(seeing(*OWN)), "gpus", NOTE, ["see only their own"], "--gpus-per-node=N", ALL,
+    ),
+    "no peer access": (
+        job(seeing(*BOTH, no_peer_access=((0, 1),))), "peer access", NOTE, ["GPUs 0-1 on node1"], "topo -p2p r", {0, 1},
+    ),
+    "CUDA-aware, but the numbers are wrong": (
+        job(seeing(*BOTH), trial=Trial("wrong", "other numbers than were sent")), "cuda-aware", BAD,
+        ["says that it was built with CUDA", "came back wrong"], "MPISTRATEGY_CUDA_AWARE=0", set(),
+    ),
+    "CUDA-aware, but it crashes": (
+        job(seeing(*BOTH), trial=Trial("died", "SIGSEGV")), "cuda-aware", BAD, ["ended them: SIGSEGV"],
+        "MPISTRATEGY_CUDA_AWARE=0", set(),
+    ),
+    "CUDA-aware, and nobody could try": (
+        job(seeing(*BOTH), trial=Trial("unverified", "no mpiexec is here")), "cuda-aware", NOTE,
+        ["unverified", "no mpiexec is here"], "MPISTRATEGY_CUDA_AWARE", set(),
+    ),
+    "not said to be CUDA-aware, and it works": (
+        job(seeing(*BOTH, cuda_aware="unverified nothing tells"), trial=Trial("right", "two ranks, 20 GB/s")),
+        "cuda-aware", NOTE, ["two ranks, 20 GB/s"], "MPISTRATEGY_CUDA_AWARE=1", set(),
+    ),
+    "not CUDA-aware": (
+        job(seeing(*BOTH, cuda_aware="no MPICH 5.0.2 says that it has no CUDA")), "cuda-aware", NOTE,
+        ["staged through the host"], "module", set(),
+    ),
+    "a slow file system": (
+        job(on(ALL, start_seconds=48.0, homes={"Python": ("/home/me/venv", "NFS")})), "start", NOTE,
+        ["imports took 48.0 s", "Python on NFS"], "mpistrategy slurm staged_env", {0},
+    ),
+    "wrong sums": (job(sums_right=False), "sums", BAD, ["came out wrong"], "another MPI", set()),
+    "a slow sum": (
+        job(speeds=[Speed("an all-reduce", 4 * MIB, 0.5, 0.005, "in shared memory")]), "speed", NOTE,
+        ["an all-reduce of 4 MiB, in shared memory: 8 MB/s (expected 839 MB/s): 100 times as slow"], "bench --save",
+        set(),
+    ),
+    "a slow node": (
+        job(speeds=[Speed("a message", MIB, t, 0, f"to node{n}") for n, t in ((2, 1e-3), (3, 1e-3), (4, 5e-2))]),
+        "links", NOTE, ["node4 is 50.0 times as slow"], "srun --exclude=node4", set(),
+    ),
+    "a clock that is off": (
+        job(clocks=[Clock(2, -3.5, 1e-4)]), "clock", NOTE, ["node2 (rank 2) is 3.5 s behind"], "chronyc", {2},
+    ),
+    "a clock that is far off": (job(clocks=[Clock(2, 3600.0, 1e-4)]), "clock", BAD, ["ahead of"], "chronyc", {2}),
+    "leftovers of Open MPI": (
+        job(on({0, 1}, leftovers=("/tmp/ompi.4711", "/tmp/ompi.4712"))), "leftovers", NOTE,
+        ["/tmp/ompi.4711 and 1 more on node1", "listener thread"], "rm -r /tmp/ompi.4711 /tmp/ompi.4712", {0, 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_with_its_cure(fault: str) -> None:
+    planted, check, verdict, words, cure, ranks = FAULTS[fault]
+    findings = [each for each in checks.examine(planted) if each.check == check]
+    found = next((each for each in findings if each.verdict == verdict), None)
+    assert found is not None, findings
+    assert [word for word in words if word not in found.found] == [], found
+    assert cure in found.fix, found
+    assert set(found.ranks) == ranks, found
+    assert "\n" not in found.found + found.fix
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_else_is_bad(fault: str) -> None:
+    planted, check, *_ = FAULTS[fault]
+    related = {"launch": "pmi", "pmi": "launch", "versions": "mpi", "mpi": "versions", "nodes": "local rank"}
+    bad = {each.check for each in checks.examine(planted) if each.verdict == BAD}
+    assert bad <= {check, related.get(check, check)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_job_that_is_well(ranks: int) -> None:
+    def alone(each: Facts) -> Facts:
+        return replace(each, size=ranks, local_size=min(2, ranks - each.leader), tasks=ranks)
+
+    findings = checks.examine(job(alone, ranks))
+    odd = {each.check for each in findings if each.verdict != OK}
+    assert odd <= ({"nodes"} if ranks == 3 else set()), findings
+    assert len({each.check for each in findings}) >= 12
+
+
+def test_gpus_that_are_well() -> None:
+    findings = checks.examine(job(seeing(*BOTH), trial=Trial("right", "two ranks, 20 GB/s")))
+    told = {each.check: each for each in findings}
+    assert told["gpus"].found.startswith("rank 0 drives GPU:0 (GPU-10), rank 1 drives GPU:1 (GPU-11)")
+    assert told["cuda-aware"].verdict == told["gpus"].verdict == told["peer access"].verdict == OK
+
+
+def test_gpus_of_amd_are_no_fault() -> None:
+    findings = checks.examine(job(on(ALL, amd=True, gpus_promised=8)))
+    assert any("none that this library can use (AMD)" in each.found for each in findings if each.check == "gpus")
+    assert worst(findings) == OK
+
+
+def test_many_ranks_are_judged_quickly_and_told_shortly() -> None:
+    facts = [
+        replace(rank(n % 4), rank=n, size=4096, host=f"node{n // 4}", leader=n // 4 * 4, local_rank=n % 4, local_size=4,
+                cores=(n % 4,), threads=1, local_hints={}, numpy="1.26.4" if n == 4000 else "2.4.6")
+        for n in range(4096)
+    ]  # fmt: skip
+    found = next(each for each in checks.examine(Job(facts, sums_right=True)) if each.check == "versions")
+    assert "and 4087 more; 1.26.4 on rank 4000 (node1000)" in found.found
+    assert found.ranks == (4000,)
+
+
+# ------------------------------------------------------------------------------------------------ the report
+
+
+def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
+    planted = job(on({2}, mpistrategy="0.0.9"))
+    text = report.as_text(planted, checks.examine(planted))
+    lines = text.splitlines()
+    assert lines[0] == "mpistrategy doctor: 4 ranks on 2 nodes"
+    at = next(number for number, line in enumerate(lines) if line.startswith("BAD "))
+    assert lines[at].startswith("BAD   versions")
+    assert lines[at + 1].strip().startswith("-> Give all nodes one environment")
+    assert lines[-1] == "1 BAD. What is BAD wants to be fixed first."
+    well = job()
+    assert report.as_text(well, checks.examine(well)).splitlines()[-1] == "Nothing is bad."
+
+
+def test_json_has_the_keys_that_are_documented() -> None:
+    planted = job(on({2}, mpistrategy="0.0.9"))
+    told = json.loads(report.as_json(planted, checks.examine(planted), veil({})))
+    for key in told:
+        assert f"``{key}``" in (report.as_json.__doc__ or ""), key
+    assert (told["format"], told["verdict"], told["ranks"], told["nodes"]) == (1, "bad", 4, 2)
+    assert [each["verdict"] in VERDICTS for each in told["findings"]].count(False) == 0
+    assert len(told["facts"]) == 4
+    assert told["facts"][2]["mpistrategy"] == "0.0.9"
+
+
+def test_facts_of_other_versions_are_understood() -> None:
+    told = json.loads(rank(1).text())
+    told["new_in_0_9"] = 1
+    del told["homes"], told["sight"]
+    assert Facts.read(json.dumps(told)).rank == 1
+
+
+def test_worst() -> None:
+    assert worst([]) == OK
+    assert worst([Finding("a", NOTE, ""), Finding("b", BAD, ""), Finding("c", OK, "")]) == BAD
+
+
+# ------------------------------------------------------------------------------------------------ secrets
+
+
+PLANTED = {
+    "WANDB_API_KEY": "0f3c9a7be1d2",
+    "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9.payload.signature",
+    "SLURM_JOB_COMMENT": "token=s3cr3t-of-mine",
+    "MY_SECRET": "hunter2hunter2",
+    "DB_PASSWORD": "correct horse",
+}
+
+
+def test_values_of_secret_variables_are_never_shown() -> None:
+    cover = veil(PLANTED)
+    for value in PLANTED.values():
+        text = cover(f"in /home/me/{value}/lib: {value}")
+        assert value not in text
+        assert HIDDEN in text
+    nested = covered({"a": ["hunter2hunter2", 3, {"b": "x hunter2hunter2"}]}, cover)
+    assert nested == {"a": [HIDDEN, 3, {"b": f"x {HIDDEN}"}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("at /home/me/token-4f1c99/venv/lib", f"at /home/me/{HIDDEN}/venv/lib"),
+        ("https://me:pa55@host/x", f"https://{HIDDEN}@host/x"),
+        ("API_KEY=abc123 rest", f"API_KEY={HIDDEN} rest"),
+        ("password: abc123", f"password: {HIDDEN}"),
+        ("see ghp_0123456789abcdef0123", f"see {HIDDEN}"),
+        ("at /home/me/tokenize.py:12 in tokenize", "at /home/me/tokenize.py:12 in tokenize"),
+        ("at token_ids_v2.py:3", "at token_ids_v2.py:3"),
+        ("4 ranks, SLURM_PROCID=0", "4 ranks, SLURM_PROCID=0"),
+    ],
+)
+def test_texts_that_look_like_secrets(text: str, shown: str) -> None:
+    assert veil({})(text) == shown
+
+
+@given(st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=6), st.text())
+def test_no_secret_survives(secret: str, around: str) -> None:
+    text = veil({"A_TOKEN": secret})(f"{around}{secret}{around}")
+    assert secret not in text.replace(HIDDEN, "\0") or secret in HIDDEN
+
+
+def test_facts_show_no_variable_that_no_check_speaks_of() -> None:
+    harmless = {"SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "4"}
+    odd = {
+        "CUDA_VISIBLE_DEVICES": "SECRET-1", "OMP_NUM_THREADS": "SECRET-2", "SLURM_LOCALID": "SECRET-3",
+        "SLURM_STEP_NUM_TASKS": "SECRET-4", "MPI4PY_LIBMPI": "SECRET $(5)", "SLURM_GPUS_ON_NODE": "SECRET-6",
+        "PMI_SIZE": "SECRET-7", "PMI_RANK": "SECRET-8", "SLURM_JOB_NAME": "SECRET-9", "PYTHONPATH": "SECRET-10",
+    }  # fmt: skip
+    assert "0,1" in gather.of_this_process(harmless, 0.1).text()
+    assert "SECRET" not in gather.of_this_process(odd, 0.1).text()
+
+
+# ------------------------------------------------------------------------------------------------ what is gathered
+
+
+@pytest.mark.parametrize(
+    ("environment", "offered"),
+    [
+        ({}, ()),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ()),
+        ({"PMI_RANK": "0", "PMI_FD": "7", "PMI_SIZE": "2", "PMI_JOBID": "17.0"}, ("PMI",)),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.17.0"}, ("PMIx",)),
+    ],
+)
+def test_what_a_launcher_offers(environment: dict[str, str], offered: tuple[str, ...]) -> None:
+    assert gather.offered(environment) == offered
+
+
+def test_file_systems(tmp_path: Path) -> None:
+    assert file_system.kind_of("/proc") == "file system 0x9fa0"
+    assert file_system.kind_of("/dev/shm") in ("tmpfs", "overlay")
+    assert file_system.kind_of(str(tmp_path / "missing")) == "unknown"
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    for name in (f"ompi.{os.getpid()}", "ompi.4194305", "ompi.node1.0", "other.4194305"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ompi.4194306").touch()
+    (tmp_path / "ompi.4194307").symlink_to(tmp_path)
+    assert gather.leftovers(str(tmp_path), all_processes=True) == [str(tmp_path / "ompi.4194305")]
+    assert gather.leftovers(str(tmp_path), all_processes=False) == []
+    assert gather.leftovers(str(tmp_path / "missing")) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "found"),
+    [
+        ([], {}, (6, "no OMP_NUM_THREADS is set")),
+        ([], {"MKL_NUM_THREADS": "3"}, (3, "MKL_NUM_THREADS=3")),
+        ([], {"OMP_NUM_THREADS": "2,1"}, (6, "no OMP_NUM_THREADS is set")),
+        (["/x/libscipy_openblas64_-6b.so"], {}, (5, "no OMP_NUM_THREADS is set")),
+        (["/x/libscipy_openblas64_-6b.so"], {"OMP_NUM_THREADS": "5"}, (5, "OMP_NUM_THREADS=5")),
+        (["/x/libmkl_rt.so.2"], {}, (7, "no OMP_NUM_THREADS is set")),
+        (["/x/gone_openblas.so"], {}, (6, "no OMP_NUM_THREADS is set")),
+    ],
+)
+def test_threads_of_linear_algebra(files: list[str], environment: dict[str, str], found: tuple[int, str]) -> None:
+    def load(path: str) -> object:
+        if "gone" in path:
+            raise OSError
+        return SimpleNamespace(scipy_openblas_get_num_threads64_=lambda: 5, MKL_Get_Max_Threads=lambda: 7)
+
+    assert blas.threads(files, environment, 6, load) == found
+
+
+def test_peer_access_as_the_driver_tells_it() -> None:
+    class Driver:
+        def cuInit(self, flags: int) -> int:  # noqa: N802
+            return 0
+
+        def cuDeviceCanAccessPeer(self, answer: Any, one: int, other: int) -> int:  # noqa: N802
+            answer._obj.value = int((one, other) != (0, 2))
+            return 0
+
+    assert peer_access.missing(3, Driver()) == ((0, 2),)
+    assert peer_access.missing(3, SimpleNamespace(cuInit=lambda flags: 100)) == ()
+
+
+# ------------------------------------------------------------------------------------------------ GPU memory, tried
+
+
+def child(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+RIGHT = 'print(\'{"right": true, "nbytes": 8000000, "direct": 0.001, "staged": 0.004}\')'
+
+
+@pytest.mark.parametrize(
+    ("command", "outcome", "reason"),
+    [
+        (child(RIGHT), "right", "two ranks, 8.0 GB/s; 2.0 GB/s staged"),
+        (child(RIGHT.replace("true", "false")), "wrong", "other numbers"),
+        (child(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})"), "died", "SIGSEGV"),
+        (child("raise SystemExit(139)"), "died", "SIGSEGV"),
+        (child("raise SystemExit(3)"), "died", "status 3"),
+        (child("import a_cupy_that_is_not_there"), "unverified", "ModuleNotFoundError"),
+        (child("import time; time.sleep(60)"), "died", "did not end within 0.3 s"),
+        (["/no/such/mpiexec"], "unverified", "cannot be started"),
+        (None, "unverified", "no mpiexec"),
+    ],
+)
+def test_what_comes_of_a_trial(command: list[str] | None, outcome: str, reason: str) -> None:
+    trial = cuda_trial.attempt(command, os.environ, 0.3 if "sleep" in str(command) else 20)
+    assert trial.outcome == outcome, trial
+    assert reason in trial.reason
+
+
+def test_a_trial_does_not_inherit_the_launcher() -> None:
+    told = {"PMI_RANK": "0", "SLURM_JOB_ID": "17", "OMPI_COMM_WORLD_RANK": "0", "PATH": "/bin", "UCX_TLS": "tcp"}
+    kept = cuda_trial.without_launcher(told)
+    assert {"PATH", "UCX_TLS"} <= set(kept)
+    assert not {"PMI_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK"} & set(kept)

@@ -1,0 +1,425 @@
+"""The doctor in real jobs with real faults; and from outside, in jobs that hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from mpi4py import MPI
+from test_doctor import PLANTED
+
+import mpistrategy
+from mpistrategy import cli
+from mpistrategy.doctor import node_view, run_files, slurm_job
+from mpistrategy.doctor.hung_job import hangs, lines
+from mpistrategy.doctor.run_files import Seen
+from mpistrategy.mpi.shared_memory import SharedMemory
+from mpistrategy.mpi.watch_lines import BYTES, Line, Lines
+
+Launch = Callable[..., launching.Finished]
+DOCTOR = ["-m", "mpistrategy", "doctor"]
+PACKAGE = Path(mpistrategy.__file__).parent
+one_rank = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="starts processes: runs in the session on 1 rank")
+
+MY_RANK = 'rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)'
+
+
+def findings(job: launching.Finished) -> dict[str, list[dict[str, Any]]]:
+    """Return what the doctor said as JSON, by check."""
+    told: dict[str, list[dict[str, Any]]] = {}
+    for each in json.loads(job.stdout)["findings"]:
+        told.setdefault(each["check"], []).append(each)
+    return told
+
+
+def test_a_job_that_is_well(launch: Launch) -> None:
+    job = launch(2, DOCTOR)
+    assert job.returncode == 0, job
+    assert job.stdout.splitlines()[0] == "mpistrategy doctor: 2 ranks on 1 node", job
+    assert job.stdout.count("mpistrategy doctor:") == 1, job
+    assert re.search(r"^ok +sums +2 ranks meet and add up right$", job.stdout, re.M), job
+    assert re.search(r"^ok +gpus +none|gpus ", job.stdout, re.M), job
+    assert "BAD" not in job.stdout, job
+    assert job.stderr == "", job
+
+
+def test_several_faults_at_once_and_no_secret(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "ompi.4194305").mkdir()
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "16")
+    (tmp_path / "token-4f1c99d2").symlink_to(PACKAGE.parent)
+    faults = {
+        "MPI4PY_RC_THREAD_LEVEL": "single",
+        "TMPDIR": str(tmp_path),
+        "SLURM_LOCALID": "0",
+        "PYTHONPATH": str(tmp_path / "token-4f1c99d2"),
+    }
+    job = launch(2, [*DOCTOR, "--json", "--ranks", "3"], env={**PLANTED, **threads, **faults}, cwd=tmp_path)
+    told = findings(job)
+    assert job.returncode == 1, job
+    assert "2 ranks where 3 were asked for" in told["launch"][0]["found"]
+    assert told["thread level"][0]["verdict"] == "bad"
+    assert "OMP_NUM_THREADS=16" in told["cores"][0]["found"]
+    assert told["cores"][0]["fix"].startswith("export OMP_NUM_THREADS=")
+    assert "SLURM_LOCALID is 0 in all ranks" in told["local rank"][0]["found"]
+    output = job.stdout + job.stderr
+    assert [name for name, value in PLANTED.items() if value in output] == [], job
+    assert "4f1c99d2" not in output, job
+    assert "[hidden]/mpistrategy" in output, job
+
+
+def test_unequal_versions(launch: Launch, tmp_path: Path) -> None:
+    copied = tmp_path / "old" / "mpistrategy"
+    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    front = copied / "__init__.py"
+    front.write_text(re.sub(r'__version__ = ".*"', '__version__ = "0.0.9"', front.read_text()))
+    job = launch(
+        2,
+        f"""
+        import os, sys
+        {MY_RANK}
+        if rank == 1:
+            os.environ["PYTHONPATH"] = {str(copied.parent)!r}
+        os.execv(sys.executable, [sys.executable, "-m", "mpistrategy", "doctor"])
+        """,
+        env={"PYTHONPATH": str(PACKAGE.parent)},
+        cwd=tmp_path,
+    )
+    assert job.returncode == 1, job
+    assert re.search(
+        r"BAD +versions +different versions of mpistrategy: \S+ on rank 0; 0\.0\.9 on rank 1.*\n +-> Give all",
+        job.stdout,
+    )
+    assert "not tried: the ranks run different versions" in job.stdout, job
+
+
+CUPY = """
+import numpy as np
+from types import SimpleNamespace
+from contextlib import nullcontext
+
+
+class ndarray(np.ndarray):
+    def set(self, other): self[...] = other
+
+
+asarray = lambda a: np.array(a).view(ndarray)
+zeros = lambda n, dtype: np.zeros(n, dtype).view(ndarray)
+asnumpy = lambda a: np.asarray(a) + (a.size > 2**20)
+stream = SimpleNamespace(synchronize=lambda: None)
+cuda = SimpleNamespace(
+    Device=lambda n: nullcontext(), get_current_stream=lambda: stream,
+    runtime=SimpleNamespace(getDeviceCount=lambda: 1),
+)
+"""
+
+
+def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch: Launch, tmp_path: Path) -> None:
+    """The word of the user says that MPI takes GPU memory; two ranks of their own try it, with a CuPy that errs."""
+    (tmp_path / "cupy.py").write_text(CUPY)
+    (tmp_path / "libmpi.so.99").write_bytes(bytes(4096))
+    source = f"""
+        import mmap, os, sys
+        {MY_RANK}
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from gpu_doubles import pretended
+        from mpistrategy import cli
+        if rank == 1:
+            with open({str(tmp_path / "libmpi.so.99")!r}, "rb") as file:
+                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with pretended("GPU-1"):
+            raise SystemExit(cli.main(["doctor", "--json"]))
+        """
+    path = os.pathsep.join((str(tmp_path), str(PACKAGE.parent)))
+    job = launch(2, source, env={"PYTHONPATH": path, "MPISTRATEGY_CUDA_AWARE": "1"})
+    told = findings(job)
+    assert job.returncode == 1, job
+    assert "ranks 0, 1" in told["gpus"][0]["found"]
+    assert told["gpus"][0]["verdict"] == told["cuda-aware"][0]["verdict"] == told["mpi"][0]["verdict"] == "bad"
+    assert "came back wrong" in told["cuda-aware"][0]["found"], job
+    assert told["cuda-aware"][0]["fix"].startswith("export MPISTRATEGY_CUDA_AWARE=0")
+    assert "libmpi.so.99" in told["mpi"][0]["found"]
+    assert told["mpi"][0]["ranks"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("stuck", "seconds"),
+    [("import mpi4py.MPI, signal; signal.pause()", 3), ("import time; time.sleep(60)", 1)],
+    ids=["later", "before MPI"],
+)
+def test_a_rank_that_does_not_come_is_named_or_the_doctor_ends_all_the_same(
+    launch: Launch, stuck: str, seconds: int
+) -> None:
+    job = launch(
+        3,
+        f"""
+        import os, sys
+        {MY_RANK}
+        if rank == 2:
+            {stuck}
+        from mpistrategy import cli
+        sys.exit(cli.main(["doctor", "--timeout", "{seconds}"]))
+        """,
+        timeout=30,
+    )
+    assert job.returncode != 0, job
+    assert job.seconds < 20, job
+    if "MPI" in stuck:
+        assert "no answer from rank 2 of 3 within 3 s" in job.stdout, job
+    else:
+        told = "MPI has not started after 1 s. Do launcher and MPI library fit" in job.stderr
+        assert told or "no answer from rank 2 of 3" in job.stdout, job
+
+
+@pytest.mark.skipif(
+    bool(os.geteuid())
+    or subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0,
+    reason="not run: needs root and mount namespaces",
+)
+@one_rank
+def test_a_tiny_shm() -> None:
+    command = [*launching._mpiexec(), "-n", "2", sys.executable, *DOCTOR]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=3m tmpfs /dev/shm && exec "$@"', "sh", *command],
+        env=launching.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done
+    assert re.search(
+        r"BAD +shared memory +/dev/shm on \S+ has \d\.\d MiB free of 3.0 MiB; 2 ranks share", done.stdout
+    ), done
+    assert "-> docker run --shm-size" in done.stdout
+    assert "add up right" in done.stdout, done
+    assert "Warning" not in done.stderr, done
+
+
+@one_rank
+@pytest.mark.parametrize("place", [0, 1])
+def test_programs_of_one_rank_each(place: int) -> None:
+    """As the mpiexec of the other MPI starts them."""
+    size, rank = ("PMI_SIZE", "PMI_RANK") if launching.IS_OPEN_MPI else ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    done = subprocess.run(
+        [sys.executable, *DOCTOR],
+        env=launching.environment() | {size: "2", rank: str(place)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if place:
+        assert (done.returncode, done.stdout) == (0, ""), done
+    else:
+        assert done.returncode == 1, done
+        assert "BAD   launch    2 programs of one rank each, not one job" in done.stdout, done
+        assert "Launcher and library are of two MPIs" in done.stdout, done
+
+
+@one_rank
+def test_no_mpi_library() -> None:
+    done = subprocess.run(
+        [sys.executable, *DOCTOR],
+        env=launching.environment() | {"MPI4PY_LIBMPI": "/opt/none/libmpi.so.12"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode == 0:
+        pytest.skip("this mpi4py is built for one MPI and takes no other")
+    assert done.returncode == 1, done
+    assert "BAD   mpi  no MPI library" in done.stdout, done
+    assert "MPI4PY_LIBMPI=/opt/none/libmpi.so.12: is it there" in done.stdout, done
+
+
+# ------------------------------------------------------------------------------------------------ a job that hangs
+
+
+HANGING = """
+import os, signal, sys
+import numpy as np
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+
+
+def step():
+    return ms.get_replica_context().all_reduce("SUM", np.ones(3))
+
+
+def shuffle():
+    open("stuck", "w").write(str(os.getpid()))
+    signal.pause()
+
+
+for _ in range(5):
+    strategy.run(step)
+if strategy.replica_id_in_sync_group == 1:
+    shuffle()
+strategy.run(step)
+"""
+
+
+@one_rank
+def test_a_job_of_one_node_that_hangs_is_read_from_outside(tmp_path: Path) -> None:
+    program = launching.program(HANGING, tmp_path)
+    command = [*launching._mpiexec(), "-n", "3", sys.executable, "-m", "mpistrategy", "run", str(program)]
+    environment = launching.environment() | {"MPISTRATEGY_TIMEOUT": "20"}
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as job:
+        try:
+            done = _ask_until_it_hangs(tmp_path)
+        finally:
+            stuck = tmp_path / "stuck"
+            if stuck.exists():
+                os.kill(int(stuck.read_text()), signal.SIGKILL)  # its launcher ends the others
+            job.terminate()
+            job.wait(20)
+    if "cannot be read" in done.stderr:
+        pytest.skip(f"not run: {done.stderr}")
+    assert done.returncode == 1, done
+    assert re.search(r"rank 1 +elsewhere +in no collective: at \S+ in shuffle; its last was #\d+ Rep", done.stdout), (
+        done
+    )
+    assert (
+        len(re.findall(r"rank [02] +waits \d+ s +in #\d+ ReplicaContext.all_reduce SUM float64\[3\]", done.stdout)) == 2
+    )
+    assert "2 of 3 ranks wait; not come: rank 1." in done.stdout, done
+    assert f"kill -QUIT {stuck.read_text()}" in done.stdout, done
+    assert re.search(r"ends by itself, with a roll call, \d+ s from now \(timeout 20 s\)", done.stdout), done
+
+
+def _ask_until_it_hangs(folder: Path) -> subprocess.CompletedProcess[str]:
+    end = time.monotonic() + 40
+    while True:
+        stuck = folder / "stuck"
+        if stuck.exists() and stuck.read_text():
+            done = subprocess.run(
+                [sys.executable, *DOCTOR, "--pid", stuck.read_text()],
+                env=launching.environment(),
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+            if done.returncode == 1 or "cannot be read" in done.stderr or time.monotonic() > end:
+                return done
+        assert time.monotonic() < end, "the job does not start"
+        time.sleep(0.2)
+
+
+def seen(rank: int, **others: Any) -> Seen:
+    return Seen(**{"rank": rank, "age": 1.0, "waited": 30.0, "limit": 600.0, "text": f"in #7 at x.py:{rank}", **others})
+
+
+def test_the_report_of_a_hung_job() -> None:
+    told = [seen(0), seen(1, waited=0.0, text="in no collective: at data.py:3", process=71, shows_stacks=True), seen(2)]
+    shown = lines("job 17", "x", told, "")
+    assert shown[0] == "job 17: 3 ranks heard of, in x"
+    assert shown[2] == "  rank 1    elsewhere        in no collective: at data.py:3"
+    assert shown[4:6] == ["2 of 3 ranks wait; not come: rank 1.", shown[5]]
+    assert "kill -QUIT 71" in shown[5]
+    assert "569 s from now" in shown[6]
+    assert hangs(told)
+    assert not hangs([seen(0, waited=0.2, age=0.5), seen(1, waited=0.0)])
+    assert hangs([seen(0, waited=0.0, age=300.0)])
+    assert "All 2 ranks wait" in "\n".join(lines("a", "b", [seen(0), seen(1)], ""))
+    silent = lines("a", "b", [seen(0), seen(1, silent="its process 7 is stopped (SIGSTOP, SIGTSTP)")], "")
+    assert "does not answer" in silent[2]
+    assert "is stopped" in silent[2]
+
+
+def test_files_of_a_run_directory(tmp_path: Path) -> None:
+    now = time.time()
+    folder = tmp_path / "mpistrategy-run-17-0-ab"
+    folder.mkdir()
+    line = {
+        "rank": 2,
+        "process": 5,
+        "state": 0,
+        "beat": -1.0,
+        "expected": 0.0,
+        "waited": 20.0,
+        "limit": 60.0,
+        "signal": 3,
+    }
+    told = {"wall": now - 4, "final": False, "lines": [line | {"text": "in #7"}, line | {"process": 0}], "silent": {}}
+    (folder / "node-1.json").write_text(json.dumps(told))
+    (folder / "node-0.json").write_text("{ half")
+    (folder / "node-2.json").write_text('["something else"]')
+    (folder / "rank-0.txt").write_text("in #7 barrier for 60.1 s; at x.py:3 in step\n\nthread ...\n")
+    (folder / "roll-call.txt").write_text("roll call: ...")
+    found = run_files.read(str(folder), now)
+    assert [each.rank for each in found.seen] == [0, 2]
+    assert found.seen[0].waited == 60.1
+    assert (found.seen[1].waited, found.seen[1].node, round(found.seen[1].age)) == (20.0, 1, 5)
+    assert found.roll_call == "roll call: ..."
+    assert run_files.folders_of("17", [str(tmp_path), "", "/none"]) == [str(folder)]
+    assert run_files.folders_of("1", [str(tmp_path)]) == []
+
+
+SHOWN = """JobId=19 ArrayJobId=17 ArrayTaskId=2 JobName=train
+   UserId=me(1000) GroupId=me(1000)
+   JobState=RUNNING Reason=None Dependency=(null)
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList=node[1-2]
+   WorkDir=/home/me/my runs
+   Power=
+"""
+
+
+def test_what_slurm_says() -> None:
+    job = slurm_job.read(SHOWN, "17_2")
+    assert (job.number, job.state, job.folder, job.nodes) == ("19", "RUNNING", "/home/me/my runs", "node[1-2]")
+    assert "name one" in slurm_job.read(SHOWN * 2, "17").trouble
+    assert [slurm_job.is_id(text) for text in ("17", "17.0", "17_2", "", "a", "17;rm", "17 18", "-1")] == [True] * 3 + [
+        False
+    ] * 5
+
+
+@one_rank
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--job", "17; rm -r /"], "is no number of a job"),
+        (["--job", "999999"], "job 999999: scontrol"),
+        (["--run-dir", "/no/such"], "there is no folder /no/such"),
+        (["--run-dir", "/proc/self/fd"], "nothing is known of its ranks"),
+        (["--pid", "1"], "the job of process 1: its processes here share no memory"),
+    ],
+)
+def test_jobs_of_which_nothing_is_known(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_lines_are_found_in_a_copy_of_the_memory() -> None:
+    for ranks in (1, 2, 3, 4):
+        for pages in (1, 3, 517):
+            block = np.zeros(ranks * pages * 4096, np.uint8)
+            segments = tuple(block[rank * pages * 4096 :][:BYTES] for rank in range(ranks))
+            for rank in range(ranks):
+                line = Line(10 + rank, 100 + rank, 0, time.monotonic(), 0.0, 1.5, 600.0, 3, f"in #7 on {rank}")
+                Lines(SharedMemory(segments, rank)).write(line)
+            found = node_view.lines_in(block.tobytes())
+            assert [(each.rank, each.text) for each in found] == [(10 + r, f"in #7 on {r}") for r in range(ranks)]
+    assert node_view.lines_in(bytes(8192)) == []
