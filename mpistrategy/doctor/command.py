@@ -18,6 +18,7 @@ from mpistrategy.doctor import checks, gather, report
 from mpistrategy.doctor.deadline import STATUS, Deadline, starting_mpi
 from mpistrategy.doctor.facts import Clock, Facts, Job, Speed, Trial
 from mpistrategy.doctor.finding import BAD, Finding, worst
+from mpistrategy.doctor.gpu_checks import parts_of
 from mpistrategy.doctor.privacy import covered, veil
 from mpistrategy.errors import FallbackWarning, MpiStrategyError
 
@@ -84,7 +85,7 @@ def _examine(options: argparse.Namespace, deadline: Deadline, start_seconds: flo
     except BaseException:
         if ranks.size == 1:
             raise
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         ranks.abort(STATUS)
         raise
     if ranks.rank == 0:
@@ -95,7 +96,7 @@ def _examine(options: argparse.Namespace, deadline: Deadline, start_seconds: flo
         status = 0
     # srun --kill-on-bad-exit ends the ranks that are still at it when the first has ended, and reports their status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if job is not None and job.missing:
+    if job.missing:
         ranks.abort(STATUS)
     return ranks.told(status)
 
@@ -172,7 +173,7 @@ def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException
     """Say that no MPI can be loaded."""
     from mpistrategy.mpi.launch import no_mpi
 
-    found, fix = gather.parts_of(no_mpi("mpistrategy doctor", error))
+    found, fix = parts_of(no_mpi("mpistrategy doctor", error))
     if facts.wanted:
         fix = f"MPI4PY_LIBMPI={facts.wanted}: is it there, with all that it needs (ldd)? {fix}"
     if facts.place == 0:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import cupy
 import numpy as np
 
-from mpistrategy.doctor.ranks import Ranks
+if TYPE_CHECKING:
+    from mpistrategy.doctor.ranks import Ranks
 
 #: Small messages, and large ones: MPIs send them in different ways.
 _SIZES = (8, 4096, 2**20, 2**23)
@@ -21,6 +22,10 @@ _ROUNDS = 3
 
 def main() -> None:
     """Exchange known numbers, from GPU to GPU and through the host."""
+    import cupy
+
+    from mpistrategy.doctor.ranks import Ranks  # starts MPI
+
     ranks = Ranks()
     device = ranks.rank % cupy.cuda.runtime.getDeviceCount()
     with cupy.cuda.Device(device):

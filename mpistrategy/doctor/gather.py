@@ -103,8 +103,6 @@ def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
         ranks: all of them.
         seconds: how long MPI took to start.
     """
-    import mpi4py
-
     library = library_name(ranks.library)
     refusal: tuple[str, ...] = ()
     try:
@@ -116,7 +114,7 @@ def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
         facts,
         rank=ranks.rank,
         size=ranks.size,
-        mpi4py=mpi4py.__version__,
+        mpi4py=ranks.mpi4py,
         library=library,
         built_for=ranks.built_for,
         libraries=mapped,

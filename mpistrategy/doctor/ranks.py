@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import mpi4py
 import numpy as np
 from mpi4py import MPI
 
@@ -30,6 +31,11 @@ class Ranks:
         self._comm: MPI.Intracomm = MPI.COMM_WORLD
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
+
+    @property
+    def mpi4py(self) -> str:
+        """The version of mpi4py."""
+        return mpi4py.__version__
 
     @property
     def library(self) -> str:

@@ -3,8 +3,8 @@
 #
 #     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
-# First mpistrategy doctor, which takes seconds: do all ranks start, meet, and add up right, and is anything in their way?
-# If something is BAD it says what to type, and the job ends with its status. Else the program runs, and gives the status.
+# First mpistrategy doctor, for some seconds: do all ranks start, meet, and add up right, is anything in their way? If
+# something is BAD it says what to type, and the job ends with its status. Else the program runs, and gives the status.
 {{notes}}
 
 {{directives}}
