@@ -8,11 +8,9 @@ from pathlib import Path
 
 import launching
 import pytest
-from replicas import RANK, SIZE, outcomes, same_everywhere, still_works
 
-import mpistrategy as ms
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.mpi import cuda_aware, mapped_mpi, world
+from mpistrategy.mpi import mapped_mpi, world
 from mpistrategy.mpi.cuda_aware import NO, UNVERIFIED, VARIABLE, YES, Answer, Evidence, decide, said, weakest
 
 # ------------------------------------------------------------------------------------- the decision
@@ -255,36 +253,3 @@ def test_the_evidence_about_this_mpi() -> None:
         assert found.queried is not None, "it has a function, and it was found"
     if launching.IS_OPEN_MPI:
         assert found.switched_on is not None
-
-
-@pytest.mark.mpi
-def test_all_ranks_have_one_answer(strategy: ms.Strategy) -> None:
-    answer = world.takes_gpu_memory(strategy.extended.communicator)
-    assert answer.verdict in cuda_aware.VERDICTS
-    assert answer.reason
-    assert same_everywhere([ord(letter) for letter in answer.text()])
-    if launching.LIBRARY.startswith(("MPICH Version:      5.0.2", "Open MPI v5.0.11")):  # the wheels
-        assert answer.verdict == NO
-    assert still_works(strategy)
-
-
-@pytest.mark.mpi
-def test_one_no_is_everybodys(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "0" if RANK == SIZE - 1 else "1")
-    answer = world.takes_gpu_memory(strategy.extended.communicator)
-    assert answer.verdict == NO
-    assert answer.reason == ("the user says so" if SIZE == 1 else f"the user says so (rank {SIZE - 1})")
-    monkeypatch.setenv(VARIABLE, "1")
-    assert world.takes_gpu_memory(strategy.extended.communicator).is_yes
-    assert not world.takes_gpu_memory(strategy.extended.communicator, False).is_yes
-
-
-@pytest.mark.mpi
-def test_a_malformed_word_is_refused_on_every_rank(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    if RANK == SIZE - 1:
-        monkeypatch.setenv(VARIABLE, "maybe")
-    for one in outcomes(world.takes_gpu_memory, strategy.extended.communicator):
-        assert one.error is OptionError
-        assert "'maybe'" in one.text
-    monkeypatch.undo()
-    assert still_works(strategy)

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -164,9 +165,14 @@ def _trial(ranks: Ranks, everyone: list[Facts], deadline: Deadline) -> Trial | N
     if any(each.cuda_aware.startswith("no ") for each in everyone):
         return None
     from mpistrategy.doctor import cuda_trial
+    from mpistrategy.mpi import cuda_trials
 
     deadline.stage = "giving GPU memory to MPI"
-    return cuda_trial.attempt(cuda_trial.command(), os.environ, min(_TRIAL_SECONDS, 0.8 * deadline.left))
+    trial = cuda_trial.attempt(cuda_trial.command(), os.environ, min(_TRIAL_SECONDS, 0.8 * deadline.left))
+    if trial.outcome != "unverified":
+        with suppress(OSError):  # strategies then go on as if nobody had tried
+            cuda_trials.save(ranks.library, cuda_trials.Outcome(trial.outcome, trial.reason))
+    return trial
 
 
 def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException, cover: Callable[[str], str]) -> int:

@@ -21,7 +21,7 @@ _ROUNDS = 3
 
 
 def main() -> None:
-    """Exchange known numbers, from GPU to GPU and through the host."""
+    """Exchange and add up known numbers, from GPU to GPU and through the host."""
     import cupy
 
     from mpistrategy.doctor.ranks import Ranks  # starts MPI
@@ -36,6 +36,10 @@ def main() -> None:
             cupy.cuda.get_current_stream().synchronize()
             ranks.swap(mine, theirs)
             is_right = is_right and bool((cupy.asnumpy(theirs) == _pattern(nbytes, 1 - ranks.rank)).all())
+            sums = cupy.asarray(np.full(nbytes // 4, ranks.rank + 1, np.float32))
+            cupy.cuda.get_current_stream().synchronize()
+            ranks.allreduce(sums)
+            is_right = is_right and bool((cupy.asnumpy(sums) == 3).all())
         is_right = ranks.all_right(is_right)
         on_host = np.empty(_SIZES[-1], np.uint8)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy.device_arrays import cupy_for
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi import cuda_aware, gpus
+from mpistrategy.mpi import cuda_aware, cuda_trials, gpus
 from mpistrategy.mpi.device_choice import Abilities, choose
 from mpistrategy.mpi.device_path import Alone, DevicePath
 from mpistrategy.mpi.direct_path import DirectPath
@@ -36,6 +36,7 @@ def device_path(ranks: Communicator, word: str, call: Call) -> DevicePath:
     known = ranks.device_paths.known.get(word)
     if known is not None:
         return known
+    call.expect_more()  # whoever fails from here on must tell the others
     mine = _abilities(ranks)
     call.agree("look for the path of arrays in GPU memory", options=word)
     everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
@@ -79,4 +80,5 @@ def _takes_gpu_memory(ranks: Any) -> cuda_aware.Answer:
         return cuda_aware.Answer(cuda_aware.NO, "these replicas are threads")
     from mpistrategy.mpi import world  # MPI has started long ago
 
-    return cuda_aware.decide(world.evidence(), cuda_aware.said())
+    word, evidence = cuda_aware.said(), world.evidence()
+    return cuda_trials.verified(cuda_aware.decide(evidence, word), evidence.version, word)

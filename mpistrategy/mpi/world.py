@@ -16,7 +16,6 @@ from mpistrategy.mpi.node_peers import NodePeers
 from mpistrategy.mpi.path_files import library_name
 from mpistrategy.mpi.run_directory import RunDirectory
 from mpistrategy.mpi.shared_memory import SharedMemory, private_memory, share
-from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.watch_lines import Lines
 from mpistrategy.mpi.watched import Watched
 
@@ -128,19 +127,3 @@ def evidence() -> cuda_aware.Evidence:
         [os.path.basename(file) for file in files],
         os.environ,
     )
-
-
-def takes_gpu_memory(ranks: Communicator, given: bool | None = None) -> cuda_aware.Answer:
-    """Return whether the MPI of all `ranks` takes pointers to GPU memory; the same on all.  Collective.
-
-    Args:
-        ranks: who has to agree.
-        given: the word of the user; None means what MPISTRATEGY_CUDA_AWARE says, and else to find out.
-
-    Raises:
-        OptionError, OptionTypeError: for a malformed word; on every rank, whichever has it.
-    """
-    with ranks.guard.call("takes_gpu_memory", anywhere=True) as call:
-        mine = cuda_aware.decide(evidence(), cuda_aware.said(given))
-        call.agree("compare what MPI says about GPUs")
-        return cuda_aware.weakest([cuda_aware.Answer.read(text) for text in ranks.allgather_text(mine.text())])

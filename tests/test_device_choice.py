@@ -1,0 +1,150 @@
+"""Which path arrays in GPU memory take: decisions over what the ranks have, and over what was tried."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import cupy_double
+import numpy as np
+import pytest
+from replicas import RANK, SIZE, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
+from mpistrategy.mpi import cuda_trials, device_paths
+from mpistrategy.mpi.cuda_aware import NO, UNVERIFIED, YES, Answer
+from mpistrategy.mpi.cuda_trials import Outcome
+from mpistrategy.mpi.device_choice import Abilities, choose
+from mpistrategy.options import GPU_PATH, path_word
+
+AWARE = {"verdict": "yes", "reason": "MPI says so"}
+BARE = {"verdict": "no", "reason": "MPI has no CUDA", "ipc": "no peer access"}
+TABLE = {
+    "NCCL first": ([{**AWARE, "gpu": "a", "nccl": 22105}, {**AWARE, "gpu": "b", "nccl": 22105}], "auto", "nccl", ""),
+    "one node without NCCL": ([{**AWARE, "gpu": "a", "ipc": ""}, {**AWARE, "gpu": "b", "ipc": ""}], "auto", "ipc", ""),
+    "two ranks on one GPU": ([{**AWARE, "gpu": "a", "nccl": 22105, "ipc": ""}] * 2, "auto", "ipc", "on one GPU"),
+    "several nodes": ([{**AWARE, "ipc": ""}, {**AWARE, "ipc": "", "node": 1}], "auto", "mpi", "several nodes"),
+    "an MPI that does not": ([BARE, BARE], "auto", "staged", "MPI has no CUDA"),
+    "one MPI that does not": ([{**AWARE, "ipc": "no"}, BARE], "auto", "staged", "rank 1"),
+    "nobody has tried": ([{"reason": "not tried", "ipc": "no"}] * 2, "auto", "staged", "unverified, not tried"),
+    "asked for": ([{**AWARE, "gpu": gpu, "nccl": 22105} for gpu in "ab"], "staged", "staged", "as asked for"),
+    "asked for in vain": ([BARE, BARE], "mpi", "staged", "mpi cannot be: no, MPI has no CUDA"),
+    "NCCL on one GPU": ([{**AWARE, "gpu": "a", "nccl": 22105, "ipc": "no"}] * 2, "nccl", "mpi", "which NCCL refuses"),
+    "another NCCL": (
+        [{**AWARE, "gpu": "a", "nccl": 22105, "ipc": "no"}, {**AWARE, "gpu": "b", "nccl": 21805, "ipc": "no"}],
+        "nccl",
+        "mpi",
+        "different versions",
+    ),
+    "by MPI": ([{**AWARE, "gpu": "a", "nccl": 22105}, {**AWARE, "gpu": "b", "nccl": 22105}], "ring", "mpi", ""),
+    "by MPI through the host": ([BARE, BARE], "ring", "staged", "MPI has no CUDA"),
+    "alone": ([{}], "nccl", "alone", "one rank"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_path_of_ranks(name: str) -> None:
+    ranks, word, path, reason = TABLE[name]
+    choice = choose([Abilities(**each) for each in ranks], word)
+    assert choice.name == path
+    assert reason in choice.reason
+    assert choice.is_second_best == ("vain" in name or name in ("NCCL on one GPU", "another NCCL"))
+
+
+def test_nccl_and_pointers_for_mpi_are_never_used_together() -> None:
+    ranks = [Abilities(gpu=gpu, nccl=22105, verdict="yes") for gpu in "ab"]
+    assert choose(ranks, "ring", ["nccl"]).name == "staged"
+    assert choose(ranks, "auto", ["mpi"]).name == "mpi"
+    assert "block each other" in choose(ranks, "nccl", ["mpi"]).reason
+
+
+def test_abilities_travel_as_text() -> None:
+    mine = Abilities("GPU-1", 2, 22105, "yes", 'it says "yes"', "")
+    assert Abilities.read(mine.text()) == mine
+
+
+@pytest.mark.parametrize(
+    ("implementation", "variable", "word"),
+    [("AUTO", "", "auto"), ("AUTO", "Staged", "staged"), ("RING", "nccl", "ring"), ("nccl", "staged", "nccl")],
+)
+def test_options_ask_before_the_variable(
+    implementation: str, variable: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GPU_PATH, variable)
+    assert path_word(ms.CommunicationOptions(implementation=implementation)) == word
+
+
+VERSION = "MPICH Version: 4.3.0 built with CUDA"
+
+
+def test_a_yes_that_nobody_tried_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yes, no = Answer(YES, "it says so"), Answer(NO, "it says no")
+    assert cuda_trials.verified(yes, VERSION, None).verdict == UNVERIFIED
+    assert "mpistrategy doctor" in cuda_trials.verified(yes, VERSION, None).reason
+    assert cuda_trials.verified(yes, VERSION, True) == yes
+    assert cuda_trials.verified(no, VERSION, None) == no
+    for outcome, verdict in [("right", YES), ("wrong", NO), ("died", NO)]:
+        file = cuda_trials.save(VERSION, Outcome(outcome, "two ranks"))
+        assert cuda_trials.verified(yes, VERSION, None).verdict == verdict
+        assert cuda_trials.verified(yes, f"{VERSION}, another one", None).verdict == UNVERIFIED
+    for spoiled in ("", "{", "[]", '{"format": 1, "library": "another", "outcome": "right", "reason": ""}'):
+        file.write_text(spoiled)
+        assert cuda_trials.load(VERSION) is None
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def reduce_one(options: ms.CommunicationOptions | None = None) -> Any:
+    with cupy_double.installed() as cupy, ms.MirroredStrategy() as strategy:
+        array = cupy.asarray(np.ones(3)) * 1
+        found = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", array, options))
+        assert found.get().tolist() == [SIZE] * 3
+        return next(iter(strategy.extended.communicator.device_paths.by_name))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")
+def test_one_rank_whose_mpi_does_not_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPU_PATH, "mpi")
+    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "0" if RANK == SIZE - 1 else "1")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert reduce_one() == "staged"
+    assert [each.category for each in said] == ([FallbackWarning] if RANK == 0 else [])
+    assert all(f"the user says so (rank {SIZE - 1})" in str(each.message) for each in said)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")
+def test_different_words_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPU_PATH, "staged" if RANK == 0 else "auto")
+    for one in outcomes(reduce_one):
+        assert one.error is CollectiveMismatchError
+    options = ms.CommunicationOptions(implementation="RING" if RANK == 0 else "AUTO")
+    for one in outcomes(lambda: reduce_one(options)):
+        assert one.error is CollectiveMismatchError
+
+
+@pytest.mark.parametrize("variable", [GPU_PATH, "MPISTRATEGY_CUDA_AWARE"])
+def test_a_malformed_variable_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    if SIZE == 1 and variable != GPU_PATH:
+        pytest.skip("nobody asks on one rank")
+    if RANK == SIZE - 1:
+        monkeypatch.setenv(variable, "maybe")
+    for one in outcomes(reduce_one):
+        assert one.error is OptionError
+        assert "'maybe'" in one.text
+    monkeypatch.undo()
+    with ms.MirroredStrategy() as strategy:
+        assert still_works(strategy)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has no path to lose")
+def test_a_rank_that_cannot_have_the_path_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*args: Any) -> Any:
+        raise MemoryError("no pinned memory")
+
+    if RANK == 0:
+        monkeypatch.setattr(device_paths, "_make", out_of_memory)
+    for one in outcomes(reduce_one):
+        assert "no pinned memory" in one.text
