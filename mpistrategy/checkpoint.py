@@ -31,6 +31,7 @@ class Checkpoint:
     * Variables: mirrored ones once; of ON_READ ones every replica's copy.  As many ranks as there were get their own
       back; on another number the total of a SUM is kept (integers exactly), and a MEAN's mean.
     * Optimizers: steps, slots, learning rate and skipped steps.  They need not be built to be restored.
+    * Gradient accumulators, in the middle of a group of steps: sums; their total, on another number of ranks.
     * Metrics, and other objects that have variables as their `variables`.
     * NumPy's random generators, and `strategy.rng(seed)`.
     * Iterators of distributed datasets: they go on with the next batch.

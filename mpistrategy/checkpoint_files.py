@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -119,6 +120,21 @@ class Folder:
         os.mkdir(name, dir_fd=self.descriptor)
         return name
 
+    def sweep(self, names: re.Pattern[str]) -> str:
+        """Remove the folders with such names that nobody has locked; return one that is locked, or "".
+
+        What is no folder stays, what cannot be removed, and everything where the file system has no locks.
+        """
+        held = ""
+        for name in filter(names.fullmatch, self.names()):
+            with contextlib.suppress(OSError), self.folder(name) as left:
+                is_free = left.lock()
+                if is_free:
+                    self.remove(name)
+                elif is_free is False:
+                    held = name
+        return held
+
     def __enter__(self) -> Self:
         return self
 
@@ -143,6 +159,11 @@ class Folder:
             return ""
         kinds = ((stat.S_ISDIR, "folder"), (stat.S_ISREG, "file"), (stat.S_ISLNK, "link"))
         return next((kind for is_kind, kind in kinds if is_kind(mode)), "other")
+
+    def holds(self, name: str, folder: Folder) -> bool:
+        """Return whether `name` is this open folder, and not what somebody has put in its place."""
+        there, ours = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False), os.fstat(folder.descriptor)
+        return os.path.samestat(there, ours)
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -254,6 +275,20 @@ class Folder:
             return data
         finally:
             os.close(descriptor)
+
+
+def make_folders(path: str) -> None:
+    """Make a folder, and those that it lies in, where they are missing; see their names on the disk."""
+    missing = []
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        _before("mkdir", path)
+        with contextlib.suppress(FileExistsError):  # another job was quicker; or it is no folder, as will be found out
+            os.mkdir(path)
+        with contextlib.suppress(PermissionError), Folder.parent_of(path) as parent:
+            parent.sync()
 
 
 def _write_all(descriptor: int, part: memoryview) -> None:

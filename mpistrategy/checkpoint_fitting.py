@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array
+from mpistrategy.checkpoint_accumulators import fit_accumulator
 from mpistrategy.checkpoint_manifest import ONE, OWN, Item, Manifest
 from mpistrategy.checkpoint_optimizers import OptimizerFit
 from mpistrategy.checkpoint_random import check_state, jumped, set_state, set_streams
@@ -20,6 +21,7 @@ from mpistrategy.checkpoint_state import State
 from mpistrategy.checkpoint_values import below, dtype_text, from_json
 from mpistrategy.device_arrays import is_on_device, placed_as
 from mpistrategy.errors import MpiStrategyError
+from mpistrategy.gradients import GradientAccumulator
 from mpistrategy.input_iterators import DistributedIterator
 from mpistrategy.strategy import Strategy
 from mpistrategy.streams import Streams
@@ -35,7 +37,18 @@ Restore = Callable[[], Any]
 _UNSOUND = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
 #: What is made anew where it is missing, and may be taken away where the checkpoint has nothing of it.
 _PLAIN, _HOLDING = ("plain", "array", "scalar"), ("dict", "list", "tuple")
-_KINDS = (*_PLAIN, *_HOLDING, "variable", "rng", "streams", "iterator", "object", "variables", "optimizer")
+_KINDS = (
+    *_PLAIN,
+    *_HOLDING,
+    "variable",
+    "rng",
+    "streams",
+    "iterator",
+    "object",
+    "variables",
+    "optimizer",
+    "accumulator",
+)
 
 
 class Fit:
@@ -52,6 +65,7 @@ class Fit:
         left_out: what `partial` leaves: names that stand on one side only.
         fetched: the paths of the arrays that are needed, and the variables that they go into; None for other arrays,
             which are put into `staged`.
+        shared: the paths among them of which each rank gets its own or, on another number of ranks, a part.
         prepare: functions that make variables which are missing; collective.
         staged: the arrays that were fetched, by path.
     """
@@ -66,6 +80,7 @@ class Fit:
         self.problems: list[str] = []
         self.left_out: list[str] = []
         self.fetched: dict[str, Callable[[], Variable] | None] = {}
+        self.shared: set[str] = set()
         self.prepare: list[Callable[[], None]] = []
         self.staged: dict[str, Array] = {}
 
@@ -339,6 +354,12 @@ class Fit:
         if not self._expect(here is not None and here.kind == "optimizer", path, item, value):
             return lambda: None
         return OptimizerFit(self, path, item, value).restore()
+
+    def restore_accumulator(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """A gradient accumulator: its sums, and how many steps they are of."""
+        if not self._expect(isinstance(value, GradientAccumulator), path, item, value):
+            return lambda: None
+        return fit_accumulator(self, path, item, value)
 
 
 def _named(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from mpistrategy import context
 from mpistrategy.checkpoint import Checkpoint, Restored, Saving, checked_path
-from mpistrategy.checkpoint_files import Folder, reading, writing
+from mpistrategy.checkpoint_files import Folder, make_folders, reading, writing
 from mpistrategy.checkpoint_manifest import NAME
 from mpistrategy.checkpoint_saving import REPLACED, SAVING
 from mpistrategy.errors import (
@@ -24,6 +24,7 @@ from mpistrategy.errors import (
 )
 
 _STEP = re.compile(r"step-([0-9]{12})")
+_UNFINISHED = re.compile(r"\.step-[0-9]{12}\.saving-[0-9a-f]+")
 _LOCK = ".lock"
 
 
@@ -186,15 +187,12 @@ class CheckpointManager:
         """Lock the folder, once, and sweep what jobs that have ended left unfinished."""
         if self._is_ready:
             return
-        os.makedirs(self.directory, exist_ok=True)
+        make_folders(self.directory)
         with Folder.at(self.directory) as folder:
             self._lock = folder.lock_file(_LOCK)
             if self._lock is not None:
                 self._unlock = weakref.finalize(self, self._lock.close)
-                for name in folder.names():
-                    if name.startswith(SAVING.format("step-")[:-8]):
-                        with contextlib.suppress(OSError):
-                            folder.remove(name)
+                folder.sweep(_UNFINISHED)
         self._is_ready = True
 
     def _release(self) -> None:

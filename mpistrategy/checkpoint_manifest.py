@@ -42,7 +42,7 @@ class Item:
 
     Attributes:
         kind: "variable", "array", "scalar" (arrays); "plain", "rng", "streams", "iterator" (values); "dict", "list",
-            "tuple", "object", "variables", "optimizer" (which only hold others).
+            "tuple", "object", "variables", "optimizer", "accumulator" (which only hold others).
         copies: `ONE`, `OWN` or one of `COMBINED`; "" for what only holds others.
         dtype, shape: of an array.
         shard: which shard has an array that is there once.

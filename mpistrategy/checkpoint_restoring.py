@@ -87,7 +87,7 @@ def restore(
     copies = _Copies(manifest, shards, strategy)
     for item_path, target in fit.fetched.items():
         if target is None:
-            fit.staged[item_path] = copies.of_array(item_path)
+            fit.staged[item_path] = (copies.part_of if item_path in fit.shared else copies.of_array)(item_path)
         else:
             copies.into(item_path, target())
     call.expect_more()
@@ -151,20 +151,35 @@ class _Copies:
         if item.copies == ONE:
             return self._sent(path, item, item.shard)
         if item.copies == OWN:
-            return self._read(path, item, self._communicator.rank)
+            return self._own(path, item)
         return self._together(path, item)
 
     def into(self, path: str, var: Variable) -> None:
         """Give a variable its value, or this rank's part of it."""
         item = self._manifest.items[path]
         by_replica = var.synchronization is VariableSynchronization.ON_READ and not var.strategy.extended.is_local
-        if by_replica and self._manifest.ranks == self._communicator.size and item.copies == var.aggregation.name:
-            array = self._read(path, item, self._communicator.rank)
+        if by_replica and item.copies == var.aggregation.name and self._is_from_as_many:
+            array = self._own(path, item)
+        elif by_replica and var.aggregation is VariableAggregation.SUM:
+            array = self._share(path)
         else:
             array = self.of_array(path)
-            if by_replica and var.aggregation is VariableAggregation.SUM:
-                array = share_of(array, self._communicator.rank, self._communicator.size)
         store(var, array)
+
+    def part_of(self, path: str) -> Array:
+        """Return this rank's array, or its part of the sum when there were more ranks or fewer."""
+        item = self._manifest.items[path]
+        return self._own(path, item) if item.copies != ONE and self._is_from_as_many else self._share(path)
+
+    @property
+    def _is_from_as_many(self) -> bool:
+        return self._manifest.ranks == self._communicator.size
+
+    def _own(self, path: str, item: Item) -> Array:
+        return self._read(path, item, self._communicator.rank)
+
+    def _share(self, path: str) -> Array:
+        return share_of(self.of_array(path), self._communicator.rank, self._communicator.size)
 
     def _read(self, path: str, item: Item, shard: int) -> Array:
         return self._shards[shard][path].array(dtype_of(item.dtype), item.shape)

@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import sys
 import threading
 import weakref
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.checkpoint_files import Folder, writing
+from mpistrategy.checkpoint_files import Folder, make_folders, writing
 from mpistrategy.checkpoint_manifest import NAME, ONE, OWN, Manifest, Shard, shard_name
 from mpistrategy.checkpoint_shards import LONGEST_HEADER, pieces_of
 from mpistrategy.checkpoint_state import State
@@ -108,17 +109,20 @@ class Saving:
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
-        os.makedirs(parent, exist_ok=True)
+        make_folders(parent)
         self._parent = Folder.parent_of(self.path)
         self._check_place(where, self._parent, name)
-        for other in self._parent.names():
-            if other.startswith(SAVING.format(name)):  # of a job that has ended, if nobody holds it
-                with contextlib.suppress(OSError), self._parent.folder(other) as left:
-                    if left.lock():
-                        self._parent.remove(other)
-        self._temporary = self._parent.new_folder(SAVING.format(name))
-        self._folder = self._parent.folder(self._temporary)
-        self._folder.lock()
+        held = self._parent.sweep(saving_names(name))  # of jobs that have ended, if nobody holds them
+        if not held:
+            self._temporary = self._parent.new_folder(SAVING.format(name))
+            self._folder = self._parent.folder(self._temporary)
+        if held or (self._folder is not None and self._folder.lock() is False):
+            raise CheckpointExistsError.at(
+                where,
+                found=f"{held or self._temporary!r}: another save to {self.path!r} has begun and not ended",
+                expected="one at a time",
+                fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
+            )
 
     def _check_place(self, where: str, parent: Folder, name: str) -> bool:
         """Return whether there is a checkpoint to be replaced; raise when something is in the way."""
@@ -227,22 +231,34 @@ class Saving:
     def _put_in_place(self, where: str, parent: Folder, name: str) -> None:
         old = ""
         if self._check_place(where, parent, name):
+            # Else there might be two beside an empty place, if this job is killed now, and the older one be restored.
+            if _remove_replaced(parent, name):
+                parent.sync()
             old = f"{REPLACED.format(name)}{self._temporary.rpartition('-')[2]}"
             parent.rename(name, old)
         try:
             parent.rename(self._temporary, name)
-        except OSError as error:
+            self._check_is_ours(where, parent, name)
+        except (OSError, CheckpointWriteError) as error:
             if old:
                 parent.rename(old, name)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 self._overwrite = False
                 self._check_place(where, parent, name)  # another job was quicker
             raise
         parent.sync()
-        for other in parent.names():
-            if other.startswith(REPLACED.format(name)):
-                with contextlib.suppress(OSError):  # the new one is there: what is left of the old is swept next time
-                    parent.remove(other, first=NAME)
+        _remove_replaced(parent, name)
+
+    def _check_is_ours(self, where: str, parent: Folder, name: str) -> None:
+        """Raise, and undo it, when somebody has put something else under the name that was given our folder's."""
+        assert self._folder is not None
+        if not parent.holds(name, self._folder):
+            parent.rename(name, self._temporary)
+            raise CheckpointWriteError.at(
+                where,
+                found=f"something else at {self._temporary!r} than the folder that was written there",
+                expected=f"nobody else who renames things in {parent.path!r}",
+            )
 
     # ------------------------------------------------------------------------------------------- its end
 
@@ -277,6 +293,20 @@ class Saving:
     def __repr__(self) -> str:
         how = "committed" if self.is_committed else "failed" if self.has_failed else "not committed yet"
         return f"<Saving {self.path!r}, {how}>"
+
+
+def _remove_replaced(parent: Folder, name: str) -> int:
+    """Remove what is left of checkpoints that were replaced, now that there is one at `name`; return how many."""
+    found = [other for other in parent.names() if other.startswith(REPLACED.format(name))]
+    for other in found:
+        with contextlib.suppress(OSError):  # without its manifest, which goes first, it is none any more
+            parent.remove(other, first=NAME)
+    return len(found)
+
+
+def saving_names(name: str) -> re.Pattern[str]:
+    """Return the pattern of what a folder is called while the checkpoint `name` is written."""
+    return re.compile(re.escape(SAVING.format(name)) + "[0-9a-f]+")
 
 
 def _remind(path: str) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array
+from mpistrategy.checkpoint_accumulators import SUMS, item_of
 from mpistrategy.checkpoint_manifest import ONE, OWN, Item
 from mpistrategy.checkpoint_random import state_of, state_of_streams
 from mpistrategy.checkpoint_values import NOT_PLAIN, below, dtype_text, to_json
 from mpistrategy.device_arrays import host_array, is_on_device
 from mpistrategy.errors import AggregationError, OptionError, OptionTypeError
+from mpistrategy.gradients import GradientAccumulator
 from mpistrategy.input_iterators import DistributedIterator
 from mpistrategy.mirrored_check import digest
 from mpistrategy.mpi.transport import Communicator
@@ -32,8 +34,9 @@ from mpistrategy.variables import Variable
 UNDECIDED = "?"
 _DEEPEST = 100
 _ACCEPTED = (
-    "Variables, optimizers, metrics, arrays, numbers, strings, random generators, strategy.rng(seed), iterators of "
-    "distributed datasets, dicts, lists and tuples of these, and objects with state_dict() and load_state_dict()"
+    "Variables, optimizers, gradient accumulators, metrics, arrays, numbers, strings, random generators, "
+    "strategy.rng(seed), iterators of distributed datasets, dicts, lists and tuples of these, and objects with "
+    "state_dict() and load_state_dict()"
 )
 
 
@@ -81,6 +84,10 @@ class State:
         elif isinstance(value, Optimizer):
             self.items[path] = Item("optimizer")  # keeps its place
             optimizers.append((path, value))
+        elif isinstance(value, GradientAccumulator):
+            self.items[path] = item_of(value, self._where)
+            for number, total in enumerate(value.partial_sums):
+                self._add_array(below(path, number), "array", ONE if self._strategy.extended.is_local else SUMS, total)
         elif isinstance(value, Streams):
             self._add_value(path, "streams", OWN, to_json(state_of_streams(value)))
         elif isinstance(value, (np.random.Generator, np.random.RandomState)):

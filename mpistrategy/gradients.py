@@ -104,6 +104,20 @@ class GradientAccumulator:
         self._count += 1
         return None if self._count < self.steps else self.take()
 
+    @property
+    def partial_sums(self) -> list[Array]:
+        """The sums so far, 16-bit floats in 32 bits; none before the first step of a group."""
+        return list(self._sums) if self._count else []
+
+    @property
+    def position(self) -> tuple[int, list[np.dtype[Any]]]:
+        """How many steps the sums are of, and the dtypes that the gradients had."""
+        return (self._count, list(self._dtypes)) if self._count else (0, [])
+
+    def go_on_with(self, count: int, sums: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> None:
+        """Take the place of an accumulator that had this `position` and these `partial_sums`."""
+        self._count, self._sums, self._dtypes = count, list(sums), list(dtypes)
+
     def take(self) -> list[Array] | None:
         """Return the sums so far, of the last group of steps that may be shorter, and start again; None without any."""
         if not self._count:

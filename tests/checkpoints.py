@@ -53,8 +53,11 @@ class Training:
             self.bias = ms.Variable(np.zeros(3, np.float32), name="bias")
             self.rows = ms.Variable(np.int64(0), synchronization="ON_READ", aggregation="SUM")
             self.average = ms.Variable(np.zeros(2), synchronization="ON_READ", aggregation="MEAN")
+            self.scales = ms.Variable(np.ones(2), name="scales")
             self.adam, self.sgd = ms.optimizers.Adam(0.05), ms.optimizers.SGD(0.1, momentum=0.9)
+            self.seldom = ms.optimizers.SGD(0.01)
             self.loss = ms.metrics.Mean()
+        self.accumulator = ms.gradients.GradientAccumulator(steps=3)
         self.streams = strategy.rng(seed)
         self.shuffle = np.random.default_rng(seed)
         rows = np.arange(64.0).reshape(32, 2)
@@ -63,7 +66,8 @@ class Training:
         self.progress: dict[str, Any] = {"step": 0, "losses": [], "best": float("inf"), "kept": np.zeros(2)}
         self.checkpoint = ms.Checkpoint(
             weights=self.weights, bias=self.bias, counts=[self.rows, self.average], optimizers=(self.adam, self.sgd),
-            loss=self.loss, streams=self.streams, shuffle=self.shuffle, batches=self.batches, progress=self.progress,
+            scales=self.scales, seldom=self.seldom, accumulator=self.accumulator, loss=self.loss, streams=self.streams,
+            shuffle=self.shuffle, batches=self.batches, progress=self.progress,
         )  # fmt: skip
 
     def step(self) -> None:
@@ -78,6 +82,9 @@ class Training:
             self.loss.update_state(error)
             self.adam.apply_gradients([(batch.T @ error / 64, self.weights)])
             self.sgd.apply_gradients([(error.sum(axis=0).astype(np.float32), self.bias)])
+            sums = self.accumulator.add([batch.sum(axis=0) * self.scales / 1000])
+            if sums is not None:
+                self.seldom.apply_gradients([(sums[0], self.scales)])
 
         self.strategy.run(step)
         self.progress["step"] += 1
@@ -89,9 +96,10 @@ class Training:
     def everything(self) -> list[Any]:
         """Return all there is, on this rank, as lists."""
         slots = [*self.adam.variables, *self.sgd.variables]
-        copies = [self.weights, self.bias, self.rows, self.average, *self.loss.variables, *slots]
+        copies = [self.weights, self.bias, self.scales, self.rows, self.average, *self.loss.variables, *slots]
         return [
             [copy.local_copy().tolist() for copy in copies],
+            [total.tolist() for total in self.accumulator.partial_sums],
             [self.adam.learning_rate, repr(self.progress)],
             [self.streams.shared.random(), self.streams.replica.random(), self.shuffle.random()],
             next(self.batches).tolist(),
@@ -100,7 +108,7 @@ class Training:
     def shared(self) -> list[Any]:
         """Return what must be the same on any number of ranks, up to the order of sums."""
         totals = [int(self.rows), np.asarray(self.average).tolist(), self.loss.result()]
-        mirrored = [self.weights, self.bias, *self.adam.variables, *self.sgd.variables]
+        mirrored = [self.weights, self.bias, self.scales, *self.adam.variables, *self.sgd.variables]
         return [
             [var.local_copy().tolist() for var in mirrored],
             totals,

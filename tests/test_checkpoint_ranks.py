@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -150,27 +151,107 @@ def test_streams_of_more_ranks_are_all_different(tmp_path: Path, p: int, q: int)
         assert len({pair[1] for pair in after}) == q
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, ranks: int) -> None:
-    steps, stops = 8, np.random.default_rng(ranks).integers(1, 8, 7)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_run_interrupted_at_20_random_steps_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, ranks: int) -> None:
+    """Each job goes on where the one before ended: weights, slots, sums, random numbers and the order of the data."""
+    steps = 40
+    stops = sorted(np.random.default_rng(ranks).choice(np.arange(1, steps), 20, replace=False).tolist())
+    seen: list[list[Any]] = []
 
-    def run(strategy: ms.Strategy, until: int, start: Path | None = None, end: Path | None = None) -> Any:
+    def run(strategy: ms.Strategy, first: int, last: int, path: Path | None = None) -> Any:
         training = Training(strategy)
-        if start is not None:
-            training.checkpoint.restore(start)
-        while training.progress["step"] < until:
+        if first:
+            training.checkpoint.restore(tmp_path / f"{first}")
+        while training.progress["step"] < last:
             training.step()
-        if end is not None:
-            training.checkpoint.save(end, wait=bool(until % 2))
+        if path is not None:
+            training.checkpoint.save(path, wait=bool(last % 2))
             training.checkpoint.wait()
         return training.everything()
 
-    golden = replicas(lambda strategy: run(strategy, steps), ranks)
-    for number, stop in enumerate(stops.tolist()):
-        path = tmp_path / f"{number}"
-        replicas(lambda strategy, s=stop, p=path: run(strategy, s, None, p), ranks)
-        resumed = replicas(lambda strategy, p=path: run(strategy, steps, p), ranks)
-        assert resumed == golden, stop
+    golden = replicas(lambda strategy: run(strategy, 0, steps), ranks)
+    for first, last in itertools.pairwise((0, *stops)):
+        seen.append(replicas(lambda strategy, f=first, n=last: run(strategy, f, n, tmp_path / f"{n}"), ranks))
+    assert replicas(lambda strategy: run(strategy, stops[-1], steps), ranks) == golden
+    for stop, found in zip(stops[:3], seen, strict=False):
+        assert found == replicas(lambda strategy, s=stop: run(strategy, 0, s), ranks), stop
+
+
+@pytest.mark.parametrize(("p", "q"), COUNTS)
+def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path, p: int, q: int) -> None:
+    """In the middle of a group of steps and of an epoch: what comes of it is the uninterrupted run, to rounding."""
+
+    def run(strategy: ms.Strategy, last: int, start: bool = False, end: bool = False) -> Any:
+        with strategy.scope():
+            weights, adam = ms.Variable(np.ones(2)), ms.optimizers.Adam(0.1)
+            rows = ms.Variable(0, synchronization="ON_READ", aggregation="SUM")
+        data = ms.Dataset.from_arrays(np.arange(42.0).reshape(21, 2), global_batch_size=6, shuffle_seed=3, epochs=None)
+        batches, streams = iter(strategy.experimental_distribute_dataset(data)), strategy.rng(4)
+        accumulator, progress = ms.gradients.GradientAccumulator(4), {"step": 0, "drawn": 0.0}
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(
+                weights=weights, adam=adam, rows=rows, batches=batches, streams=streams, accumulator=accumulator,
+                progress=progress,
+            )  # fmt: skip
+
+        def step(batch: Any) -> None:
+            rows.assign_add(len(batch))
+            noise = streams.shared.standard_normal(2)
+            sums = accumulator.add([batch.sum(axis=0) * (weights + noise) / 100])
+            if sums is not None:
+                adam.apply_gradients([(sums[0], weights)])
+
+        if start:
+            checkpoint.restore(tmp_path / "c")
+        while progress["step"] < last:
+            strategy.run(step, args=(next(batches),))
+            progress["step"] += 1
+        if end:
+            checkpoint.save(tmp_path / "c")
+        return weights.numpy(), int(rows), streams.shared.random()
+
+    golden = replicas(lambda strategy: run(strategy, 14), p)
+    replicas(lambda strategy: run(strategy, 6, end=True), p)
+    for weights, rows, drawn in replicas(lambda strategy: run(strategy, 14, start=True), q):
+        np.testing.assert_allclose(weights, golden[0][0], rtol=1e-12)
+        assert (rows, drawn) == golden[0][1:]
+
+
+@pytest.mark.parametrize(("p", "q"), COUNTS)
+def test_sums_of_an_accumulator_have_the_same_total(tmp_path: Path, p: int, q: int) -> None:
+    def gradients(rank: int) -> list[Any]:
+        return [np.arange(3) + rank, np.full((2, 2), 0.1 * (rank + 1), np.float32), np.ones(2, np.float16)]
+
+    def save(strategy: ms.Strategy) -> Any:
+        with strategy.scope():
+            accumulator = ms.gradients.GradientAccumulator(3)
+            for _ in range(2):
+                accumulator.add(gradients(strategy.replica_id_in_sync_group))
+            ms.Checkpoint(a=[accumulator]).save(tmp_path / "c")
+        return accumulator.partial_sums
+
+    def restore(strategy: ms.Strategy) -> Any:
+        with strategy.scope():
+            accumulator = ms.gradients.GradientAccumulator(3)
+            accumulator.add([np.zeros(7)])  # what is under way here is forgotten
+            ms.Checkpoint(a=[accumulator]).restore(tmp_path / "c")
+        sums = accumulator.partial_sums
+        assert [total.dtype for total in sums] == [np.int64, np.float32, np.float32]
+        last = accumulator.add([np.zeros(3, int), np.zeros((2, 2), np.float32), np.zeros(2, np.float16)])
+        assert last is not None
+        assert [total.dtype for total in last] == [np.int64, np.float32, np.float16]
+        return sums
+
+    before, after = replicas(save, p), replicas(restore, q)
+    for number in range(3):
+        total = np.sum([sums[number] for sums in before], axis=0)
+        found = np.sum([sums[number] for sums in after], axis=0)
+        np.testing.assert_allclose(found, total, rtol=0 if number == 0 else 1e-6)
+        np.testing.assert_allclose(ms.Checkpoint.arrays(tmp_path / "c")[f"a/0/{number}"], total, rtol=1e-6)
+    if p == q:
+        assert [[total.tolist() for total in sums] for sums in after] == [
+            [total.tolist() for total in sums] for sums in before
+        ]
 
 
 PROGRAM = """

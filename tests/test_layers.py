@@ -71,6 +71,7 @@ FLOORS = [
         "metrics",
         "testing",
         "checkpoint",
+        "checkpoint_accumulators",
         "checkpoint_files",
         "checkpoint_fitting",
         "checkpoint_manager",
