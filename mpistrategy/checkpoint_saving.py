@@ -239,10 +239,10 @@ class Saving:
         try:
             parent.rename(self._temporary, name)
             self._check_is_ours(where, parent, name)
-        except (OSError, CheckpointWriteError) as error:
+        except OSError as error:
             if old:
                 parent.rename(old, name)
-            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 self._overwrite = False
                 self._check_place(where, parent, name)  # another job was quicker
             raise

@@ -186,3 +186,17 @@ def test_a_save_does_not_end_well_when_another_folder_was_put_in_its_place(tmp_p
         program("overwrite", tmp_path, NEW, save=True)
     assert program("overwrite", tmp_path, 0.0, save=False) == OLD
     assert sorted(os.listdir(tmp_path / "elsewhere")) == [NAME, shard_name(0), shard_name(1)]
+
+
+@pytest.mark.parametrize("file", [shard_name(0), shard_name(1), NAME])
+def test_a_link_where_a_file_is_about_to_be_made(tmp_path: Path, outside: Path, file: str) -> None:
+    program("overwrite", tmp_path, OLD, save=True)
+
+    def plant(what: str, name: str) -> None:
+        if (what, name) == ("create", file):
+            (mine,) = tmp_path.glob(".c.saving-*")
+            (mine / file).symlink_to(outside / file)
+
+    with watched(plant), pytest.raises(REFUSED):
+        program("overwrite", tmp_path, NEW, save=True)
+    assert program("overwrite", tmp_path, 0.0, save=False) == OLD
