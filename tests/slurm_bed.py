@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shutil
 import socket
 import stat
@@ -26,6 +27,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip",
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
 # What Slurm's plugin loads; Debian has it under this name only with libpmix-dev, or where somebody made the link.
 PMIX = glob.glob("/usr/lib/*/pmix2/lib/libpmix.so")
+PYXIS = Path(__file__).with_name("pyxis_stand_in.c")
 
 NODE = """
 read -r _ # until the network is there
@@ -79,6 +81,8 @@ class SlurmBed:
         self.folder, self.nodes, self.cpus, self.gpus, self.paper = folder, nodes, cpus, gpus, paper
         self.local = folder / "local"
         self.conf = folder / "slurm.conf"
+        #: Whether srun has options of pyxis: it takes a C compiler.
+        self.has_pyxis = False
         self._bridge = f"ms{os.getpid() % 10**7}" + ("p" if paper else "")
         self._subnet = f"10.{180 + os.getpid() % 40}.{os.getpid() // 40 % 250}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -160,6 +164,7 @@ class SlurmBed:
         prolog = self.folder / "prolog"  # process numbers repeat between nodes, and with them names in /tmp
         prolog.write_text(f'#!/bin/sh\necho "export TMPDIR={self.folder}/$SLURMD_NODENAME"\n')
         prolog.chmod(0o755)
+        self.has_pyxis = not self.paper and self._compile_pyxis()
         self._write_configuration()
         where = self.folder
         self._spawn(
@@ -222,6 +227,19 @@ class SlurmBed:
             )
         return self._processes[name]
 
+    def _compile_pyxis(self) -> bool:
+        compiler = shutil.which("gcc") or shutil.which("cc")
+        numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", self.run("slurmctld", "-V").stdout)
+        if compiler is None or numbers is None:
+            return False
+        major, minor, micro = map(int, numbers.groups())
+        library, version = self.folder / "pyxis.so", f"-DSLURM_VERSION={major << 16 | minor << 8 | micro:#x}"
+        command = [compiler, "-shared", "-fPIC", version, "-o", str(library), str(PYXIS)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return False
+        (self.folder / "plugstack.conf").write_text(f"required {library}\n")
+        return True
+
     def _write_configuration(self) -> None:
         host = socket.gethostname().partition(".")[0]
         address = "127.0.0.1" if self.paper else f"{self._subnet}.254"
@@ -278,6 +296,8 @@ class SlurmBed:
             "MaxArraySize": 10001,
             "EnforcePartLimits": "ALL",
         }
+        if self.has_pyxis:
+            settings["PlugStackConfig"] = self.folder / "plugstack.conf"
         if self.paper:  # nodes that are asleep are not asked whether they are there
             settings |= dict.fromkeys(("SuspendProgram", "ResumeProgram"), "/bin/true") | {
                 "SuspendTime": 10**6,

@@ -462,6 +462,15 @@ def test_nothing_there(strategy: ms.MirroredStrategy, folder: Path) -> None:
     assert {outcome.error for outcome in found} == {errors.CheckpointMissingError}
 
 
+# What safetensors 0.8.0 writes; its library reads our shards as well (tried once, with all dtypes that both have).
+SAFETENSORS = (
+    b'\xd8\x00\x00\x00\x00\x00\x00\x00{"__metadata__":{"made":"by safetensors"},"a":{"dtype":"F32","shape":[2,2],'
+    b'"data_offsets":[0,16]},"c":{"dtype":"BF16","shape":[2],"data_offsets":[16,20]},"b":{"dtype":"I16","shape":[3],'
+    b'"data_offsets":[20,26]}}       \x00\x00\x80?\x00\x00\x80?\x00\x00\x80?\x00\x00\x80?\x80?\x80?\x00\x00\x01\x00'
+    b"\x02\x00"
+)
+
+
 def test_files_of_others(strategy: ms.MirroredStrategy, folder: Path) -> None:
     x, y = np.arange(3.0), np.ones((2, 2), np.int8)
     if RANK == 0:
@@ -481,6 +490,11 @@ def test_files_of_others(strategy: ms.MirroredStrategy, folder: Path) -> None:
         found |= arrays(folder / "c" / shard)
     assert found["y"].tolist() == y.tolist()
     assert found["y"].dtype == np.int8
+    (folder / f"theirs-{RANK}.safetensors").write_bytes(SAFETENSORS)
+    theirs = arrays(folder / f"theirs-{RANK}.safetensors")
+    assert {name: (array.dtype.name, array.tolist()) for name, array in theirs.items()} == {
+        "a": ("float32", [[1, 1], [1, 1]]), "c": ("bfloat16", [1, 1]), "b": ("int16", [0, 1, 2]),
+    }  # fmt: skip
     for name in ("bad.npz", "bad.npy"):
         with pytest.raises(errors.CheckpointDamagedError):
             arrays(folder / name)

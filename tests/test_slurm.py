@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slurm_bed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -121,6 +122,15 @@ def test_tacc_is_asked_for_no_gpu_and_pbs_has_its_lines_together() -> None:
     )
     assert "SLURM" not in FILES["sites/polaris.pbs"]
     assert "#PBS -l walltime=30:00:00" in text_of("multi_node", site="polaris", time="1-06")
+
+
+@pytest.mark.parametrize("name", ["frontier", "lumi"])
+def test_sites_with_gpus_of_amd_are_for_cpus_and_say_so(name: str) -> None:
+    text = FILES[f"sites/{name}.sbatch"]
+    assert "# CPU only: the GPUs of " in text
+    assert "which this library does not use" in text
+    assert not any("gpus" in line or "gres" in line for line in text.splitlines() if "SBATCH" in line)
+    assert "found gpus_per_node=1; expected at most 0" in refusal("multi_node", site=name, gpus_per_node=1)
 
 
 @pytest.mark.parametrize("name", sites.names())
@@ -408,6 +418,23 @@ def test_select_gpu_gives_each_rank_its_own(tmp_path: Path) -> None:
     assert gpu(CUDA_VISIBLE_DEVICES="0")[0] == 2
     assert "start fewer ranks" in gpu(SLURM_LOCALID="1", CUDA_VISIBLE_DEVICES="0")[1]
     assert gpu(SLURM_LOCALID="a[$(id)]", CUDA_VISIBLE_DEVICES="0")[0] == 2
+
+
+def test_where_there_can_be_no_slurm_the_tests_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (*slurm_bed.PROGRAMS, "true"):
+        (tmp_path / name).symlink_to("/bin/true")
+    (tmp_path / "unshare").unlink()
+    monkeypatch.setattr(slurm_bed, "SEARCH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert slurm_bed.why_not().startswith("no unshare on this machine (Debian: apt-get install")
+    (tmp_path / "unshare").symlink_to("/bin/false")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert slurm_bed.why_not() == "starting a Slurm for tests needs root"
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert slurm_bed.why_not() == "this machine allows no namespaces"
+    (tmp_path / "unshare").unlink()
+    (tmp_path / "unshare").symlink_to("/bin/true")
+    assert slurm_bed.why_not() == ""
 
 
 def test_the_command_starts_no_mpi() -> None:

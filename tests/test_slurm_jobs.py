@@ -96,6 +96,11 @@ class User:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Call `mpistrategy slurm`."""
+        called = (sys.executable, "-m", "mpistrategy", "slurm", *arguments)
+        return self.bed.run(*called, cwd=self.folder, env=self.environment)
+
     def output(self, job: str) -> Path:
         return self.folder / f"mpistrategy-{job}.out"
 
@@ -251,12 +256,21 @@ def test_a_job_that_hangs_is_looked_at_from_outside(user: User) -> None:
 
 @needs_srun
 def test_every_rank_sees_all_gpus(user: User) -> None:
-    text = render(JobSpec.of("single_node", {"gpus_per_node": 2, "program": "show.py"}))
-    (user.folder / "gpus.sbatch").write_text(text)
+    """The command submits it; and select_gpu.sh gives each rank its own."""
     (user.folder / "show.py").write_text("import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)")
-    job = user.run("gpus.sbatch")
+    done = user.command("single_node", "gpus_per_node=2", "program=show.py", "--submit")
+    number = re.fullmatch(r"Submitted batch job (\d+)\n", done.stdout)
+    assert number, done
+    job = user.bed.wait(number[1], user.output(number[1]))
     assert job.status == 0, job.output
     assert job.output.count("sees 0,1\n") == 2, job.output
+    own = ["./select_gpu.sh", "bash", "-c", 'echo "$SLURM_NODEID.$SLURM_LOCALID has $CUDA_VISIBLE_DEVICES"']
+    two = ["srun", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"]
+    step = user.bed.run(*two, *own, cwd=user.folder, env=user.environment)
+    assert sorted(step.stdout.splitlines()) == ["0.0 has 0", "0.1 has 1", "1.0 has 0", "1.1 has 1"], step
+    refused = user.command("multi_node", "nodes=3", "--submit")
+    assert (refused.returncode, refused.stdout) == (1, ""), refused
+    assert "Batch job submission failed" in refused.stderr
 
 
 # ------------------------------------------------------------------------------------------------ the time limit
@@ -353,14 +367,22 @@ def test_apptainer_with_a_stand_in(user: User) -> None:
 @needs_srun
 @twice
 def test_pyxis_with_a_stand_in(user: User) -> None:
+    """A plugin of Slurm where there is a compiler, else a srun that takes the options away."""
+    folder = user.folder
+    if user.bed.has_pyxis:
+        job = user.run("pyxis.sbatch")
+        check(job, 4)
+        told = f"pyxis: image ./image.sqsh, mounts {folder}:{folder}, workdir {folder}\n"
+        assert job.output.count(told) == 4, job.output
+        return
     srun = shutil.which("srun", path=slurm_bed.SEARCH)
     taken = 'for a; do case $a in --container-*) echo "pyxis: $a" ;; *) args+=("$a") ;; esac; done'
-    stand_in(user.folder, "srun", f'args=()\n{taken}\nexec {srun} "${{args[@]}}"')
+    stand_in(folder, "srun", f'args=()\n{taken}\nexec {srun} "${{args[@]}}"')
     user.environment["PATH"] = f"{user.folder}:{user.environment['PATH']}"
     job = user.run("pyxis.sbatch")
     check(job, 4)
     assert "pyxis: --container-image=./image.sqsh\n" in job.output
-    assert f"pyxis: --container-mounts={user.folder}:{user.folder}\n" in job.output
+    assert f"pyxis: --container-mounts={folder}:{folder}\n" in job.output
 
 
 @needs_srun
