@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -333,6 +335,40 @@ def test_files_are_overwritten_with_force_only(capsys: pytest.CaptureFixture[str
     assert "--force overwrites it." in told
     assert command(capsys, "single_node", "time=5", "-o", path, "--force")[0] == 0
     assert path.read_text() == text_of("single_node", time=5)
+
+
+def test_a_disk_that_is_full_leaves_the_script_that_was_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, link = tmp_path / "job.sbatch", tmp_path / "link"
+    path.write_text("mine")
+    path.chmod(0o750)
+    link.symlink_to(path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        status, _, told = command(capsys, "single_node", "-o", link, "--force")
+    assert (status, path.read_text(), sorted(tmp_path.iterdir())) == (2, "mine", [path, link])
+    assert "No space left on device" in told
+    assert command(capsys, "single_node", "-o", link, "--force")[0] == 0
+    assert (path.read_text(), path.stat().st_mode & 0o777) == (FILES["single_node.sbatch"], 0o750)
+    assert link.is_symlink()
+    assert command(capsys, "single_node", "-o", "/dev/null", "--force")[0] == 0
+    assert Path("/dev/null").is_char_device()
+    assert command(capsys, "single_node", "-o", tmp_path, "--force")[0] == 2
+    done = subprocess.run(
+        [sys.executable, "-m", "mpistrategy", "slurm", "single_node", "-o", str(tmp_path / "new")],
+        preexec_fn=_may_write_no_file, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "File too large" in done.stderr, (tmp_path / "new").exists()) == (2, True, False), done
+
+
+def _may_write_no_file() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
 def test_all_files_are_written_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

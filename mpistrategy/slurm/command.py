@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -123,17 +124,28 @@ def _write_all(folder: Path, force: bool) -> int:
 
 
 def _write(path: Path, text: str, force: bool) -> None:
-    """Write a file; one that is there only with force, and as a whole."""
-    if not force:
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise _exists(str(path)) from None
-        return
-    if path.is_dir():
+    """Write a file, as a whole or not at all; one that is there only with force."""
+    there = Path(os.path.realpath(path))
+    if force and there.is_dir():
         raise OptionError.at("mpistrategy slurm", found=f"a folder at {path}", expected="the name of a file")
-    path.write_text(text, encoding="utf-8")
+    if force and there.exists() and not there.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    made = there.with_name(f".{there.name}.{secrets.token_hex(8)}") if force else path
+    try:
+        file = open(made, "x", encoding="utf-8")  # noqa: SIM115  # what is there is not ours to remove
+    except FileExistsError:
+        raise _exists(str(path)) from None
+    try:
+        with file:
+            file.write(text)
+        if force:
+            if there.exists():
+                shutil.copymode(there, made)
+            os.replace(made, there)
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
 
 
 def _exists(path: str) -> OptionError:
