@@ -87,7 +87,8 @@ class State:
         elif isinstance(value, GradientAccumulator):
             self.items[path] = item_of(value, self._where)
             for number, total in enumerate(value.partial_sums):
-                self._add_array(below(path, number), "array", ONE if self._strategy.extended.is_local else SUMS, total)
+                copies = ONE if self._strategy.extended.is_local else SUMS
+                self._add_array(below(path, number), "array", copies, host_array(total))
         elif isinstance(value, Streams):
             self._add_value(path, "streams", OWN, to_json(state_of_streams(value)))
         elif isinstance(value, (np.random.Generator, np.random.RandomState)):

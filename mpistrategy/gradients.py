@@ -98,7 +98,8 @@ class GradientAccumulator:
             )
         self._dtypes = [array.dtype for array in given]
         if self._count:
-            self._sums = [total + array for total, array in zip(self._sums, arrays, strict=True)]
+            # Sums that were restored are on the host.
+            self._sums = [placed_as(total, array) + array for total, array in zip(self._sums, arrays, strict=True)]
         else:
             self._sums = [array.copy() for array in arrays]
         self._count += 1

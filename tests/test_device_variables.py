@@ -195,7 +195,9 @@ def test_a_checkpoint_goes_from_gpus_to_cpus_and_back(
             optimizer = Adam(0.1)
             optimizer.build([v])
         place = on_gpu if strategy is gpus else np.asarray
-        return {"v": v, "optimizer": optimizer, "extra": place(np.full(3, fill))}
+        sums = ms.gradients.GradientAccumulator(3)
+        sums.add([place(np.full(2, fill))])
+        return {"v": v, "optimizer": optimizer, "extra": place(np.full(3, fill)), "sums": sums}
 
     first = objects(gpus, 3.0)
     gpus.run(lambda: first["optimizer"].apply_gradients([(on_gpu(np.ones(4)), first["v"])]))
@@ -206,12 +208,16 @@ def test_a_checkpoint_goes_from_gpus_to_cpus_and_back(
         ms.Checkpoint(**second).restore(f"{folder}/a")
     assert np.array_equal(second["v"].numpy(), first["v"].numpy())
     assert np.array_equal(second["optimizer"].slots_of(second["v"])["m"], first["optimizer"].slots_of(first["v"])["m"])
+    second["sums"].add([np.ones(2)])
+    assert second["sums"].add([np.ones(2)])[0].tolist() == [5, 5]
     third = objects(gpus, 1.0)
     with gpus.scope():
         ms.Checkpoint(**third).restore(f"{folder}/a")
     assert type(third["v"].read_value()) is ndarray
     assert np.array_equal(third["v"].numpy(), first["v"].numpy())
     assert third["extra"].get().tolist() == [3, 3, 3]
+    third["sums"].add([on_gpu(np.ones(2))])
+    assert third["sums"].add([on_gpu(np.ones(2))])[0].get().tolist() == [5, 5]
 
 
 def test_gathers_and_broadcasts_return_what_they_were_given(gpus: ms.MirroredStrategy) -> None:
