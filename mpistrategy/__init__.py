@@ -3,6 +3,7 @@
 Importing it starts no MPI; the first `MirroredStrategy` does.
 """
 
+from os import environ as _environ
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy import errors, gradients, metrics, optimizers, testing
@@ -44,13 +45,14 @@ from mpistrategy.values import DistributedValues, IndexedSlices, Mirrored, PerRe
 from mpistrategy.variables import Variable
 
 if TYPE_CHECKING:
+    from mpistrategy import telemetry
     from mpistrategy.checkpoint import Checkpoint
     from mpistrategy.checkpoint_manager import CheckpointManager
 
 __version__ = "0.1.0"
 
-#: Names that are loaded when they are first used, and where they are.
-_LATER = {"Checkpoint": "checkpoint", "CheckpointManager": "checkpoint_manager"}
+#: Names that are loaded when they are first used, and where they are: in a module, or the module itself.
+_LATER = {"Checkpoint": "checkpoint", "CheckpointManager": "checkpoint_manager", "telemetry": "telemetry"}
 
 
 def __getattr__(name: str) -> Any:
@@ -58,7 +60,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_LATER[name]}")
+    found = globals()[name] = module if _LATER[name] == name else getattr(module, name)
     return found
 
 
@@ -109,5 +112,9 @@ __all__ = [
     "in_cross_replica_context",
     "metrics",
     "optimizers",
+    "telemetry",
     "testing",
 ]
+
+if _environ.get("MPISTRATEGY_TRACE") or _environ.get("MPISTRATEGY_NVTX"):
+    __getattr__("telemetry").start_from_environment()

@@ -11,6 +11,7 @@ from mpistrategy import run
 from mpistrategy.bench import command as bench
 from mpistrategy.doctor import command as doctor
 from mpistrategy.slurm import command as slurm
+from mpistrategy.telemetry import command as trace
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ COMMANDS = {
     "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", doctor.add_options, doctor.run),
     "run": Command("run a program on every rank, in place of python", run.add_options, run.run),
     "slurm": Command("write a job script for a cluster, check it, or submit it", slurm.add_options, slurm.run),
+    "trace": Command("put the recordings of all ranks together, for a viewer", trace.add_options, trace.run),
 }
 
 

@@ -157,6 +157,10 @@ class CheckpointMismatchError(CheckpointError, ValueError):
     """
 
 
+class TraceError(MpiStrategyError, ValueError):
+    """Where a trace was looked for there is none that can be read."""
+
+
 class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake of anybody's)
     """Raised on purpose, where a plan in MPISTRATEGY_INJECT says so; the other ranks are not told."""
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from mpistrategy.errors import LaunchError, OptionError
 from mpistrategy.mpi import abort, check_level, fault_plans, timeout, watchdog
 from mpistrategy.mpi.launch import no_mpi
+from mpistrategy.telemetry import start_from_environment, tracing
 
 _WHERE = "mpistrategy run"
 _COULD_NOT = 2
@@ -58,6 +59,12 @@ def _checked(parse: Callable[[str, str], object], option: str) -> Callable[[str]
     return check
 
 
+def _folder(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a folder is wanted")
+    return text
+
+
 #: A further option that only sets a variable is one line here.
 SETTINGS = {
     "--check": Setting(
@@ -77,6 +84,9 @@ SETTINGS = {
         "PLAN",
         _checked(fault_plans.parse, "--inject"),
         "make a collective go wrong, to see what a job makes of it",
+    ),
+    "--trace": Setting(
+        tracing.VARIABLE, "DIR", _folder, "record what the rank does into a folder, for mpistrategy trace"
     ),
 }
 
@@ -117,6 +127,7 @@ def run(options: argparse.Namespace) -> int:
         value = getattr(options, setting.variable)
         if value is not None:
             os.environ[setting.variable] = value
+    start_from_environment()
     _show_stacks_of_crashes()
     try:
         _start_mpi()

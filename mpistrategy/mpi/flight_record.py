@@ -93,11 +93,12 @@ def values_in_words(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:
         return ""
     shown = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in values[:_FEW])
     more = f" and {len(values) - _FEW} more" if len(values) > _FEW else ""
-    nbytes = sum(_bytes_of(dtype, shape) for dtype, shape in values)
+    nbytes = sum(bytes_of(dtype, shape) for dtype, shape in values)
     return f"{shown}{more} ({nbytes} B)"
 
 
-def _bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return how many bytes the values of one layout are; 0 where that is not known."""
     try:
         itemsize = np.dtype(dtype.rpartition(" ")[2]).itemsize
     except (TypeError, ValueError, SyntaxError):  # what NumPy alone does not know: bfloat16, slices with their indices

@@ -59,6 +59,10 @@ class Watchdog:
             self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
             self._thread.start()
 
+    def watched(self, guard: Guard) -> Watched | None:
+        """Return what is watched of the communicator of `guard`; None where nothing is."""
+        return self._watched.get(guard)
+
     def remove(self, guard: Guard) -> None:
         """Watch over the communicator of `guard` no longer."""
         watched = self._watched.pop(guard, None)
@@ -161,6 +165,11 @@ def of_this_process(rank: int, size: int, end: Callable[[int], object] | None = 
     if _watchdog is None or _watchdog.pid != os.getpid():
         _watchdog = Watchdog(rank, size, end)
     return _watchdog
+
+
+def in_this_process() -> Watchdog | None:
+    """Return the watchdog of this process, if it has one: from the first communicator of several ranks on."""
+    return _watchdog if _watchdog is not None and _watchdog.pid == os.getpid() else None
 
 
 def forget(guard: Guard) -> None:

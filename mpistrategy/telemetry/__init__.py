@@ -1,0 +1,34 @@
+"""What a job says and shows of itself: log lines, progress, and a timeline of what all ranks did.
+
+Nothing here sends anything, and nothing of it runs until it is asked for.
+"""
+
+from mpistrategy.telemetry import nvtx_ranges, tracing
+from mpistrategy.telemetry.listening import Span, span
+from mpistrategy.telemetry.logs import ALL_RANKS, RankFilter, RankFormatter, RankHandler, setup_logging
+from mpistrategy.telemetry.nvtx_ranges import Nvtx, nvtx
+from mpistrategy.telemetry.progress_bar import Progress, progress
+from mpistrategy.telemetry.tracing import Trace, trace
+
+__all__ = [
+    "ALL_RANKS",
+    "Nvtx",
+    "Progress",
+    "RankFilter",
+    "RankFormatter",
+    "RankHandler",
+    "Span",
+    "Trace",
+    "nvtx",
+    "progress",
+    "setup_logging",
+    "span",
+    "start_from_environment",
+    "trace",
+]
+
+
+def start_from_environment() -> None:
+    """Record the rest of the program where MPISTRATEGY_TRACE and MPISTRATEGY_NVTX say so."""
+    tracing.start_from_environment()
+    nvtx_ranges.start_from_environment()

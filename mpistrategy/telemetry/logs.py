@@ -1,0 +1,214 @@
+"""Python's `logging` on many ranks: one rank speaks, the others when it matters, and everybody says who it is.
+
+`setup_logging` does it in one call; a filter, a formatter and a handler do the same in a configuration of your own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Mapping
+from typing import IO, Any
+
+from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.mpi.own_place import own_place
+from mpistrategy.telemetry import terminal
+
+#: For ``logger.info("...", extra=ALL_RANKS)``: every rank logs this record.
+ALL_RANKS: Mapping[str, Any] = {"ranks": "all"}
+
+_WHERE = "telemetry.setup_logging"
+#: Records that are written at once stay whole where ranks share a pipe; PIPE_BUF of Linux.
+_WHOLE_BYTES = 4096
+_NEVER = logging.CRITICAL + 1_000_000
+_FORMAT, _DATES = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
+
+
+class RankFilter(logging.Filter):
+    """Lets records through according to the rank; for a handler or a logger of your own.
+
+    A record with an attribute ``ranks`` (``extra={"ranks": [0, 3]}``, or `ALL_RANKS`) is logged by these from `level`
+    on.
+
+    Args:
+        ranks: who logs from `level` on: a rank, several, or "all".
+        level: a level or its name.
+        others: from which level on the other ranks log; None for never.
+        levels: levels of single ranks, which take the place of the above.
+
+    Raises:
+        OptionError, OptionTypeError: for unknown levels, and for what is no rank.
+    """
+
+    def __init__(
+        self,
+        ranks: int | str | Collection[int] = 0,
+        level: int | str = "NOTSET",
+        others: int | str | None = "ERROR",
+        levels: Mapping[int, int | str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._ranks = _checked_ranks(ranks)
+        self._level = level_number(level)
+        self._others = _NEVER if others is None else level_number(others)
+        self._levels = {rank: level_number(each) for rank, each in (levels or {}).items()}
+
+    @property
+    def lowest(self) -> int:
+        """The lowest level that any rank lets through."""
+        return min([self._level, self._others, *self._levels.values()])
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether this rank logs the record."""
+        rank = own_place()[0]
+        asked = getattr(record, "ranks", None)
+        if asked is not None:
+            return _has(asked, rank) and record.levelno >= self._level
+        chosen = self._level if _has(self._ranks, rank) else self._others
+        return record.levelno >= self._levels.get(rank, chosen)
+
+
+class RankFormatter(logging.Formatter):
+    """Puts ``[rank 1/4] `` in front of every line, also of a traceback; on one rank alone nothing.
+
+    Takes what `logging.Formatter` takes.  ``%(rank)d`` and ``%(size)d`` may stand in the format, which then says
+    itself who speaks: nothing is put in front.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        record.rank, record.size = rank, size = own_place()
+        text = super().format(record)
+        if size == 1 or "%(rank)" in (self._fmt or "") or "{rank" in (self._fmt or ""):
+            return text
+        return "\n".join(f"[rank {rank}/{size}] {line}" for line in text.split("\n"))
+
+
+class RankHandler(logging.Handler):
+    """Writes each record at once, so that lines of several ranks are not torn.
+
+    Has a `RankFormatter` until it is given another one.
+
+    Args:
+        stream: where to; None for what is `sys.stderr` at the time.
+    """
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        super().__init__()
+        self._stream = stream
+        self.setFormatter(RankFormatter(_FORMAT, _DATES))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        try:
+            text = self.format(record) + "\n"
+            stream = sys.stderr if self._stream is None else self._stream
+            for part in whole_lines(text):
+                terminal.say(part, stream)
+        except Exception:
+            self.handleError(record)
+
+
+def setup_logging(
+    level: int | str = "INFO",
+    *,
+    ranks: int | str | Collection[int] = 0,
+    others: int | str | None = "ERROR",
+    levels: Mapping[int, int | str] | None = None,
+    logger: str | logging.Logger = "",
+    format: str | None = None,
+    stream: IO[str] | None = None,
+    force: bool = False,
+) -> RankHandler:
+    """Make Python's `logging` speak on rank 0, on the other ranks from `others` on, and say who speaks.
+
+    In place of `logging.basicConfig`: the program goes on with ``logging.getLogger(__name__)``.  It may be called
+    before there is a strategy, and again: the second call takes the place of the first.  Rank-local.
+
+    A single record is logged by all ranks with ``extra=ms.telemetry.ALL_RANKS``, by some with
+    ``extra={"ranks": [0, 3]}``.
+
+    Args:
+        level: from which level on `ranks` log.
+        ranks: a rank of the job, several, or "all".
+        others: from which level on the other ranks log; None for never.
+        levels: levels of single ranks: ``{3: "DEBUG"}``.
+        logger: which logger is set up, and those below it; "" is the root logger.
+        format: as in `logging`, with ``%(rank)d`` and ``%(size)d`` if you like; None for time, level, logger, message.
+        stream: where to; None for stderr.
+        force: remove other handlers of the logger, which else go on beside this one.
+
+    Returns:
+        The handler.
+
+    Raises:
+        OptionError, OptionTypeError: for unknown levels, and for what is no rank.
+
+    >>> import logging, sys, mpistrategy as ms
+    >>> handler = ms.telemetry.setup_logging("INFO", logger="shop", ranks="all", format="%(message)s", stream=sys.stdout)
+    >>> logging.getLogger("shop.till").info("open")  # doctest: +ELLIPSIS
+    ...open
+    """
+    if not isinstance(logger, (str, logging.Logger)):
+        raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")
+    chosen = logging.getLogger(logger) if isinstance(logger, str) else logger
+    handler = RankHandler(stream)
+    if format is not None:
+        try:
+            handler.setFormatter(RankFormatter(format, _DATES))
+        except ValueError as error:
+            raise OptionError.at(_WHERE, found=f"format={format!r} ({error})", expected="a format of logging's") from None
+    by_rank = RankFilter(ranks, level, others, levels)
+    handler.addFilter(by_rank)
+    for each in list(chosen.handlers):
+        if force or isinstance(each, RankHandler):
+            chosen.removeHandler(each)
+            each.close()
+    chosen.addHandler(handler)
+    chosen.setLevel(by_rank.lowest)
+    return handler
+
+
+def whole_lines(text: str) -> list[str]:
+    """Return a text in parts that can be written at once: whole lines, as many as go together."""
+    parts: list[str] = []
+    length = _WHOLE_BYTES
+    for line in text.splitlines(keepends=True):
+        length += len(line.encode(errors="replace"))
+        if length > _WHOLE_BYTES:
+            parts.append(line)
+            length = len(line.encode(errors="replace"))
+        else:
+            parts[-1] += line
+    return parts
+
+
+def level_number(level: int | str) -> int:
+    """Return the number of a level.
+
+    Raises:
+        OptionError, OptionTypeError: for what is none.
+    """
+    if isinstance(level, bool) or not isinstance(level, (int, str)):
+        raise OptionTypeError.at(_WHERE, found=f"the level {level!r}", expected="a level's name, or a number")
+    names = logging.getLevelNamesMapping()
+    if isinstance(level, str) and level.upper() not in names:
+        raise OptionError.at(_WHERE, found=f"the level {level!r}", expected=", ".join(names))
+    return names[level.upper()] if isinstance(level, str) else level
+
+
+def _checked_ranks(ranks: Any) -> Any:
+    several = [ranks] if isinstance(ranks, int) else ranks
+    if ranks == "all":
+        return ranks
+    if isinstance(several, str) or not isinstance(several, Collection):
+        raise OptionTypeError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in several):
+        raise OptionError.at(_WHERE, found=f"ranks={ranks!r}", expected="numbers of ranks, from 0 on")
+    return frozenset(several)
+
+
+def _has(ranks: Any, rank: int) -> bool:
+    if isinstance(ranks, str):
+        return ranks == "all"
+    return rank == ranks if isinstance(ranks, int) else rank in ranks

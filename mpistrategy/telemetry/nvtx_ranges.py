@@ -1,0 +1,151 @@
+"""NVTX ranges: NVIDIA's profilers show collectives, steps and spans beside what the GPU does.
+
+No package is needed for it: whichever of those that can do it is here is used.  NVIDIA's own shared library for it
+(libnvToolsExt) is no part of CUDA from 12.9 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.call import Call
+from mpistrategy.mpi.call_events import described
+from mpistrategy.mpi.flight_record import values_in_words
+from mpistrategy.mpi.guard import Guard
+from mpistrategy.telemetry import listening
+
+#: The environment variable that switches the ranges on: 1.
+VARIABLE = "MPISTRATEGY_NVTX"
+_LIBRARY = "libnvToolsExt.so.1"
+
+
+class Ways(NamedTuple):
+    """How ranges are made.
+
+    Attributes:
+        push: begins one in this thread.
+        pop: ends the innermost.
+        source: what does it.
+    """
+
+    push: Callable[[str], Any]
+    pop: Callable[[], Any]
+    source: str
+
+
+def find() -> Ways | None:
+    """Return how ranges are made here; None where nothing can.  CuPy is used where it is imported, never imported."""
+    cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "nvtx", None)
+    if cupy is not None and getattr(cupy, "available", True):
+        return Ways(cupy.RangePush, cupy.RangePop, "cupy.cuda.nvtx")
+    if "nvtx" in sys.modules or importlib.util.find_spec("nvtx") is not None:
+        module: Any = importlib.import_module("nvtx")
+        return Ways(module.push_range, module.pop_range, "the package nvtx")
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        push, pop = library.nvtxRangePushA, library.nvtxRangePop
+    except (OSError, AttributeError):
+        return None
+    push.argtypes = [ctypes.c_char_p]
+    return Ways(lambda text: push(text.encode()), pop, _LIBRARY)
+
+
+class Nvtx:
+    """Ranges for collectives, steps and spans, made by `nvtx`; a context manager.
+
+    What makes them is looked for when the first is wanted: the program may import CuPy until then.
+
+    Attributes:
+        source: what makes the ranges; "" as long as nothing does.
+    """
+
+    def __init__(self) -> None:
+        self.source = ""
+        self._ways: Ways | None = None
+        self._is_on = False
+        self._inside: set[Guard] = set()
+
+    def start(self) -> None:
+        """Make ranges from now on."""
+        if not self._is_on:
+            self._is_on = True
+            listening.listen(self)
+
+    def stop(self) -> None:
+        """Make no further ranges."""
+        if self._is_on:
+            self._is_on = False
+            listening.ignore(self)
+
+    def entered(self, guard: Guard, call: Call) -> None:
+        """Begin the range of a collective."""
+        self._inside.add(guard)
+        signature = described(guard, call)[1]
+        parts = [call.where]
+        if signature is not None:
+            parts += [signature.op if signature.op.isupper() else "", values_in_words(signature.values)]
+        self._push(" ".join(filter(None, parts)))
+
+    def left(self, guard: Guard, call: Call) -> None:
+        """End it, unless it began before the ranges."""
+        if guard in self._inside:
+            self._inside.remove(guard)
+            self.end(None)
+
+    def begin(self, kind: str, name: str) -> None:
+        """Begin the range of a step or a span."""
+        self._push(f"{kind} {name}" if kind == "step" else name)
+
+    def end(self, token: Any) -> None:
+        """End it."""
+        if self._ways is not None:
+            self._ways.pop()
+
+    def _push(self, text: str) -> None:
+        if self._ways is None and self._is_on:
+            self._ways = find()
+            if self._ways is None:
+                self.stop()
+                words = f"no CuPy that is imported, no package nvtx (pip install nvtx) and no {_LIBRARY}"
+                warnings.warn(f"no NVTX ranges: there is {words}", FallbackWarning, stacklevel=2)
+                return
+            self.source = self._ways.source
+        if self._ways is not None:
+            self._ways.push(text)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+_by_environment: list[Nvtx] = []
+
+
+def nvtx() -> Nvtx:
+    """Return a context manager that makes NVTX ranges of collectives, steps and spans, for NVIDIA's profilers.
+
+    ``with nvtx():``, or ``start()`` and ``stop()``; for a program as it stands: MPISTRATEGY_NVTX=1.  Ranges are made
+    with CuPy, if the program has imported it, with the package ``nvtx``, or with CUDA's libnvToolsExt.  Where there is
+    none of them, a FallbackWarning says so, and the program goes on.
+    """
+    return Nvtx()
+
+
+def start_from_environment() -> None:
+    """Make ranges for the rest of the program where MPISTRATEGY_NVTX says so."""
+    if os.environ.get(VARIABLE, "") not in ("", "0") and not _by_environment:
+        _by_environment.append(Nvtx())
+        _by_environment[0].start()

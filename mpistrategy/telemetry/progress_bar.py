@@ -1,0 +1,158 @@
+"""A progress bar on rank 0, for who sits at a terminal; nothing, or a line now and then, for a log file."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.mpi.own_place import own_place
+from mpistrategy.telemetry import terminal
+
+#: The environment variable that decides what is shown: "bar", "lines", or "off".
+VARIABLE = "MPISTRATEGY_PROGRESS"
+_WHERE = "telemetry.progress"
+_BAR_SECONDS, _LINE_SECONDS = 0.1, 30.0
+_LEAST_COLUMNS = 10
+
+T = TypeVar("T")
+
+
+class Progress(Generic[T]):
+    """How far something has come; `progress` makes it.
+
+    Args:
+        iterable: what is gone through; None where `update` counts.
+        total: how much there is; None for not known.
+        title: what stands in front.
+        every: write a line every so many seconds, where there is no terminal; None for none.
+    """
+
+    def __init__(self, iterable: Iterable[T] | None, total: int | None, title: str, every: float | None) -> None:
+        self._iterable = iterable
+        self.total = total
+        self.count = 0
+        self._title = title
+        asked = os.environ.get(VARIABLE, "")
+        self._is_bar = asked == "bar" or (not asked and own_place()[0] == 0 and terminal.is_watched())
+        self._period = _BAR_SECONDS if self._is_bar else every or (_LINE_SECONDS if asked == "lines" else math.inf)
+        if own_place()[0] != 0 or asked == "off":
+            self._period = math.inf
+        self._began = self._told = time.monotonic()
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[T]:
+        if self._iterable is None:
+            raise OptionTypeError.at(_WHERE, found="no iterable", expected="one to go through, or update()")
+        if math.isinf(self._period):
+            return iter(self._iterable)
+        return self._counted(self._iterable)
+
+    def _counted(self, iterable: Iterable[T]) -> Iterator[T]:
+        with self:
+            for each in iterable:
+                yield each
+                self.update()
+
+    def update(self, count: int = 1) -> None:
+        """Say that it has come so much further."""
+        self.count += count
+        now = time.monotonic()
+        if now - self._told >= self._period:
+            self._told = now
+            if self._is_bar:
+                terminal.show_bar(self._bar(now))
+            else:
+                terminal.say(f"{self.text(now - self._began)}\n", sys.stderr)
+
+    def close(self) -> None:
+        """Show the last state; a bar stays where it is."""
+        if self._is_over or math.isinf(self._period):
+            return
+        self._is_over = True
+        now = time.monotonic()
+        if self._is_bar:
+            terminal.end_bar(self._bar(now))
+        elif self._told > self._began:
+            terminal.say(f"{self.text(now - self._began)}\n", sys.stderr)
+
+    def _bar(self, now: float) -> str:
+        text = self.text(now - self._began)
+        if not self.total:
+            return text
+        room = shutil.get_terminal_size().columns - len(text) - 4
+        if room < _LEAST_COLUMNS:
+            return text
+        full = round(min(1.0, self.count / self.total) * min(room, 40))
+        return f"{text} [{'#' * full}{'.' * (min(room, 40) - full)}]"
+
+    def text(self, seconds: float) -> str:
+        """Return the state after so many seconds in words: ``train: 450/1000 (45 %), 12.3/s, 0:44 left``."""
+        title = f"{self._title}: " if self._title else ""
+        rate = self.count / seconds if seconds > 0 else 0.0
+        speed = f", {rate:.3g}/s" if rate >= 1 or not rate else f", {1 / rate:.3g} s each"
+        if not self.total:
+            return f"{title}{self.count}{speed}, {_clock(seconds)}"
+        left = _clock((self.total - self.count) / rate) if rate else "?"
+        rest = f"{left} left" if self.count < self.total else f"took {_clock(seconds)}"
+        return f"{title}{self.count}/{self.total} ({100 * self.count // self.total} %){speed}, {rest}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def progress(
+    iterable: Iterable[T] | None = None, *, total: int | None = None, title: str = "", every: float | None = None
+) -> Progress[T]:
+    """Show how far a loop has come: a bar on rank 0 at a terminal, nothing elsewhere.
+
+    ``for batch in progress(dataset, title="train"):`` goes through `dataset` on every rank as it is;
+    ``with progress(total=100) as bar:`` counts what ``bar.update()`` says.  Under mpiexec it counts as a terminal when
+    the launcher's stderr is one.  MPISTRATEGY_PROGRESS=bar, lines or off decides otherwise.
+
+    Args:
+        iterable: what to go through.
+        total: how many there are; None for the length of `iterable`, where it has one.
+        title: what stands in front.
+        every: where there is no terminal: write a line every so many seconds; None for none.
+
+    Raises:
+        OptionTypeError, OptionError: for what cannot be gone through, and for a negative `total` or `every`.
+
+    >>> import mpistrategy as ms
+    >>> sum(ms.telemetry.progress(range(5), title="sum"))
+    10
+    """
+    if iterable is not None and not isinstance(iterable, Iterable):
+        raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
+    if total is None and hasattr(iterable, "__len__"):
+        total = len(iterable)
+    if total is not None and (not isinstance(total, int) or total < 0):
+        raise OptionError.at(_WHERE, found=f"total={total!r}", expected="a number from 0 on, or None")
+    if every is not None and not (_is_number(every) and every > 0):
+        raise OptionError.at(_WHERE, found=f"every={every!r}", expected="seconds > 0, or None")
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "bar", "lines", "off"):
+        raise OptionError.at(VARIABLE, found=f"{asked!r}", expected="bar, lines or off")
+    return Progress(iterable, total, title, every)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
