@@ -32,6 +32,7 @@ from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError, Opti
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.launch import version
 from mpistrategy.strategy import Strategy
+from mpistrategy.telemetry.listening import span
 
 #: What a folder is called beside the checkpoint NAME: while it is written, and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
@@ -163,7 +164,7 @@ class Saving:
         assert self._folder is not None
         name = shard_name(self._communicator.rank)
         try:
-            with writing("Checkpoint.save", os.path.join(self._folder.path, name)):
+            with span("write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
                 self._shard = Shard(*self._folder.write(name, pieces_of(self._arrays)))
         except BaseException as error:
             self._error = error

@@ -69,6 +69,7 @@ FLOORS = [
         "gradients",
         "nonfinite",
         "metrics",
+        "telemetry",
         "testing",
         "checkpoint",
         "checkpoint_accumulators",

@@ -77,7 +77,7 @@ def _args(each: Interval) -> dict[str, Any]:
         return {"function": each.name, "number": each.number}
     if each.kind == "span":
         return {}
-    told = {name: each.what.get(name, "") for name in ("call", "op", "values", "bytes", "to", "name")}
+    told = {name: each.what.get(name, "") for name in ("call", "op", "values", "bytes", "destination", "name")}
     args = {name: value for name, value in told.items() if value not in ("", 0)}
     args["line"] = each.what.get("place", "")
     args["number"] = each.number

@@ -21,6 +21,8 @@ from mpistrategy.telemetry.recordings import Interval, Recording
 #: Clocks drift apart by no more than this: 1 ms a second.
 _GREATEST_DRIFT = 1e-3
 _ROUNDS = 60
+#: So often the clocks are fitted to each other at most, and by so many collectives.
+_REFINEMENTS, _MOST_MEETINGS = 20, 20_000
 #: A drift is believed in when without it the bounds leave so much less room.
 _WORTH = 0.75
 #: What some rank may leave before others have come, where calls are compared now and then only.
@@ -45,8 +47,8 @@ class Clock:
     uncertainty: float = 0.0
     meetings: int = 0
 
-    def common(self, time: float) -> float:
-        """Return a time of this clock as one of the common clock."""
+    def common(self, time: Any) -> Any:
+        """Return a time of this clock, or an array of them, as one of the common clock."""
         return time + self.offset + self.drift * (time - self.origin)
 
 
@@ -54,7 +56,7 @@ def is_meeting(interval: Interval) -> bool:
     """Return whether no rank can have left this collective before all had entered it."""
     verb = interval.what.get("verb", "")
     if verb.startswith("reduce"):
-        return bool(interval.what.get("to") == "every rank")
+        return bool(interval.what.get("destination") == "every rank")
     return bool(verb) and verb not in _LOOSE
 
 
@@ -75,18 +77,21 @@ def common_clock(recordings: Sequence[Recording]) -> dict[str, Clock]:
     clocks = {names[0]: Clock()}
     if len(names) == 1:
         return clocks
-    meetings = [
-        each for each in meetings_of(recordings).values() if len(each) > 1 and is_meeting(each[0]) and _all_left(each)
-    ]
-    todo = [names[0]]
-    while todo:  # from the first clock to those that have met it, and on from them
-        known = todo.pop(0)
-        for name in names:
+    entered, left = _times(recordings, clock_of, names)
+    is_new = True
+    while is_new:  # from the first clock to those that have met it, and on from them
+        is_new = False
+        for column, name in enumerate(names):
             if name not in clocks:
-                bounds = _bounds(meetings, clock_of, name, known, clocks[known])
-                if bounds.size:
-                    clocks[name] = fit(bounds)
-                    todo.append(name)
+                rows = _bounds(column, entered, left, [clocks.get(each) for each in names])
+                if rows.size:
+                    clocks[name], is_new = fit(rows), True
+    for _ in range(_REFINEMENTS):  # so far each fits those that were known before it
+        met = [name for name in clocks if clocks[name].meetings]
+        for name in met:
+            clocks[name] = fit(_bounds(names.index(name), entered, left, [clocks.get(each) for each in names]))
+        if all(clocks[name].uncertainty > 0 for name in met):
+            break
     first = next(each for each in recordings if each.clock == names[0]).header
     for recording in recordings:
         if recording.clock not in clocks:
@@ -96,24 +101,43 @@ def common_clock(recordings: Sequence[Recording]) -> dict[str, Clock]:
     return clocks
 
 
-def _all_left(meeting: Sequence[Interval]) -> bool:
-    return not any(each.is_open for each in meeting) and len({each.name for each in meeting}) == 1
+def _times(recordings: Sequence[Recording], clock_of: Mapping[int, str], names: Sequence[str]) -> tuple[Array, Array]:
+    """Return when the last rank entered and the first one left: a row for each meeting of clocks, a column for each.
+
+    NaN stands where no rank of a clock took part.
+    """
+    meetings = [
+        each for each in meetings_of(recordings).values() if _tells(each) and len({clock_of[e.rank] for e in each}) > 1
+    ]
+    meetings = meetings[:: len(meetings) // _MOST_MEETINGS + 1]
+    entered = np.full((len(meetings), len(names)), np.nan)
+    left = np.full_like(entered, np.nan)
+    for row, meeting in enumerate(meetings):
+        for each in meeting:
+            column = names.index(clock_of[each.rank])
+            entered[row, column] = np.fmax(entered[row, column], each.start)
+            left[row, column] = np.fmin(left[row, column], each.end)
+    return entered, left
 
 
-def _bounds(
-    meetings: Iterable[Sequence[Interval]], clock_of: Mapping[int, str], name: str, known: str, clock: Clock
-) -> Array:
-    """Return a row for each meeting of two clocks: when it was, and between which values the difference lies."""
-    rows = []
-    for meeting in meetings:
-        mine = [each for each in meeting if clock_of[each.rank] == name]
-        theirs = [each for each in meeting if clock_of[each.rank] == known]
-        if mine and theirs:
-            entered = max(each.start for each in mine)
-            lowest = max(clock.common(each.start) for each in theirs) - min(each.end for each in mine)
-            highest = min(clock.common(each.end) for each in theirs) - entered
-            rows.append((entered, lowest, highest))
-    return np.array(rows, float).reshape(-1, 3)
+def _tells(meeting: Sequence[Interval]) -> bool:
+    is_one = len({each.name for each in meeting}) == 1
+    return is_one and is_meeting(meeting[0]) and not any(each.is_open for each in meeting)
+
+
+def _bounds(column: int, entered: Array, left: Array, clocks: Sequence[Clock | None]) -> Array:
+    """Return a row for each meeting of one clock with others that are known.
+
+    When it was, and between which values the difference lies: this clock was read before the others left, and after
+    they entered.
+    """
+    others = [(number, clock) for number, clock in enumerate(clocks) if clock is not None and number != column]
+    came = np.stack([clock.common(entered[:, number]) for number, clock in others])
+    went = np.stack([clock.common(left[:, number]) for number, clock in others])
+    lowest = np.fmax.reduce(came) - left[:, column]
+    highest = np.fmin.reduce(went) - entered[:, column]
+    rows = np.stack([entered[:, column], lowest, highest], axis=1)
+    return rows[np.isfinite(rows).all(axis=1)]
 
 
 def fit(bounds: Array) -> Clock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 
@@ -17,18 +18,27 @@ _NAME = "trace.json"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mpistrategy trace`."""
-    parser.add_argument("folder", metavar="DIR", help="the folder that MPISTRATEGY_TRACE, or telemetry.trace, was given")
-    parser.add_argument("-o", dest="output", metavar="FILE", help=f"what to write (default: DIR/{_NAME}); .gz compresses")
+    parser.add_argument(
+        "folder", metavar="DIR", help="the folder that MPISTRATEGY_TRACE, or telemetry.trace, was given"
+    )
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE", help=f"what to write (default: DIR/{_NAME}); .gz compresses"
+    )
     parser.add_argument("--png", metavar="FILE", help="draw a picture, too; needs matplotlib")
-    parser.add_argument("--from", dest="start", type=_seconds, default=0.0, metavar="S", help="from this second on")
-    parser.add_argument("--to", dest="end", type=_seconds, default=float("inf"), metavar="S", help="up to this second")
+    parser.add_argument("--from", dest="start", type=_seconds, metavar="S", help="only from this second on")
+    parser.add_argument("--to", dest="end", type=_seconds, metavar="S", help="only up to this second")
 
 
 def run(options: argparse.Namespace) -> int:
     """Put a trace together; return the exit status."""
     output = options.output or os.path.join(options.folder, _NAME)
+    part = None
+    if options.start is not None or options.end is not None:
+        part = options.start or 0.0, options.end if options.end is not None else math.inf
     try:
-        timeline = timeline_of(options.folder).between(options.start, options.end)
+        timeline = timeline_of(options.folder)
+        if part is not None:
+            timeline = timeline.between(*part)
         chrome_trace.write(timeline, output)
     except TraceError as error:
         sys.stderr.write(f"{error}\n")
@@ -37,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         print(line)
     print(f"{output}: open it in https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing")
     if options.png:
-        why_not = trace_plot.draw(timeline, options.png)
+        why_not = trace_plot.draw(timeline, options.png, part)
         print(why_not or f"{options.png}: a picture of it", file=sys.stderr if why_not else sys.stdout)
         return _COULD_NOT if why_not else 0
     return 0

@@ -115,7 +115,7 @@ class Span(ContextDecorator):
 
 
 def span(name: str) -> Span:
-    """Name a part of the program in traces: ``with span("load"):``, or ``@span("load")`` over a function.
+    """Name a part of the program in traces, as a context manager or as a decorator of a function.
 
     While nobody records, entering and leaving it takes a fraction of a microsecond.  Rank-local, in any context.
 

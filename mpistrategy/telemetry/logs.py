@@ -143,11 +143,6 @@ def setup_logging(
 
     Raises:
         OptionError, OptionTypeError: for unknown levels, and for what is no rank.
-
-    >>> import logging, sys, mpistrategy as ms
-    >>> handler = ms.telemetry.setup_logging("INFO", logger="shop", ranks="all", format="%(message)s", stream=sys.stdout)
-    >>> logging.getLogger("shop.till").info("open")  # doctest: +ELLIPSIS
-    ...open
     """
     if not isinstance(logger, (str, logging.Logger)):
         raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")
@@ -157,7 +152,9 @@ def setup_logging(
         try:
             handler.setFormatter(RankFormatter(format, _DATES))
         except ValueError as error:
-            raise OptionError.at(_WHERE, found=f"format={format!r} ({error})", expected="a format of logging's") from None
+            raise OptionError.at(
+                _WHERE, found=f"format={format!r} ({error})", expected="a format of logging's"
+            ) from None
     by_rank = RankFilter(ranks, level, others, levels)
     handler.addFilter(by_rank)
     for each in list(chosen.handlers):

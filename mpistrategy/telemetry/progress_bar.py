@@ -6,8 +6,8 @@ import math
 import os
 import shutil
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
+from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -44,7 +44,7 @@ class Progress(Generic[T]):
         self._period = _BAR_SECONDS if self._is_bar else every or (_LINE_SECONDS if asked == "lines" else math.inf)
         if own_place()[0] != 0 or asked == "off":
             self._period = math.inf
-        self._began = self._told = time.monotonic()
+        self._began = self._told = monotonic()
         self._is_over = False
 
     def __iter__(self) -> Iterator[T]:
@@ -63,7 +63,7 @@ class Progress(Generic[T]):
     def update(self, count: int = 1) -> None:
         """Say that it has come so much further."""
         self.count += count
-        now = time.monotonic()
+        now = monotonic()
         if now - self._told >= self._period:
             self._told = now
             if self._is_bar:
@@ -76,7 +76,7 @@ class Progress(Generic[T]):
         if self._is_over or math.isinf(self._period):
             return
         self._is_over = True
-        now = time.monotonic()
+        now = monotonic()
         if self._is_bar:
             terminal.end_bar(self._bar(now))
         elif self._told > self._began:
@@ -136,9 +136,9 @@ def progress(
     """
     if iterable is not None and not isinstance(iterable, Iterable):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    if total is None and hasattr(iterable, "__len__"):
+    if total is None and isinstance(iterable, Sized):
         total = len(iterable)
-    if total is not None and (not isinstance(total, int) or total < 0):
+    if total is not None and not (_is_number(total) and total >= 0):
         raise OptionError.at(_WHERE, found=f"total={total!r}", expected="a number from 0 on, or None")
     if every is not None and not (_is_number(every) and every > 0):
         raise OptionError.at(_WHERE, found=f"every={every!r}", expected="seconds > 0, or None")

@@ -260,9 +260,7 @@ class _Lines:
             line["to"] = end
         return [*found, line]
 
-    def _what(
-        self, found: list[dict[str, Any]], signature: Signature | None, where: str, name: str, place: str
-    ) -> int:
+    def _what(self, found: list[dict[str, Any]], signature: Signature | None, where: str, name: str, place: str) -> int:
         # A signature stays alive with its identity as a key: to look at its fields takes long where there are many.
         key = (where, name, place) if signature is None else id(signature)
         known = self._whats.get(key)
@@ -277,8 +275,17 @@ class _Lines:
             if name:
                 told["name"] = name
             if signature is not None:
-                nbytes = sum(bytes_of(dtype, shape) for dtype, shape in signature.values)
-                told |= {"verb": signature.verb, "bytes": nbytes, "values": values_in_words(signature.values)}
-                told |= {"op": signature.op if signature.op.isupper() else "", "to": signature.destination}
+                told |= _in_words(signature)
             found.append(told)
         return known[0]
+
+
+def _in_words(signature: Signature) -> dict[str, Any]:
+    is_gather = signature.verb == "gather"  # which compares the rows' layout, not how many there are
+    return {
+        "verb": signature.verb,
+        "op": signature.op if signature.op.isupper() and signature.op.isalpha() else "",
+        "values": "" if is_gather else values_in_words(signature.values),
+        "bytes": 0 if is_gather else sum(bytes_of(dtype, shape) for dtype, shape in signature.values),
+        "destination": signature.destination,
+    }

@@ -107,7 +107,9 @@ def read(path: str) -> Recording | None:
     except OSError as error:
         raise TraceError.at(_WHERE, found=f"{path}: {error.strerror}", expected="a file that can be read") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise TraceError.at(_WHERE, found=f"{path}, a line that is none of ours ({error!r})", expected="a trace") from error
+        raise TraceError.at(
+            _WHERE, found=f"{path}, a line that is none of ours ({error!r})", expected="a trace"
+        ) from error
     return reader.finished()
 
 
@@ -169,9 +171,7 @@ class _Reader:
             each.end = last
         # A call that turned out to go another way stands there twice: the second is the one that was made.
         made = {(each.group, each.number): each for each in into.intervals if each.kind == "call" and each.group}
-        into.intervals = [
-            each for each in into.intervals if not each.group or made[each.group, each.number] is each
-        ]
+        into.intervals = [each for each in into.intervals if not each.group or made[each.group, each.number] is each]
         into.intervals.sort(key=lambda each: (each.start, -each.end))
         return into
 
@@ -185,7 +185,9 @@ def newest_run(folder: str) -> tuple[list[Recording], int]:
     try:
         names = sorted(name for name in os.listdir(folder) if name.startswith(PREFIX) and name.endswith(SUFFIX))
     except OSError as error:
-        raise TraceError.at(_WHERE, found=f"{folder}: {error.strerror}", expected="a folder with a trace in it") from error
+        raise TraceError.at(
+            _WHERE, found=f"{folder}: {error.strerror}", expected="a folder with a trace in it"
+        ) from error
     found = [recording for name in names if (recording := read(os.path.join(folder, name))) is not None]
     if not found:
         raise TraceError.at(

@@ -11,17 +11,22 @@ from mpistrategy.telemetry.recordings import Interval
 from mpistrategy.telemetry.timeline import Timeline
 
 #: So many collectives of a rank can be told apart in one picture, and so many ranks.
-_MOST_CALLS, _MOST_RANKS = 36, 32
+_MOST_CALLS, _MOST_RANKS = 16, 32
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#5e4fa2")
 _WAITING, _STEP, _SPAN, _OPEN, _INK = "#c8c8c8", "#e4ecf5", "#f6dfae", "#b2182b", "#333333"
 _OTHERS = "#7f7f7f"
 #: Of a row's height, from its top: the part of a step, of spans, of calls.
 _STEP_PART, _SPAN_PART, _CALL_PART = (-0.42, 0.84), (-0.38, 0.22), (-0.12, 0.46)
-_INCHES, _POINTS, _LETTER = 12.0, 72.0, 0.62
+_INCHES, _POINTS, _LETTER = 12.0, 72.0, 0.72
 
 
-def draw(timeline: Timeline, file: str) -> str:
-    """Draw a PNG file: everything, or of a long run some steps in its middle.
+def draw(timeline: Timeline, file: str, part: tuple[float, float] | None = None) -> str:
+    """Draw a PNG file.
+
+    Args:
+        timeline: the run.
+        file: what to write.
+        part: from which second to which; None for some steps in the middle.
 
     Returns:
         Why there is no picture; "" when there is one.
@@ -34,6 +39,10 @@ def draw(timeline: Timeline, file: str) -> str:
         return "there is no picture: nothing was recorded"
     ranks = timeline.ranks[:_MOST_RANKS]
     start, end = window(timeline, ranks[0])
+    if part is not None:
+        start, end = part[0] * 1e9, min(part[1], timeline.seconds) * 1e9
+    if not start < end:
+        return f"there is no picture: the trace ends after {timeline.seconds:.3f} s"
     figure = Figure(figsize=(_INCHES, 1.5 + 0.78 * len(ranks)), layout="constrained")
     axes = figure.subplots()
     axes.set_xlim(start / 1e6, end / 1e6)
@@ -49,10 +58,8 @@ def draw(timeline: Timeline, file: str) -> str:
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.set_title(_title(timeline, ranks), loc="left", fontsize=10, color=_INK)
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=8, frameon=False
-    )
+    axes.set_title(_title(timeline, ranks), loc="left", fontsize=10, color=_INK, pad=16)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=8, frameon=False)
     try:
         figure.savefig(file, dpi=150)
     except OSError as error:
@@ -73,8 +80,8 @@ def window(timeline: Timeline, rank: int) -> tuple[float, float]:
     steps = [each for each in mine if each.kind == "step"]
     first, last = 0.0, timeline.seconds * 1e9
     inside = [each for each in calls if steps and steps[0].start <= each.start < steps[-1].end]
-    if len(calls) > _MOST_CALLS and len(inside) > 0:
-        count = max(1, min(len(steps), round(_MOST_CALLS * len(steps) / len(inside) / 2)))
+    if inside:
+        count = max(1, min(len(steps), round(_MOST_CALLS * len(steps) / len(inside))))
         begin = (len(steps) - count) // 2
         first, last = steps[begin].start, steps[begin + count - 1].end
     elif len(calls) > _MOST_CALLS:
@@ -119,10 +126,10 @@ class _Rows:
 
     def _step(self, each: Interval) -> None:
         self._bar(each.start, each.end, each.rank, _STEP_PART, _STEP)
-        if self._row[each.rank] == 0:
-            self._axes.annotate(
-                title(each), (each.start / 1e6, -0.44), fontsize=7, color=_INK, va="bottom", annotation_clip=False
-            )
+        left, right = self._axes.get_xlim()
+        text = title(each)
+        if self._row[each.rank] == 0 and left <= each.start / 1e6 < right - len(text) * 7 * _LETTER / self._points:
+            self._write(each.start / 1e6, -0.46, text, ha="left", va="bottom")
 
     def _span(self, each: Interval) -> None:
         self._bar(each.start, each.end, each.rank, _SPAN_PART, _SPAN)
@@ -146,7 +153,11 @@ class _Rows:
     def _bar(self, start: float, end: float, rank: int, part: tuple[float, float], color: str) -> None:
         low, height = part
         self._axes.broken_barh(
-            [(start / 1e6, (end - start) / 1e6)], (self._row[rank] + low, height), facecolors=color, linewidth=0
+            [(start / 1e6, (end - start) / 1e6)],
+            (self._row[rank] + low, height),
+            facecolors=color,
+            edgecolors="white",
+            linewidth=0.4,
         )
 
     def _text(
@@ -157,10 +168,13 @@ class _Rows:
             if len(text) * 7 * _LETTER < room:
                 y = self._row[each.rank] + part[0] + part[1] / 2
                 middle = (start + end) / 2e6
-                self._axes.text(
-                    middle, y, text, fontsize=7, color=color, ha="center", va="center_baseline", clip_on=True
-                )
+                left, right = self._axes.get_xlim()
+                if left < middle < right:
+                    self._write(middle, y, text, color=color, ha="center", va="center_baseline")
                 return
+
+    def _write(self, x: float, y: float, text: str, **how: Any) -> None:
+        self._axes.text(x, y, text, **{"fontsize": 7, "color": _INK, **how}).set_in_layout(False)
 
 
 def _meetings(axes: Any, timeline: Timeline, ranks: Sequence[int], start: float, end: float) -> None:

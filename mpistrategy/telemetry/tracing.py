@@ -75,7 +75,7 @@ class Trace:
 
 
 def trace(directory: str | os.PathLike[str]) -> Trace:
-    """Record collectives, steps and spans of this rank into a folder: ``with trace("folder"):``, or start and stop it.
+    """Record collectives, steps and spans of this rank into a folder, as a context manager or between start and stop.
 
     Every rank for itself: nothing is sent, and ranks may record at different times, or not at all.  Each writes a file
     of its own while it goes on, so that a job that is killed, or hangs, leaves its trace, too.
@@ -119,7 +119,7 @@ def start_from_environment() -> None:
 
 
 def _stop_all() -> None:
-    for each in list(_active):
+    for each in _active:
         each.stop()
 
 

@@ -1,0 +1,453 @@
+"""Traces: what is recorded, one clock for all ranks, files that viewers can read, and nothing that runs unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from replicas import RANK, SIZE, OnNodes, context, gather_texts, outcomes
+from traces import overlapping, plant, read_events
+
+import mpistrategy as ms
+from mpistrategy import cli
+from mpistrategy.mpi.guard import Guard
+from mpistrategy.telemetry import chrome_trace, recorder, recordings
+from mpistrategy.telemetry.timeline import Timeline, timeline_of
+from mpistrategy.telemetry.trace_report import report
+from mpistrategy.testing import run_replicas
+
+Launch = Callable[..., launching.Finished]
+STEPS = 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that all ranks see."""
+    return Path(gather_texts(str(tmp_path))[0]) / "a trace"
+
+
+@pytest.fixture(autouse=True)
+def _all_off_afterwards() -> Iterator[None]:
+    yield
+    assert "current" not in vars(Guard)
+    assert ms.StrategyExtended.call_for_each_replica.__module__ == "mpistrategy.extended"
+    assert "wrapped" not in repr(vars(ms.StrategyExtended.call_for_each_replica))
+
+
+def train(strategy: ms.Strategy, steps: int = STEPS) -> None:
+    """Make collectives of all kinds of ways: quick ones and others, in steps, in a span and outside."""
+    with strategy.scope():
+        weights = ms.Variable(np.zeros((8, 8)), name="weights")
+        optimizer = ms.optimizers.SGD(0.1)
+
+    def step() -> Any:
+        replica = context()
+        with ms.telemetry.span("load"):
+            time.sleep(0.001 * (RANK == 1))
+        optimizer.apply_gradients([(np.ones((8, 8)), weights)])
+        replica.all_reduce("SUM", np.ones(3, np.float32))
+        replica.all_reduce("MEAN", {"a": 1.0, "b": 2.0})
+        replica.all_reduce_async("MAX", np.ones(100_000)).wait()
+        return replica.all_reduce("SUM", [np.ones(5), np.ones(2, np.int64)], name="by name")
+
+    for _ in range(steps):
+        strategy.run(step)
+    strategy.barrier("all here")
+    strategy.gather(np.ones(2), axis=0)
+
+
+def recorded(strategy: ms.Strategy, folder: Path, steps: int = STEPS) -> None:
+    with ms.telemetry.trace(folder) as trace:
+        train(strategy, steps)
+    assert Path(trace.path).parent == folder
+    gather_texts("all have written")
+
+
+def only_rank_0(timeline: Callable[[], Timeline]) -> Timeline | None:
+    return timeline() if RANK == 0 else None
+
+
+def test_all_ranks_are_on_one_clock_and_viewers_can_read_it(strategy: ms.Strategy, folder: Path) -> None:
+    recorded(strategy, folder)
+    if RANK:
+        return
+    timeline = timeline_of(str(folder))
+    assert timeline.ranks == list(range(SIZE))
+    assert [each.is_whole for each in timeline.recordings] == [True] * SIZE
+    meetings = overlapping(timeline, SIZE)
+    assert meetings >= 5 * STEPS + 1 if SIZE > 1 else meetings == 0
+    chrome_trace.write(timeline, str(folder / "trace.json"))
+    events = read_events(folder / "trace.json")
+    for rank in range(SIZE):
+        mine = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
+        names = Counter(event["name"] for event in mine)
+        assert [f"step {number}" in names for number in range(1, STEPS + 1)] == [True] * STEPS
+        assert names["load"] == STEPS
+        assert names["all_reduce SUM 12 B"] == names["all_reduce MEAN 16 B"] == STEPS
+        steps = [event for event in mine if event["cat"] == "step"]
+        quick = [event for event in mine if event["name"] == "all_reduce SUM 12 B"]
+        for step, call in zip(steps, quick, strict=True):
+            assert step["ts"] <= call["ts"]
+            assert call["ts"] + call["dur"] <= step["ts"] + step["dur"]
+        assert {"op": "SUM", "bytes": 12, "values": "float32[3] (12 B)"}.items() <= quick[0]["args"].items()
+        assert re.fullmatch(r"test_trace\.py:\d+", quick[0]["args"]["line"])
+        if SIZE > 1:
+            assert names["apply_gradients SUM"] + names["apply_gradients SUM 512 B"] == STEPS
+            assert names["all_reduce MAX 781 KiB"] == names["all_reduce SUM 56 B"] == STEPS
+            assert names["barrier"] == names["gather"] == 1
+            assert sum("waited_us" in event["args"] for event in mine) >= 5 * STEPS
+
+
+CLOCKS = {
+    "ahead": {1: (3_000_000_000_000, 0.0)},
+    "behind, and fast": {1: (-5_000_000_000, 4e-4), 3: (123_456_789, -2e-4)},
+    "all": {0: (10**15, 0.0), 1: (-(10**12), 3e-4), 2: (7, -1e-4), 3: (10**9, 0.0)},
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("clocks", CLOCKS)
+def test_planted_clocks_are_found_between_made_up_nodes(folder: Path, clocks: str) -> None:
+    nodes = OnNodes([rank % 2 for rank in range(SIZE)], ms.MpiAllReduce())
+    nodes.extended.communicator.guard.check_as("first")
+    recorded(nodes, folder, 20)
+    nodes.close()
+    if RANK:
+        return
+    planted = {rank: clock for rank, clock in CLOCKS[clocks].items() if rank < SIZE}
+    plant(folder, planted)
+    timeline = timeline_of(str(folder))
+    assert overlapping(timeline, SIZE) >= 6 * 20
+    first = timeline.recordings[0]
+    for recording in timeline.recordings[1:]:
+        clock = timeline.clocks[recording.clock]
+        if recording.clock == first.clock:
+            continue
+        assert clock.meetings >= 6 * 20
+        assert 0 <= clock.uncertainty < 20e6
+        ahead = planted.get(recording.rank, (0, 0.0))[0] - planted.get(0, (0, 0.0))[0]
+        drift = planted.get(recording.rank, (0, 0.0))[1]
+        assert abs(clock.offset + ahead) < 20e6 + abs(drift) * 60e9
+    text = "\n".join(report(timeline))
+    assert "clock of node1" in text
+    assert "to " in text
+    assert "us, by " in text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_last_to_come_are_named(strategy: ms.Strategy, folder: Path) -> None:
+    with ms.telemetry.trace(folder):
+        for _ in range(4):
+            time.sleep(0.05 * (RANK == SIZE - 1))
+            strategy.reduce("SUM", np.ones(3))
+    gather_texts("all have written")
+    if RANK == 0:
+        timeline = timeline_of(str(folder))
+        lines = list(report(timeline))
+        waited = [line for line in lines if line.startswith("waited")]
+        assert re.search(
+            rf"waited 0\.\d+ s in Strategy\.reduce at test_trace\.py:\d+: rank {SIZE - 1} came last to [234] of 4",
+            waited[0],
+        )
+
+
+def test_simulated_replicas_have_rows_of_their_own(folder: Path) -> None:
+    with ms.telemetry.trace(folder / str(RANK)):
+        run_replicas(lambda: ms.MirroredStrategy().run(lambda: context().all_reduce("SUM", 1.0)), 3)
+    timeline = timeline_of(str(folder / str(RANK)))
+    assert timeline.ranks[:3] == [0, 1, 2]
+    calls = [each for each in timeline.intervals if each.name == "ReplicaContext.all_reduce"]
+    assert sorted(each.rank for each in calls) == [0, 1, 2]
+
+
+def test_nothing_recorded_leaves_no_file(folder: Path) -> None:
+    with ms.telemetry.trace(folder) as trace:
+        pass
+    assert trace.path == ""
+    assert not folder.exists()
+
+
+def test_two_recordings_at_a_time_and_one_after_the_other(strategy: ms.Strategy, folder: Path) -> None:
+    with ms.telemetry.trace(folder / "outer"):
+        with ms.telemetry.trace(folder / "inner"):
+            strategy.reduce("SUM", 1.0)
+        strategy.reduce("SUM", 1.0)
+        gather_texts("all have written")
+        again = ms.telemetry.trace(folder / "inner")
+        again.start()
+        strategy.reduce("SUM", 1.0)
+        again.stop()
+        again.stop()
+        assert {each.error for each in outcomes(again.start)} == {ms.errors.ContextError}
+    gather_texts("all have written")
+    if RANK == 0:
+        counts = {
+            name: sum(each.name == "Strategy.reduce" for each in timeline_of(str(folder / name)).intervals)
+            for name in ("outer", "inner")
+        }
+        assert counts == {"outer": 3 * SIZE, "inner": 2 * SIZE}
+
+
+def test_a_recording_that_begins_in_a_step_has_the_rest(strategy: ms.Strategy, folder: Path) -> None:
+    trace = ms.telemetry.trace(folder)
+
+    def step() -> None:
+        context().all_reduce("SUM", 1.0)
+        trace.start()
+        for _ in range(3):
+            context().all_reduce("SUM", 1.0)
+        trace.stop()
+        context().all_reduce("SUM", 1.0)
+
+    strategy.run(step)
+    gather_texts("all have written")
+    if RANK == 0:
+        assert len(timeline_of(str(folder)).intervals) == 3 * SIZE
+
+
+def test_errors_go_through_and_end_what_was_open(strategy: ms.Strategy, folder: Path) -> None:
+    def step() -> None:
+        context().all_reduce("SUM", "no number")
+
+    with ms.telemetry.trace(folder):
+        assert {each.error for each in outcomes(lambda: strategy.run(step))} == {ms.errors.DTypeError}
+        assert strategy.reduce("SUM", 1.0) == SIZE
+    gather_texts("all have written")
+    if RANK == 0:
+        names = Counter(each.name for each in timeline_of(str(folder)).intervals if not each.is_open)
+        assert names["step"] == names["ReplicaContext.all_reduce"] == names["Strategy.reduce"] == SIZE
+
+
+def test_saves_of_checkpoints_are_there(strategy: ms.Strategy, folder: Path) -> None:
+    with strategy.scope():
+        weights = ms.Variable(np.zeros(3))
+    with ms.telemetry.trace(folder / "trace"):
+        ms.Checkpoint(weights=weights).save(folder / "saved", wait=False).wait()
+    gather_texts("all have written")
+    if RANK == 0:
+        mine = [each for each in timeline_of(str(folder / "trace")).intervals if each.rank == 0]
+        assert [each.name for each in mine] == ["Checkpoint.save", "write a checkpoint", "Saving.wait"]
+        assert len({each.thread for each in mine}) == 2
+
+
+@pytest.mark.parametrize("bad", [3, "", None, "a\0b"])
+def test_what_is_no_folder_is_refused(bad: Any) -> None:
+    kinds = {each.error for each in outcomes(lambda: ms.telemetry.trace(bad))}
+    assert kinds <= {ms.errors.OptionTypeError, ms.errors.OptionError}
+    assert len(kinds) == 1
+
+
+def test_where_nothing_can_be_written_the_job_goes_on(
+    strategy: ms.Strategy, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if RANK == 0:
+        folder.write_text("a file")
+    gather_texts("the file is there")
+    with ms.telemetry.trace(folder / "below"):
+        assert strategy.reduce("SUM", 1.0) == SIZE
+        time.sleep(3 * recorder.SECONDS_BETWEEN_WRITES)
+        assert strategy.reduce("SUM", 1.0) == SIZE
+    said = capsys.readouterr().err
+    assert said.count("mpistrategy cannot write its trace to ") == 1
+    assert "Not a directory. The job goes on without." in said
+
+
+def test_a_rank_writes_so_much_and_no_more(
+    strategy: ms.Strategy, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MOST_BYTES", 100)
+    with ms.telemetry.trace(folder):
+        strategy.reduce("SUM", 1.0)
+        time.sleep(3 * recorder.SECONDS_BETWEEN_WRITES)
+        strategy.reduce("SUM", 1.0)
+    assert "of trace to" in capsys.readouterr().err
+    gather_texts("all have written")
+    if RANK == 0:
+        assert len(timeline_of(str(folder)).intervals) == SIZE
+
+
+def test_what_cannot_be_written_in_time_is_counted(
+    strategy: ms.Strategy, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MOST_WAITING", 10)
+    with ms.telemetry.trace(folder):
+        for _ in range(50):
+            with ms.telemetry.span("short"):
+                pass
+    gather_texts("all have written")
+    if RANK == 0:
+        timeline = timeline_of(str(folder))
+        for each in timeline.recordings:
+            assert each.lost > 0
+            assert each.lost + len(each.intervals) == 50
+        assert " events were lost" in "\n".join(report(timeline))
+
+
+def test_a_forked_child_leaves_the_file_alone(strategy: ms.Strategy, folder: Path) -> None:
+    with ms.telemetry.trace(folder) as trace:
+        with ms.telemetry.span("before"):
+            pass
+        child = os.fork()
+        if child == 0:
+            with ms.telemetry.span("in the child"):
+                pass
+            os._exit("current" in vars(Guard))
+        assert os.waitpid(child, 0)[1] == 0
+        with ms.telemetry.span("after"):
+            pass
+    found = recordings.read(trace.path)
+    assert found is not None
+    assert [each.name for each in found.intervals] == ["before", "after"]
+
+
+# ------------------------------------------------------------------------------------- damaged and foreign files
+
+
+def a_trace(folder: Path, **header: Any) -> Path:
+    """Write a small recording by hand."""
+    folder.mkdir(exist_ok=True)
+    told = {
+        "format": "mpistrategy trace", "version": 1, "rank": 0, "size": 2, "host": "n", "pid": 1, "program": "p.py",
+        "clock": "c", "monotonic_ns": 0, "wall_ns": 0, "begun": "2026-01-01T00:00:00",
+    } | header  # fmt: skip
+    lines: list[dict[str, Any]] = [
+        told,
+        {"kind": "thread", "thread": 0, "name": "MainThread", "replica": None},
+        {"kind": "span", "name": "a", "number": 0, "thread": 0, "from": 10, "to": 20},
+        {"kind": "from the future", "x": 1},
+        {"kind": "inside", "of": "span", "name": "b", "number": 0, "thread": 0, "from": 30},
+        {"kind": "span", "name": "c", "number": 0, "thread": 0, "from": 40, "to": 50},
+    ]
+    path = folder / f"rank-{told['rank']}.x.{told['pid']}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind":"span","na', encoding="utf-8")
+    return path
+
+
+def test_a_line_that_was_cut_costs_only_itself(tmp_path: Path) -> None:
+    a_trace(tmp_path / "t")
+    timeline = timeline_of(str(tmp_path / "t"))
+    found = [(each.name, each.start, each.end, each.is_open) for each in timeline.intervals]
+    assert found == [("a", 0, 10, False), ("b", 20, 40, True), ("c", 30, 40, False)]
+    text = "\n".join(report(timeline))
+    assert "no recording of rank 1 of 2" in text
+    assert "not ended in order (killed, or still running): rank 0" in text
+    assert "1 lines could not be read" in text
+
+
+def test_only_the_newest_run_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    for start, pid in ((0, 1), (10**9, 2), (2 * 10**9, 3)):
+        for rank in (0, 1):
+            path = a_trace(folder, wall_ns=start + rank, pid=pid, rank=rank)
+            with path.open("a") as file:
+                file.write(f'\n{{"kind":"group","group":0,"id":"run{pid}","ranks":[0,1]}}\n')
+    timeline = timeline_of(str(folder))
+    assert [(each.rank, each.header["pid"]) for each in timeline.recordings] == [(0, 3), (1, 3)]
+    assert "left out: 4 files of earlier runs in the same folder" in list(report(timeline))
+
+
+@pytest.mark.parametrize("what", ["no folder", "empty", "foreign", "newer", "nonsense", "unwritable"])
+def test_the_command_says_what_it_cannot_do(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "t"
+    if what != "no folder":
+        folder.mkdir()
+    if what == "foreign":
+        (folder / "rank-0.jsonl").write_text("hello\n")
+    elif what == "newer":
+        a_trace(folder, version=2)
+    elif what == "nonsense":
+        path = a_trace(folder)
+        path.write_text(path.read_text().replace('"thread": 0', '"thread": []'))
+    elif what == "unwritable":
+        a_trace(folder)
+        (folder / "trace.json").mkdir()
+    status = cli.main(["trace", str(folder)])
+    said = capsys.readouterr().err
+    expected = {
+        "no folder": "No such file", "empty": "no recordings in", "foreign": "no recordings in",
+        "newer": "version 2 of the format", "nonsense": "a line that is none of ours", "unwritable": "directory",
+    }  # fmt: skip
+    assert status == 2
+    assert expected[what] in said
+    assert not list(folder.glob("*.new"))
+
+
+# ------------------------------------------------------------------------------------- whole jobs
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+import mpistrategy as ms
+strategy = ms.MirroredStrategy()
+rank = strategy.replica_id_in_sync_group
+
+def step(number):
+    total = ms.get_replica_context().all_reduce("SUM", np.ones(4))
+    if number == 4 and rank == 1 and sys.argv[1:]:
+        time.sleep(0.5)  # so long as the others wait, and is written down
+        os.kill(os.getpid(), signal.SIGKILL)
+    return total
+
+for number in range(6):
+    strategy.run(step, args=(number,))
+"""
+
+
+@pytest.mark.parametrize("how", ["environment", "option"])
+def test_a_program_as_it_stands(launch: Launch, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, folder = launching.program(PROGRAM, tmp_path), tmp_path / "a trace"
+    if how == "environment":
+        launch(3, program, env={"MPISTRATEGY_TRACE": str(folder)}).check()
+    else:
+        launch(3, ["-m", "mpistrategy", "run", "--trace", folder, program]).check()
+    timeline = timeline_of(str(folder))
+    assert timeline.ranks == [0, 1, 2]
+    assert all(each.is_whole for each in timeline.recordings)
+    assert overlapping(timeline, 3) >= 6
+    assert cli.main(["trace", str(folder), "-o", str(tmp_path / "out.json"), "--from", "0", "--to", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert "3 ranks on 1 node" in said
+    assert "ui.perfetto.dev" in said
+    assert Counter(event["cat"] for event in read_events(tmp_path / "out.json") if event["ph"] == "X")["step"] == 18
+
+
+def test_a_killed_job_leaves_what_its_ranks_were_in(launch: Launch, tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    job = launch(3, [launching.program(PROGRAM, tmp_path), "die"], env={"MPISTRATEGY_TRACE": str(folder)})
+    assert job.returncode != 0
+    timeline = timeline_of(str(folder))
+    assert timeline.ranks == [0, 1, 2]
+    assert not any(each.is_whole for each in timeline.recordings)
+    overlapping(timeline, 3)
+    left_open = {(each.rank, each.kind, each.number) for each in timeline.intervals if each.is_open}
+    assert (1, "step", 5) in left_open
+    waiting = [each for each in timeline.intervals if each.is_open and each.kind == "call"]
+    assert {each.rank for each in waiting} == {0, 2}
+    lines = "\n".join(report(timeline))
+    assert re.search(
+        r"rank 0 never left #\d+ all_reduce SUM 32 B at program_\w+\.py:\d+, entered 0\.\d+ s before", lines
+    )
+    chrome_trace.write(timeline, str(folder / "trace.json"))
+    assert any(event["name"] == "all_reduce SUM 32 B (not left)" for event in read_events(folder / "trace.json"))
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from mpistrategy.telemetry import trace_plot
+
+    folder = tmp_path / "t"
+    with ms.telemetry.trace(folder):
+        train(ms.OneDeviceStrategy("CPU:0"))
+    assert trace_plot.draw(timeline_of(str(folder)), str(tmp_path / "a.png")) == ""
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "ends after" in trace_plot.draw(timeline_of(str(folder)), str(tmp_path / "b.png"), (1e6, 2e6))
+    assert "No such file" in trace_plot.draw(timeline_of(str(folder)), str(tmp_path / "none" / "b.png"))

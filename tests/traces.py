@@ -1,0 +1,96 @@
+"""Helpers of the tests of traces: the rules of the viewers' format, and recordings with other clocks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpistrategy.telemetry.clocks import is_meeting, meetings_of
+from mpistrategy.telemetry.timeline import Timeline
+
+NAMES = {
+    "process_name": "name",
+    "process_sort_index": "sort_index",
+    "thread_name": "name",
+    "thread_sort_index": "sort_index",
+}
+
+
+def _no_constant(text: str) -> float:
+    raise AssertionError(f"{text} is no JSON")
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a file, after a look at every rule of the Trace Event Format that a viewer relies on."""
+    told = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    assert told["displayTimeUnit"] in ("ms", "ns")
+    events: list[dict[str, Any]] = told["traceEvents"]
+    named = set()
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert event["name"]
+        assert type(event["pid"]) is int
+        assert type(event["tid"]) is int
+        assert isinstance(event["args"], dict)
+        assert is_time(event["ts"])
+        if event["ph"] == "M":
+            assert NAMES[event["name"]] in event["args"]
+            named.add((event["name"], event["pid"], event["tid"]))
+        else:
+            assert event["ph"] == "X"
+            assert is_time(event["dur"])
+            assert event["cat"] in ("collective", "step", "span")
+    for event in events:
+        assert ("process_name", event["pid"], 0) in named
+        assert event["ph"] == "M" or ("thread_name", event["pid"], event["tid"]) in named
+    _check_nesting([event for event in events if event["ph"] == "X"])
+    return events
+
+
+def is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+
+
+def _check_nesting(events: list[dict[str, Any]]) -> None:
+    """In one thread an event is inside another one or beside it: viewers draw them as stacks."""
+    tracks: dict[tuple[int, int], list[float]] = {}
+    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
+    for event in events:
+        ends = tracks.setdefault((event["pid"], event["tid"]), [])
+        end = event["ts"] + event["dur"]
+        while ends and ends[-1] <= event["ts"] + 0.002:  # times are rounded to a thousandth
+            ends.pop()
+        assert not ends or end <= ends[-1] + 0.002, event
+        ends.append(end)
+
+
+def overlapping(timeline: Timeline, ranks: int) -> int:
+    """Return how many collectives all ranks met in, after a look whether they overlap on all of them."""
+    count = 0
+    for meeting in meetings_of(timeline.recordings).values():
+        if is_meeting(meeting[0]) and not any(each.is_open for each in meeting):
+            assert len({(each.name, each.what.get("op"), each.what.get("place")) for each in meeting}) == 1
+            assert max(each.start for each in meeting) <= min(each.end for each in meeting) + 1, meeting
+            count += len(meeting) == ranks
+    return count
+
+
+def plant(folder: Path, clocks: Mapping[int, tuple[int, float]]) -> None:
+    """Make the recordings of some ranks as if their clocks were ahead by so many ns, and fast by such a rate."""
+    for path in folder.glob("rank-*.jsonl"):
+        header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if header["rank"] not in clocks:
+            continue
+        ahead, rate = clocks[header["rank"]]
+        origin = header["monotonic_ns"]
+        header |= {"clock": f"planted {ahead} {rate}", "host": f"node{header['rank']}"}
+        header["monotonic_ns"] += ahead
+        for line in lines:
+            for name in ("from", "to"):
+                if name in line:
+                    line[name] += ahead + round(rate * (line[name] - origin))
+        text = "".join(json.dumps(line) + "\n" for line in [header, *lines])
+        path.write_text(text, encoding="utf-8")
