@@ -393,7 +393,7 @@ rank = strategy.replica_id_in_sync_group
 def step(number):
     total = ms.get_replica_context().all_reduce("SUM", np.ones(4))
     if number == 4 and rank == 1 and sys.argv[1:]:
-        time.sleep(0.5)  # so long as the others wait, and is written down
+        time.sleep(0.6)  # the others wait so long, which is written down
         os.kill(os.getpid(), signal.SIGKILL)
     return total
 

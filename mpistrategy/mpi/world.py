@@ -106,7 +106,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     lines = Lines(private_memory(watch_lines.BYTES))
     _watch(ranks, Watched(guard, lines, 0, 1, RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")))
     try:
-        with guard.call(where):
+        with guard.call(where, anywhere=True):
             yield
     finally:
         watchdog.forget(guard)

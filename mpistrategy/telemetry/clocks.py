@@ -137,7 +137,7 @@ def _bounds(column: int, entered: Array, left: Array, clocks: Sequence[Clock | N
     lowest = np.fmax.reduce(came) - left[:, column]
     highest = np.fmin.reduce(went) - entered[:, column]
     rows = np.stack([entered[:, column], lowest, highest], axis=1)
-    return rows[np.isfinite(rows).all(axis=1)]
+    return np.asarray(rows[np.isfinite(rows).all(axis=1)])
 
 
 def fit(bounds: Array) -> Clock:

@@ -113,7 +113,11 @@ class Progress(Generic[T]):
 
 
 def progress(
-    iterable: Iterable[T] | None = None, *, total: int | None = None, title: str = "", every: float | None = None
+    iterable: Iterable[T] | None = None,
+    *,
+    total: int | None = None,
+    title: str = "",
+    every: float | None = None,
 ) -> Progress[T]:
     """Show how far a loop has come: a bar on rank 0 at a terminal, nothing elsewhere.
 
@@ -134,7 +138,7 @@ def progress(
     >>> sum(ms.telemetry.progress(range(5), title="sum"))
     10
     """
-    if iterable is not None and not isinstance(iterable, Iterable):
+    if not _can_be_gone_through(iterable):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
@@ -146,6 +150,10 @@ def progress(
     if asked not in ("", "bar", "lines", "off"):
         raise OptionError.at(VARIABLE, found=f"{asked!r}", expected="bar, lines or off")
     return Progress(iterable, total, title, every)
+
+
+def _can_be_gone_through(value: Any) -> bool:
+    return value is None or isinstance(value, Iterable)
 
 
 def _is_number(value: Any) -> bool:

@@ -32,6 +32,8 @@ MOST_WAITING = 200_000
 MOST_BYTES = 2**28
 #: What has lasted for so long is written down before it ends.
 _LONG_NS = 300_000_000
+#: While nothing else happens, a rank says so often that it is there.
+_ALIVE_NS = 1_000_000_000
 _REMEMBERED = 4096
 #: At the end of the program a file system that hangs is waited for so long.
 _PATIENCE_SECONDS = 5.0
@@ -57,6 +59,7 @@ class Recorder:
         self._threads: dict[int, tuple[int, str, int | None]] = {}
         self._groups: dict[Guard, _Group | None] = {}
         self._steps = 0
+        self._told = _now()
         self._lines = _Lines()
         self._file: int | None = None
         self._written = 0
@@ -156,6 +159,10 @@ class Recorder:
                 opened[4] = True
                 told = self._of_call(*what) if kind == "call" else what
                 found += lines.event(kind, told, start, None, thread, self._threads)
+        if self._open and not found and now - self._told > _ALIVE_NS:
+            found.append({"kind": "alive", "at": now})
+        if found:
+            self._told = now
         if self._lost:
             found.append({"kind": "lost", "events": self._lost})
             self._lost = 0

@@ -129,6 +129,7 @@ class _Reader:
         self._whats: dict[int, dict[str, Any]] = {}
         self._ids: dict[int, str] = {}
         self._inside: dict[tuple[int, int], Interval] = {}
+        self._alive = float(recording.header["monotonic_ns"])
 
     def take(self, line: str) -> None:
         told, into = _object(line), self._into
@@ -149,6 +150,8 @@ class _Reader:
         elif kind in ("call", "step", "span"):
             self._inside.pop((told["thread"], told["from"]), None)
             into.intervals.append(self._interval(told))
+        elif kind == "alive":
+            self._alive = float(told["at"])
         elif kind == "lost":
             into.lost += told["events"]
         elif kind == "end":
@@ -166,7 +169,7 @@ class _Reader:
     def finished(self) -> Recording:
         into = self._into
         into.intervals += self._inside.values()
-        last = max((each.end for each in into.intervals), default=float(into.header["monotonic_ns"]))
+        last = max([self._alive, *(each.end for each in into.intervals)])
         for each in self._inside.values():
             each.end = last
         # A call that turned out to go another way stands there twice: the second is the one that was made.

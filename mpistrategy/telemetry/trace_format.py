@@ -8,6 +8,7 @@ The first line is the header; every further line is an object with a `kind`:
 * ``call``: one collective: what, its group and number there, thread, and when it was entered and left.
 * ``step``, ``span``: the same for a call of `Strategy.run`, and for what the program has named.
 * ``inside``: a call, step or span that lasts already; the rank was in it to the end if no line says that it was left.
+* ``alive``: at this time the rank was still in what it was in.
 * ``lost``: so many events were not written.  ``end``: the recording was ended in order.
 
 Numbers that refer to another line come after it.  Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a

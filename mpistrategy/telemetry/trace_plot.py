@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,6 +106,7 @@ class _Rows:
         self._row = {rank: row for row, rank in enumerate(ranks)}
         self._points = 0.88 * _INCHES * _POINTS / width
         self._colors: dict[str, str] = {}
+        self._titled = -math.inf
 
     def draw(self, intervals: Sequence[Interval]) -> list[Any]:
         """Draw them; return what the legend shows."""
@@ -127,9 +129,11 @@ class _Rows:
     def _step(self, each: Interval) -> None:
         self._bar(each.start, each.end, each.rank, _STEP_PART, _STEP)
         left, right = self._axes.get_xlim()
-        text = title(each)
-        if self._row[each.rank] == 0 and left <= each.start / 1e6 < right - len(text) * 7 * _LETTER / self._points:
-            self._write(each.start / 1e6, -0.46, text, ha="left", va="bottom")
+        text, start = title(each), each.start / 1e6
+        width = (len(text) + 1) * 7 * _LETTER / self._points
+        if self._row[each.rank] == 0 and max(left, self._titled) <= start < right - width:
+            self._titled = start + width
+            self._write(start, -0.46, text, ha="left", va="bottom")
 
     def _span(self, each: Interval) -> None:
         self._bar(each.start, each.end, each.rank, _SPAN_PART, _SPAN)

@@ -25,13 +25,21 @@ def report(timeline: Timeline) -> Iterator[str]:
     yield from _clocks(timeline)
     yield from _table(timeline)
     yield from _late(timeline)
-    for each in timeline.intervals:
-        if each.is_open and each.kind == "call":
-            ago = timeline.seconds - each.start / 1e9
-            yield (
-                f"rank {each.rank} never left #{each.number} {title(each).removesuffix(' (not left)')}"
-                f"{_at(each)}, entered {ago:.3f} s before the end of the trace"
-            )
+    yield from _never_left(timeline)
+
+
+def _never_left(timeline: Timeline) -> Iterator[str]:
+    """Yield what each rank was in at the end: its collective, or else its step or span."""
+    open_ones = [each for each in timeline.intervals if each.is_open]
+    for rank in timeline.ranks:
+        mine = [each for each in open_ones if each.rank == rank]
+        calls = [each for each in mine if each.kind == "call"]
+        for each in calls or mine[-1:]:
+            text = title(each).removesuffix(" (not left)")
+            number = f"#{each.number} " if each.kind == "call" and each.number else ""
+            ago = (timeline.seconds * 1e9 - each.start) / 1e9
+            when = f"entered {ago:.3f} s before the end of the trace{'' if calls else ', in no collective'}"
+            yield f"rank {rank} never left {number}{text}{_at(each)}, {when}"
 
 
 def _what_is_missing(timeline: Timeline) -> Iterator[str]:
