@@ -140,8 +140,8 @@ def progress(
     """
     if not _can_be_gone_through(iterable):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
+    if total is None:
+        total = _length(iterable)
     if total is not None and not (_is_number(total) and total >= 0):
         raise OptionError.at(_WHERE, found=f"total={total!r}", expected="a number from 0 on, or None")
     if every is not None and not (_is_number(every) and every > 0):
@@ -154,6 +154,10 @@ def progress(
 
 def _can_be_gone_through(value: Any) -> bool:
     return value is None or isinstance(value, Iterable)
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, Sized) else None
 
 
 def _is_number(value: Any) -> bool:

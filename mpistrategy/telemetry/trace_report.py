@@ -70,14 +70,14 @@ def _clocks(timeline: Timeline) -> Iterator[str]:
     for each in others:
         clock = timeline.clocks[each.clock]
         where = f"clock of {each.header['host']} (rank {each.rank})"
-        drift = f", drifting by {clock.drift * 1e6:.3g} us a second" if clock.drift else ""
+        drift = f", drifting by {-clock.drift * 1e6:+.3g} us a second" if clock.drift else ""
         ahead = f"{-clock.offset / 1e9:+.6f} s against {reference.header['host']} (rank {reference.rank})"
         if not clock.meetings:
             yield f"{where}: {ahead} by their wall clocks, which may differ: the ranks have no collective in common"
         elif clock.uncertainty < 0:
             yield f"{where}: {ahead}{drift}; it did not go evenly: intervals may be {_us(-clock.uncertainty)} apart"
         else:
-            yield f"{where}: {ahead}{drift}, to {_us(clock.uncertainty)}, by {clock.meetings} collectives"
+            yield f"{where}: {ahead}{drift}, known to {_us(clock.uncertainty)} from {clock.meetings} collectives"
 
 
 def _us(nanoseconds: float) -> str:
