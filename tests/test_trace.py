@@ -350,9 +350,10 @@ def test_only_the_newest_run_is_taken(tmp_path: Path) -> None:
             path = a_trace(folder, wall_ns=start + rank, pid=pid, rank=rank)
             with path.open("a") as file:
                 file.write(f'\n{{"kind":"group","group":0,"id":"run{pid}","ranks":[0,1]}}\n')
+    a_trace(folder, wall_ns=3 * 10**9, pid=4, rank=1)  # a child of rank 1
     timeline = timeline_of(str(folder))
     assert [(each.rank, each.header["pid"]) for each in timeline.recordings] == [(0, 3), (1, 3)]
-    assert "left out: 4 files of earlier runs in the same folder" in list(report(timeline))
+    assert "left out: 5 files of other runs in the same folder" in list(report(timeline))
 
 
 @pytest.mark.parametrize("what", ["no folder", "empty", "foreign", "newer", "nonsense", "unwritable"])

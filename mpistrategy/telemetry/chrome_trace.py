@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from collections.abc import Iterator
@@ -94,7 +93,11 @@ def write(timeline: Timeline, path: str) -> int:
     """
     count = 0
     temporary = f"{path}.{os.getpid()}.new"
-    opened: Any = gzip.open if path.endswith(".gz") else open
+    opened: Any = open
+    if path.endswith(".gz"):
+        import gzip  # here, for the quick start of `mpistrategy run`
+
+        opened = gzip.open
     begun = timeline.recordings[0].header["begun"] if timeline.recordings else ""
     about = {"program": timeline.recordings[0].header["program"], "begun": begun, "mpistrategy": version()}
     try:

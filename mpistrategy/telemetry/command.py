@@ -8,9 +8,6 @@ import os
 import sys
 
 from mpistrategy.errors import TraceError
-from mpistrategy.telemetry import chrome_trace, trace_plot
-from mpistrategy.telemetry.timeline import timeline_of
-from mpistrategy.telemetry.trace_report import report
 
 _COULD_NOT = 2
 _NAME = "trace.json"
@@ -31,6 +28,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Put a trace together; return the exit status."""
+    from mpistrategy.telemetry import chrome_trace, trace_plot  # here, for the quick start of `mpistrategy run`
+    from mpistrategy.telemetry.timeline import timeline_of
+    from mpistrategy.telemetry.trace_report import report
+
     output = options.output or os.path.join(options.folder, _NAME)
     part = None
     if options.start is not None or options.end is not None:

@@ -6,7 +6,6 @@ No package is needed for it: whichever of those that can do it is here is used. 
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import sys
@@ -49,6 +48,8 @@ def find() -> Ways | None:
     if "nvtx" in sys.modules or importlib.util.find_spec("nvtx") is not None:
         module: Any = importlib.import_module("nvtx")
         return Ways(module.push_range, module.pop_range, "the package nvtx")
+    import ctypes  # here: few want it
+
     try:
         library = ctypes.CDLL(_LIBRARY)
         push, pop = library.nvtxRangePushA, library.nvtxRangePop

@@ -200,9 +200,10 @@ def newest_run(folder: str) -> tuple[list[Recording], int]:
             fix=f"Make some: MPISTRATEGY_TRACE={folder} mpiexec -n 4 python program.py",
         )
     found.sort(key=lambda each: -int(each.header["wall_ns"]))
-    run = found[:1]
-    for each in found[1:]:
-        if _belongs(each, run):
+    # A program that a rank has started may have recorded, too: the ranks are those that have met.
+    run = [next((each for each in found if each.groups and _began_with(each, found[0])), found[0])]
+    for each in found:
+        if each is not run[0] and _belongs(each, run):
             run.append(each)
     return sorted(run, key=lambda each: (each.rank, each.header["wall_ns"])), len(found) - len(run)
 
@@ -216,6 +217,9 @@ def _belongs(other: Recording, run: Sequence[Recording]) -> bool:
         return all(each.header[name] == other.header[name] for each in same_rank for name in process)
     if mine and other.groups:
         return not mine.isdisjoint(other.groups)
-    newest = run[0].header
-    began = abs(int(newest["wall_ns"]) - int(other.header["wall_ns"]))
-    return newest["size"] == other.header["size"] and began < _TOGETHER_NS
+    return _began_with(run[0], other)
+
+
+def _began_with(one: Recording, other: Recording) -> bool:
+    apart = abs(int(one.header["wall_ns"]) - int(other.header["wall_ns"]))
+    return bool(one.header["size"] == other.header["size"]) and apart < _TOGETHER_NS

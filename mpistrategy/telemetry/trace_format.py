@@ -18,7 +18,6 @@ machine share.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from datetime import datetime
@@ -37,7 +36,7 @@ def header(rank: int, size: int) -> dict[str, Any]:
         "version": VERSION,
         "rank": rank,
         "size": size,
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "pid": os.getpid(),
         "program": _program(),
         "clock": clock_name(),
@@ -55,7 +54,7 @@ def file_name(rank: int, attempt: int = 0) -> str:
 
 def clock_name() -> str:
     """Return a name of the clock of time.monotonic() here: equal where two processes read one and the same."""
-    boot = _first_line("/proc/sys/kernel/random/boot_id") or socket.gethostname()
+    boot = _first_line("/proc/sys/kernel/random/boot_id") or os.uname().nodename
     # A container may have a clock that is ahead of the machine's.
     ahead = " ".join(_first_line("/proc/self/timens_offsets").split()[1:])
     return boot if ahead.replace("0", "").strip() == "" else f"{boot} {ahead}"

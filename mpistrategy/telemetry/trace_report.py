@@ -59,7 +59,7 @@ def _what_is_missing(timeline: Timeline) -> Iterator[str]:
         yield f"{sum(each.damaged for each in damaged)} lines could not be read, in {damaged[0].path} and the like"
     if timeline.other_files:
         files = f"{timeline.other_files} file{'s' * (timeline.other_files > 1)}"
-        yield f"left out: {files} of earlier runs in the same folder"
+        yield f"left out: {files} of other runs in the same folder"
 
 
 def _clocks(timeline: Timeline) -> Iterator[str]:
