@@ -167,14 +167,13 @@ class _Rows:
     def _text(
         self, start: float, end: float, each: Interval, part: tuple[float, float], color: str, texts: Sequence[str]
     ) -> None:
-        room = (end - start) / 1e6 * self._points
+        left, right = self._axes.get_xlim()
+        start, end = max(start / 1e6, left), min(end / 1e6, right)
+        room = (end - start) * self._points
         for text in texts:
             if len(text) * 7 * _LETTER < room:
                 y = self._row[each.rank] + part[0] + part[1] / 2
-                middle = (start + end) / 2e6
-                left, right = self._axes.get_xlim()
-                if left < middle < right:
-                    self._write(middle, y, text, color=color, ha="center", va="center_baseline")
+                self._write((start + end) / 2, y, text, color=color, ha="center", va="center_baseline")
                 return
 
     def _write(self, x: float, y: float, text: str, **how: Any) -> None:
