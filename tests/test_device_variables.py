@@ -249,3 +249,15 @@ def test_arrays_on_another_gpu_than_the_ranks_are_refused(gpus: ms.MirroredStrat
         elsewhere = on_gpu(np.ones(2))
     with pytest.raises(ms.errors.DeviceError, match=f"arrays on GPU:{RANK}, which this rank drives"):
         gpus.run(lambda: ms.get_replica_context().all_reduce("SUM", elsewhere))
+
+
+def test_the_example_of_the_readme(gpus: ms.MirroredStrategy) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    source = readme.partition("## On GPUs")[2].partition("```text\n")[2].partition("```")[0]
+    with pretended(*(f"GPU-{rank}" for rank in range(SIZE))):
+        names: dict[str, Any] = {"ms": ms}
+        exec(compile(source, "README.md", "exec"), names)
+        x = on_gpu(np.eye(3))
+        names["strategy"].run(names["step"], args=(x, on_gpu(np.arange(3.0))))
+        assert np.allclose(names["weights"].numpy(), 0.006 * SIZE * np.arange(3))
+        names["strategy"].close()
