@@ -130,7 +130,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             communicator: Communicator = wire.on(ranks, options.wire)
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             given = [_given(value, reduce_op, call.where) for value, _ in value_destination_pairs]
-            values = [checked_component(value, reduce_op, call.where) for value in given]
+            values = [_checked(value, reduce_op, call.where) for value in given]
             self.check_values(values, reduce_op, call.where)
             layouts = tuple(_layout(value) for value in values)
             reduction = batch = None
@@ -152,8 +152,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 sparingly=True,
             )
             if reduction is not None:
-                totals = reduction.run(values)
-                return [mirrored(in_kind(t, g), EVERY_RANK, ranks) for t, g in zip(totals, given, strict=True)]
+                totals: Sequence[Any] = reduction.run(values)
+                if any(type(value) is not np.ndarray for value in given):
+                    totals = [in_kind(total, like) for total, like in zip(totals, given, strict=True)]
+                return [mirrored(total, EVERY_RANK, ranks) for total in totals]
             results = [None] * len(values) if batch is None else batch.run(communicator, call)
             combination = reduce_op.on_the_wire
             for target in dict.fromkeys(targets):
@@ -191,7 +193,16 @@ def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
     Raises:
         OptionError, LeafError, DTypeError, UnsupportedError, ShapeError: for what `op` cannot reduce.
     """
-    value = _given(value, op, where)
+    return _checked(_given(value, op, where), op, where)
+
+
+def _given(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
+    refuse_mirrored_sum(value, op, where)
+    return value if isinstance(value, Mirrored) else contribution(value)
+
+
+def _checked(value: Any, op: ReduceOp, where: str) -> Any:
     if isinstance(value, Mirrored):
         return value
     if isinstance(value, IndexedSlices):
@@ -202,12 +213,6 @@ def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
             where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
         )
     return array
-
-
-def _given(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
-    refuse_mirrored_sum(value, op, where)
-    return value if isinstance(value, Mirrored) else contribution(value)
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
