@@ -15,13 +15,18 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, is_cupy, to_reducible
-from mpistrategy.errors import DeviceError, LeafError, UnsupportedError
+from mpistrategy.errors import DeviceError, LeafError, ShapeError, UnsupportedError
 
 #: A cupy.ndarray; CuPy has no types that could be checked without it.
 DeviceArray: TypeAlias = Any
 
 _INTERFACE = "__cuda_array_interface__"
+_NEVER_WRITTEN = ("jax", "jaxlib")
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
+
+
+def _library_of(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def is_on_device(value: object) -> bool:
@@ -67,6 +72,25 @@ def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
             f"cannot look into ({error})",
             expected="an array of a dtype that CuPy knows",
         ) from error
+
+
+def as_target(target: Any, where: str, name: str) -> Any:
+    """Return an array that a result can be written to, as NumPy's or CuPy's; the same memory.
+
+    Raises:
+        ShapeError: for what is none, or may not be written.
+    """
+    found = type(target).__name__
+    if isinstance(target, np.ndarray):
+        if target.flags.writeable:
+            return target
+    elif is_on_device(target):
+        interface = getattr(target, _INTERFACE, None)
+        if _library_of(target) not in _NEVER_WRITTEN and not (interface and interface["data"][1]):
+            return as_device_array(target, where, name)
+    elif _library_of(target) == "torch":
+        return np.asarray(target.detach())
+    raise ShapeError.at(where, found=f"{name} = {found}", expected="a writeable ndarray, or array in GPU memory")
 
 
 def to_reducible_on_device(value: Any, where: str, path: str = "") -> DeviceArray:
@@ -162,7 +186,7 @@ def like_given(result: Any, given: Any) -> Any:
     """
     if type(given) is np.ndarray or isinstance(given, (np.generic, int, float, complex)):
         return result
-    library = type(given).__module__.partition(".")[0]
+    library = _library_of(given)
     if library == "cupy" or hasattr(given, _INTERFACE):
         result = _on_device_of(result, given)
     elif not isinstance(result, np.ndarray):
@@ -218,6 +242,14 @@ def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -
             found=f"arrays on {' and '.join(f'GPU:{number}' for number in found)} in one structure",
             expected="arrays on one GPU",
         )
+
+
+def check_places(arrays: Sequence[Any], where: str) -> None:
+    """Raise unless all arrays are on the same GPU, or all on the host: ShapeError or DeviceError."""
+    if len({is_on_device(array) for array in arrays}) > 1:
+        kinds = ["in GPU memory" if is_on_device(array) else "on the host" for array in arrays]
+        raise ShapeError.at(where, found=f"an array {kinds[-1]}", expected=f"one {kinds[0]}, as the value is")
+    check_device(arrays, None, where)
 
 
 def layout_of(array: DeviceArray) -> tuple[str, tuple[int, ...]]:

@@ -15,9 +15,10 @@ from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, 
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK
+from mpistrategy.cross_device_ops.device_batch import write
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
-from mpistrategy.device_arrays import is_on_device, to_reducible_on_device
+from mpistrategy.device_arrays import as_target, check_places, is_on_device, to_reducible_on_device
 from mpistrategy.errors import (
     DeviceError,
     EmptyBatchError,
@@ -154,7 +155,7 @@ class StrategyExtended(Placement):
         *,
         options: CommunicationOptions | None = None,
         weight: Any = None,
-        targets: list[Array] | None = None,
+        targets: list[Any] | None = None,
     ) -> list[Any]:
         """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call.
 
@@ -166,13 +167,15 @@ class StrategyExtended(Placement):
             raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
         chosen = self.options.merge(options)
         values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
+        places: list[Any] = []
         dense = weight is not None or targets is not None
         arrays = checked_leaves(values, paths, dense, where)
         if targets is not None:
             if len({id(target) for target in targets}) < len(targets):
                 raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
-            for target, array, path in zip(targets, arrays, paths(), strict=True):
-                _check_target(target, array, op, f"{where}: out{path}")
+            places = [as_target(target, where, "out") for target in targets]
+            for place, array, path in zip(places, arrays, paths(), strict=True):
+                _check_target(place, array, op, f"{where}: out{path}")
         if weight is None:
             reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], chosen)
             results = [local_component(result) for result in reduced]
@@ -183,8 +186,7 @@ class StrategyExtended(Placement):
             results = mean.finish([local_component(total) for total in reduced], arrays)
         if targets is None:
             return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
-        for target, result in zip(targets, results, strict=True):
-            target[...] = result
+        write(results, places)
         return list(targets)
 
     def sum_or_mean(self, reduce_op: Any, array: Array) -> Array:
@@ -349,7 +351,9 @@ def _unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list
     return [component(argument) for argument in args], {key: component(value) for key, value in (kwargs or {}).items()}
 
 
-def _check_target(target: Array, value: Array, op: ReduceOp, where: str) -> None:
+def _check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
+    if is_on_device(target) or is_on_device(value):
+        check_places([value, target], where)
     dtype = mean_dtype(value.dtype) if op is ReduceOp.MEAN else value.dtype
     if target.shape != value.shape or target.dtype.newbyteorder("=") != dtype:
         raise ShapeError.at(

@@ -12,7 +12,6 @@ import numpy as np
 
 from mpistrategy import nest
 from mpistrategy.arena import resident, resident_values
-from mpistrategy.arrays import Array
 from mpistrategy.async_reduce import AllReduceHandle, start_all_reduce
 from mpistrategy.context import (
     Frame,
@@ -26,7 +25,8 @@ from mpistrategy.context import (
     in_words,
     require_same_strategy,
 )
-from mpistrategy.errors import ContextError, OptionError, ShapeError, StructureError
+from mpistrategy.device_arrays import as_target
+from mpistrategy.errors import ContextError, OptionError, StructureError
 from mpistrategy.mpi.faults import collective, own_value
 from mpistrategy.options import ReduceOp
 from mpistrategy.quick_cells import NOT_QUICK
@@ -122,7 +122,8 @@ class ReplicaContext:
             name: what to compare between the ranks besides the call itself; for code that branches by rank.
             weight: for MEAN, the weight of this replica's values, e.g. its number of rows; the result is
                 sum(weight * value) / sum(weight).
-            out: a structure like `value` of arrays to write the result into; may be `value` itself.
+            out: a structure like `value` of arrays to write the result into; may be `value` itself.  An array in GPU
+                memory takes the result of one in GPU memory.
 
         Returns:
             A structure like `value`, equal on every rank: a NumPy scalar for a scalar or a number, else an ndarray
@@ -283,11 +284,10 @@ class ReplicaContext:
         return f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
 
 
-def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Array]:
+def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Any]:
     targets, found = nest.flatten(out)
     if found.text != structure.text:
         raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
     for path, target in zip(nest.leaf_paths(out), targets, strict=True):
-        if not isinstance(target, np.ndarray) or not target.flags.writeable:
-            raise ShapeError.at(where, found=f"out{path} = {type(target).__name__}", expected="a writeable ndarray")
+        as_target(target, where, f"out{path}")
     return targets

@@ -131,6 +131,8 @@ def main() -> None:
         if options.json:
             report = {"loss": test_loss, "accuracy": test_accuracy, "weights_equal": equal, "history": history}
             options.json.write_text(json.dumps(report), encoding="utf-8")
+        if options.weights:
+            np.savez(options.weights, *(weight.numpy() for weight in network.weights))
         replicas = strategy.num_replicas_in_sync
         print(f"trained {options.epochs} epochs on {replicas} replica{'s' * (replicas > 1)} in {seconds:.1f} s")
         print(f"weights: {'identical' if equal else 'DIFFERENT'} on all replicas, bit for bit")
@@ -192,6 +194,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, default=Path("digits.png"), help="where to; default: %(default)s")
     parser.add_argument("--no-plot", dest="plot", action="store_const", const=None, help="draw nothing")
     parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    parser.add_argument("--weights", type=Path, help="write the weights here at the end, as NumPy's .npz")
     parser.add_argument("--progress", choices=("auto", "bar", "lines"), default="auto", help="auto: bar on a terminal")
     return parser.parse_args()
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from mpistrategy.arrays import span
+from mpistrategy.cross_device_ops import move_kernel
 
 _ARENA_BYTES = 192 * 2**20
 _ALIGNMENT = 512
@@ -125,7 +126,7 @@ class Event:
 
 
 _local = threading.local()
-counts = dict.fromkeys(("put", "synchronize", "event", "device"), 0)
+counts = dict.fromkeys(("put", "synchronize", "event", "device", "kernels"), 0)
 Stream.null = Stream(null=True)
 
 
@@ -487,6 +488,72 @@ def _at(address: int, size: int) -> np.ndarray:
     return np.asarray(types.SimpleNamespace(__array_interface__=interface))
 
 
+class RawModule:
+    """Source that is not looked at: what its kernels do is in `KERNELS`, by their names."""
+
+    def __init__(self, code: str | None = None, *, options: tuple[str, ...] = (), name_expressions: Any = None) -> None:
+        self.code = code or ""
+
+    def compile(self, log_stream: Any = None) -> None:
+        pass
+
+    def get_function(self, name: str) -> RawKernel:
+        assert name in self.code
+        return RawKernel(name)
+
+
+class RawKernel:
+    """A kernel, which starts when somebody waits for it; what it is given by value it has from then on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
+        counts["kernels"] += 1
+        for each in args:  # as CuPy: an ndarray of one element goes by value
+            assert not isinstance(each, np.ndarray) or each.size == 1
+        own = [each.copy() if isinstance(each, (np.ndarray, np.generic)) else each for each in args]
+        do, memory = KERNELS[self.name](tuple(grid), tuple(block), own)
+        get_current_stream().put(do, *memory)
+
+
+def _moves(grid: Any, block: Any, args: Sequence[Any]) -> tuple[Callable[[], None], list[np.ndarray]]:
+    """Do what `mpistrategy.cross_device_ops.move_kernel` says of its kernel."""
+    moves, count = args[0][0], int(args[1])
+    assert type(args[1]) is np.int32
+    assert args[0].dtype == move_kernel.MOVES
+    pairs: list[tuple[np.ndarray, np.ndarray]] = []
+    blocks = 0
+    for source, target, size, first, kind in zip(*(moves[name][:count].tolist() for name in moves.dtype.names)):  # noqa: B905
+        assert first == blocks
+        blocks += -(-size // (move_kernel.BLOCK_ELEMENTS if kind else move_kernel.BLOCK_BYTES))
+        names = next((pair for pair, number in move_kernel.KINDS.items() if number == kind), ("uint8", "uint8"))
+        dtypes = [np.dtype(bfloat16() if name == "bfloat16" else name) for name in names]
+        views = [_at(where, size * dtype.itemsize).view(dtype) for where, dtype in zip((source, target), dtypes)]  # noqa: B905
+        pairs.append((views[0], views[1]))
+    assert grid == (blocks,)
+    assert block == (move_kernel.THREADS,)
+
+    def do() -> None:
+        with np.errstate(all="ignore"):
+            for source, target in pairs:
+                np.copyto(target, source, casting="unsafe")
+
+    return do, [view for pair in pairs for view in pair]
+
+
+def bfloat16() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+#: What each kernel does: from the grid, the block and the arguments to its work and the memory that this touches.
+KERNELS: dict[str, Callable[[Any, Any, Sequence[Any]], tuple[Callable[[], None], list[np.ndarray]]]] = {
+    move_kernel.NAME: _moves
+}
+
+
 def _empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray:
     return np.full(shape, 0x5A, dtype)
 
@@ -504,7 +571,9 @@ def _made() -> types.ModuleType:
     cupy.__version__ = "14.0 (a double)"
     cuda = types.ModuleType("cupy.cuda")
     cuda.Stream, cuda.Event, cuda.Device = Stream, Event, _Device
+    cupy.RawModule = RawModule
     cuda.MemoryPool, cuda.get_current_stream = MemoryPool, get_current_stream
+    cuda.get_elapsed_time = lambda start, stop: 1.0  # ms
     cuda.runtime = types.SimpleNamespace(
         memcpyAsync=_memcpy_async,
         getDevice=lambda: getattr(_local, "device", 0),

@@ -1,4 +1,7 @@
-"""Arrays in GPU memory in reductions, with a CuPy double whose streams do nothing until somebody waits for them."""
+"""Arrays in GPU memory in reductions, with a CuPy double whose streams do nothing until somebody waits for them.
+
+With MPISTRATEGY_TEST_GPU=1 the same on a real GPU, which all ranks share.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import cupy_double
+import cupy_here
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,21 +22,21 @@ from mpistrategy.mpi import staged_path
 from mpistrategy.mpi.staged_path import StagedPath
 from mpistrategy.options import GPU_PATH as VARIABLE
 
-PATHS = ("staged", "mpi")
 DTYPES = ("float64", "float32", "float16", "complex64", "int64", "int32", "int16", "uint8")
 
 
 @pytest.fixture
 def cupy() -> Iterator[ModuleType]:
-    with cupy_double.installed() as module:
+    with cupy_here.installed() as module:
         yield module
 
 
-@pytest.fixture(params=PATHS)
+@pytest.fixture(params=cupy_here.PATHS)
 def strategy(request: Any, monkeypatch: pytest.MonkeyPatch, cupy: ModuleType) -> Iterator[ms.MirroredStrategy]:
     monkeypatch.setenv(VARIABLE, request.param)
-    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")  # the double's memory is the host's
-    with ms.MirroredStrategy() as made:
+    if not cupy_here.IS_REAL:
+        monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")  # the double's memory is the host's
+    with cupy_here.strategy() as made:
         yield made
 
 
@@ -61,7 +65,7 @@ def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str, 
     found = in_step(strategy, lambda ctx: ctx.all_reduce(op, arrays))
     on_host = in_step(strategy, lambda ctx: ctx.all_reduce(op, [values(shape, dtype) for shape in shapes]))
     for array, expected in zip(found, on_host, strict=True):
-        assert type(array) is cupy_double.ndarray
+        assert type(array) is cupy.ndarray
         assert array.dtype == expected.dtype
         assert np.array_equal(array.get(), expected)
     if not (op == "PROD" and dtype == "uint8"):  # which wraps around
@@ -72,13 +76,14 @@ def test_values_that_are_still_being_computed_are_waited_for(strategy: Any, cupy
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         gradients = [cupy.asarray(np.full(1000, RANK + 1.0)) * 2 for _ in range(3)]
-        assert all(map(cupy_double.pending, gradients))
+        assert cupy_here.IS_REAL or all(map(cupy_double.pending, gradients))
         sums = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", gradients))
         doubled = [each * 2 for each in sums]
     expected = 4.0 * sum(range(1, SIZE + 1))
     assert all((each.get(stream=stream) == expected).all() for each in doubled)
 
 
+@cupy_here.double_only
 def test_the_device_as_a_whole_is_never_waited_for(strategy: Any, cupy: Any) -> None:
     idle = cupy.cuda.Stream(non_blocking=True)
     with idle:
@@ -92,7 +97,7 @@ def test_the_device_as_a_whole_is_never_waited_for(strategy: Any, cupy: Any) -> 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(chunk=st.sampled_from([16, 48, 64, 4096]), size=st.integers(0, 70), calls=st.integers(1, 3))
 def test_the_staged_path_is_right_for_all_boundaries_of_chunks(chunk: int, size: int, calls: int) -> None:
-    with cupy_double.installed() as cupy, ms.MirroredStrategy() as strategy:
+    with cupy_here.installed() as cupy, cupy_here.strategy() as strategy:
         communicator, path = strategy.extended.communicator, StagedPath(chunk)
         buffers = []
         for call in range(calls):
@@ -108,7 +113,7 @@ def test_arrays_on_the_host_and_on_the_device_may_be_mixed(strategy: Any, cupy: 
     found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
     assert isinstance(found["loss"], np.float64)
     assert isinstance(found["host"], np.ndarray)
-    assert type(found["device"]) is cupy_double.ndarray
+    assert type(found["device"]) is cupy.ndarray
     assert found["device"].get().tolist() == [SIZE, SIZE]
 
 
@@ -124,6 +129,7 @@ def test_what_cannot_be_summed_is_refused_by_name(strategy: Any, cupy: Any) -> N
         in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.zeros(3, bool))))
 
 
+@cupy_here.double_only
 def test_arrays_on_two_devices_are_refused(strategy: Any, cupy: Any) -> None:
     with cupy.cuda.Device(1):
         other = cupy.asarray(np.ones(2))
@@ -133,9 +139,9 @@ def test_arrays_on_two_devices_are_refused(strategy: Any, cupy: Any) -> None:
 
 @pytest.mark.parametrize("algorithm", [ms.ReductionToOneDevice, ms.HierarchicalCopyAllReduce, ms.OrderedAllReduce])
 def test_every_algorithm_takes_them_by_way_of_the_host(cupy: Any, algorithm: Any) -> None:
-    with ms.MirroredStrategy(cross_device_ops=algorithm()) as strategy:
+    with ms.MirroredStrategy("shared", cross_device_ops=algorithm()) as strategy:
         found = in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", {"w": cupy.asarray(values((4,), "float32"))}))
-        assert type(found["w"]) is cupy_double.ndarray
+        assert type(found["w"]) is cupy.ndarray
         assert np.allclose(found["w"].get(), total((4,), "float32", "MEAN"))
 
 
@@ -151,10 +157,11 @@ def test_a_result_for_one_rank_is_on_its_device(strategy: Any, cupy: Any) -> Non
 def test_slices_come_back_in_kind(strategy: Any, cupy: Any) -> None:
     rows = ms.IndexedSlices(cupy.asarray(np.full((1, 2), RANK + 1.0)), cupy.asarray(np.array([RANK])), (SIZE, 2))
     found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", rows))
-    assert type(found.values) is cupy_double.ndarray
+    assert type(found.values) is cupy.ndarray
     assert found.indices.get().tolist() == list(range(SIZE))
 
 
+@cupy_here.double_only
 @pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 7])
 def test_without_the_event_of_a_copy_the_numbers_are_wrong(
@@ -206,7 +213,7 @@ def test_an_all_reduce_that_was_started_is_one_of_this_stream(strategy: Any, cup
 def test_a_weighted_mean(strategy: Any, cupy: Any) -> None:
     found = in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", cupy.asarray(np.full(3, RANK + 1.0)), weight=RANK + 1))
     ranks = np.arange(1, SIZE + 1)
-    assert type(found) is cupy_double.ndarray
+    assert type(found) is cupy.ndarray
     assert np.allclose(found.get(), (ranks * ranks).sum() / ranks.sum())
 
 
@@ -226,3 +233,43 @@ def test_explain_tells_the_path(strategy: Any, cupy: Any) -> None:
     assert "2 arrays on a GPU, 56 bytes: ready on the GPU" in strategy.explain(arena)
     with ms.MirroredStrategy(cross_device_ops=ms.OrderedAllReduce()) as other:
         assert "copied to the host, reduced as other arrays are, and copied back" in other.explain(value)
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int16"])
+def test_results_are_written_where_out_says_by_one_kernel(strategy: Any, cupy: Any, op: str, dtype: str) -> None:
+    shapes = [(3,), (), (2, 5), (0,), (70,)]
+    arrays = {str(shape): cupy.asarray(values(shape, dtype)) for shape in shapes}
+    host = in_step(strategy, lambda ctx: ctx.all_reduce(op, [values(shape, dtype) for shape in shapes]))
+    out = {name: cupy.empty(array.shape, expected.dtype) for (name, array), expected in zip(arrays.items(), host)}  # noqa: B905
+    found = in_step(strategy, lambda ctx: ctx.all_reduce(op, arrays, out=out))
+    assert all(found[name] is out[name] for name in out)
+    assert all(np.array_equal(out[name].get(), expected) for name, expected in zip(out, host, strict=True))
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", arrays, out=arrays))
+    expected = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", [values(shape, dtype) for shape in shapes]))
+    assert all(np.array_equal(a.get(), b) for a, b in zip(arrays.values(), expected, strict=True))
+
+
+def test_out_on_the_other_side_is_refused(strategy: Any, cupy: Any) -> None:
+    device, host = cupy.asarray(np.ones(3)), np.ones(3)
+    with pytest.raises(ms.errors.ShapeError, match=r"an array on the host.*in GPU memory, as the value"):
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", device, out=host))
+    with pytest.raises(ms.errors.ShapeError, match=r"an array in GPU memory.*on the host, as the value"):
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", host, out=device))
+    with pytest.raises(ms.errors.ShapeError, match="float32"):
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", device, out=cupy.asarray(np.ones(3, np.float32))))
+    if not cupy_here.IS_REAL:
+        with cupy.cuda.Device(1):
+            elsewhere = cupy.asarray(np.ones(3))
+        with pytest.raises(ms.errors.DeviceError, match="GPU:0 and GPU:1"):
+            in_step(strategy, lambda ctx: ctx.all_reduce("SUM", device, out=elsewhere))
+
+
+def test_a_result_is_written_later_too(strategy: Any, cupy: Any) -> None:
+    gradients = [cupy.asarray(values((5,), "float32")) for _ in range(3)]
+
+    def step(ctx: Any) -> Any:
+        return ctx.all_reduce_async("SUM", gradients, out=gradients).wait()
+
+    assert in_step(strategy, step)[0] is gradients[0]
+    assert np.array_equal(gradients[2].get(), total((5,), "float32").real)

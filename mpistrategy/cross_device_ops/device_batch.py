@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy.device_arrays import check_device, is_on_device, like_given, to_host
+from mpistrategy.device_arrays import as_device_array, check_device, is_on_device, like_given, to_host
 from mpistrategy.values import IndexedSlices
 
 if TYPE_CHECKING:
@@ -75,3 +75,18 @@ def in_kind(result: Any, given: Any) -> Any:
             like_given(result.values, given.values), like_given(result.indices, given.indices), result.dense_shape
         )
     return like_given(result, given)
+
+
+def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Copy results into arrays of their dtypes and shapes: those in GPU memory all at once, on the current stream."""
+    on_device: list[tuple[Any, Any]] = []
+    for result, target in zip(results, targets, strict=True):
+        if is_on_device(target):
+            on_device.append((as_device_array(result, "a result in GPU memory"), target))
+        else:
+            target[...] = result
+    if on_device:
+        from mpistrategy.cross_device_ops.device_moves import move  # here, for the quick import
+
+        with on_device[0][0].device:
+            move([result for result, _ in on_device], [target for _, target in on_device])

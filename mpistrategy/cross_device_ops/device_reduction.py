@@ -75,8 +75,11 @@ class DeviceReduction:
                 if divided:
                     np.true_divide(bucket, bucket.dtype.type(count), out=bucket)
                 op = ReduceOp.SUM if divided else self._op
-                for index, view in pack.views(bucket):
-                    result = finish(view, self._arrays[index].dtype, op, count)
+                dtypes = {self._arrays[member.index].dtype for member in pack.members}
+                whole = len(dtypes) == 1  # then one kernel finishes all arrays of the pack
+                finished = finish(bucket, dtypes.pop(), op, count) if whole else bucket
+                for index, view in pack.views(finished):
+                    result = view if whole else finish(view, self._arrays[index].dtype, op, count)
                     lone = view.size == 1 and pack.size > _FEW_ELEMENTS and result is view
                     results[index] = result.copy() if lone else result
         return results

@@ -88,6 +88,11 @@ class Pack:
         """Where the arrays are."""
         return [slice(m.start, m.stop) for m in self.members]
 
+    @cached_property
+    def starts(self) -> Array:
+        """Where the arrays begin; as addresses are, uint64."""
+        return np.array([m.start for m in self.members], np.uint64)
+
     def views(self, buffer: Array) -> list[tuple[int, Array]]:
         """Return (index, view of `buffer` with the array's shape) for every member."""
         return [

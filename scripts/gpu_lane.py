@@ -1,0 +1,279 @@
+"""The steps of scripts/gpu_lane, which tells more; needs nothing but Python itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gpu_lane_jobs import ELSEWHERE, NOT_RUN, RIGHT, ROOT, WRONG, Lane, Row, environment, prepare, probe
+
+LIMIT = 460  # seconds for everything
+
+
+def rate(nbytes: float) -> str:
+    """Return bytes a second in words."""
+    return f"{nbytes / 1e9:.0f} GB/s" if nbytes >= 1e11 else f"{nbytes / 1e9:.1f} GB/s"
+
+
+def figures(lane: Lane, row: Row, part: str, ranks: int, limit: float) -> Any:
+    """Measure one part; return its figures, or None when it failed."""
+    file = lane.work / f"{part}.json"
+    ended = lane.ranks(row.name, ranks, [ROOT / "scripts" / "gpu_figures.py", file, part], limit)
+    if ended.status != 0 or not file.exists():
+        row.result, row.text = WRONG, ended.why
+        return None
+    lane.measured[part] = row.figures = json.loads(file.read_text())[part]
+    row.result = RIGHT
+    return row.figures
+
+
+def gpu(lane: Lane, row: Row) -> None:
+    """Say what is here."""
+    row.result = RIGHT
+    version = lane.facts.get("driver", 0)
+    cuda = f"driver for CUDA {version // 1000}.{version % 1000 // 10}, CuPy {lane.facts.get('cupy')}"
+    row.text = "the double" if lane.double else f"{lane.facts.get('gpus')} x {lane.facts.get('device')}, {cuda}"
+
+
+def limits(lane: Lane, row: Row) -> None:
+    """What nothing can be faster than."""
+    found = figures(lane, row, "limits", 2, 60)
+    if found:
+        row.text = "; ".join(f"{name}: {rate(value)}" for name, value in found.items())
+        row.text += " (two ranks at a time)"
+
+
+def packing(lane: Lane, row: Row) -> None:
+    """The packing kernel beside a plain copy."""
+    found = figures(lane, row, "packing", 1, 60)
+    if not found:
+        return
+    parts = []
+    for name, each in found.items():
+        share, back = (each[key] / each["copy"] for key in ("packing", "scattering"))
+        parts.append(
+            f"{name}: {rate(each['packing'])}, {share:.0%} of a copy; back {back:.0%}; "
+            f"{each['seconds of the host for a call'] * 1e6:.0f} us of the host"
+        )
+        if name == "resnet50" and share < 0.8:
+            row.result = WRONG
+            parts[-1] += " (wanted: 80 %)"
+    row.text = "; ".join(parts)
+
+
+def check(lane: Lane, row: Row) -> None:
+    """The packing kernel against NumPy."""
+    found = figures(lane, row, "check", 1, 60)
+    row.text = f"{found['lists that were right']} lists equal to NumPy's" if found else row.text
+
+
+def path(lane: Lane, row: Row) -> None:
+    """All-reduces on one path."""
+    if row.name == "nccl" and not lane.double and lane.facts.get("gpus", 0) < 2:
+        row.result, row.text = ELSEWHERE, "NCCL wants a GPU for each rank, and this machine has one"
+        return
+    found = figures(lane, row, row.name, 2, 60)
+    if not found:
+        return
+    if found["path"] != [row.name]:
+        row.result, row.text = NOT_RUN, f"not to be had here: {'; '.join(found['why'])}"
+        return
+    lane.paths.append(row.name)
+    times = found["seconds"]
+    parts = [f"{int(nbytes)} bytes: {seconds * 1e6:.0f} us" for nbytes, seconds in times.items() if nbytes.isdigit()]
+    largest = max((int(nbytes) for nbytes in times if nbytes.isdigit()), default=0)
+    speed = largest / times[str(largest)]
+    bound = _bound(lane, row.name)
+    row.text = "; ".join(parts) + f" = {rate(speed)}"
+    if bound:
+        row.text += f", {speed / bound[1]:.0%} of {bound[0]}"
+    if "resnet50" in times:
+        row.text += f"; resnet50: {times['resnet50'] * 1e3:.1f} ms"
+
+
+def _bound(lane: Lane, name: str) -> tuple[str, float] | None:
+    """Return what a path cannot be faster than, for the bytes of one rank's array."""
+    found = lane.measured.get("limits")
+    if not found:
+        return None
+    if name == "staged":  # each byte goes there and back, both at the same time
+        return "the bus", min(found["device to host, pinned"], found["host to device, pinned"])
+    return "the device's copies", found["device copy, bytes read and written"] / 4
+
+
+def tests(*files: str, ranks: int, limit: float) -> Callable[[Lane, Row], None]:
+    """Return a step that runs test files."""
+
+    def run(lane: Lane, row: Row) -> None:
+        names = [ROOT / "tests" / file for file in files]
+        arguments = [
+            "-m",
+            "pytest",
+            "--with-mpi",
+            "-q",
+            "-s",
+            "--color=no",
+            "--rootdir",
+            ROOT,
+            "-c",
+            ROOT / "pyproject.toml",
+        ]
+        known = ",".join(path for path in lane.paths if path in ("staged", "mpi", "ipc")) or "staged"
+        ended = lane.ranks(
+            row.name, ranks, [*arguments, *names], limit, MPISTRATEGY_TEST_PATHS=known, PYTEST_TIMEOUT=str(int(limit))
+        )
+        last = [line for line in ended.output.splitlines() if " passed" in line or line.startswith("conformance in")]
+        row.result = RIGHT if ended.status == 0 and last else WRONG
+        row.text = "; ".join(line.strip(" =") for line in last) if row.result == RIGHT else ended.why
+        if len(lane.paths) and row.result == RIGHT:
+            row.text += f" (paths: {known})"
+
+    return run
+
+
+def digits(lane: Lane, row: Row) -> None:
+    """Training on the GPU and on the CPU: the same weights."""
+    if lane.double:
+        row.text = "the double trains no digits"
+        return
+    for name in ("sklearn", "tqdm"):
+        if lane.job("digits", [sys.executable, "-c", f"import {name}"], 30).status != 0:
+            row.text = f"the package {name} is missing"
+            return
+    program = [ROOT / "scripts" / "train_digits.py", "--no-plot", "--progress", "lines"]
+    found: dict[str, Path] = {}
+    for name, ranks, devices in (("cpu", 2, "cpu"), ("gpu1", 1, "shared"), ("gpu2", 2, "shared")):
+        found[name] = lane.work / f"{name}.npz"
+        arguments = [*program, "--devices", devices, "--weights", found[name]]
+        ended = lane.ranks("digits", ranks, arguments, 60)
+        if ended.status != 0:
+            row.result, row.text = WRONG, f"{devices} on {ranks} ranks: {ended.why}"
+            return
+    compare = (
+        "import sys, numpy as np\n"
+        "one, *others = [np.load(name) for name in sys.argv[1:]]\n"
+        "print('APART', max(float(np.abs(one[k] - o[k]).max() / np.abs(one[k]).max()) for o in others for k in one))"
+    )
+    ended = lane.job("digits", [sys.executable, "-c", compare, *found.values()], 30)
+    apart = float(ended.output.partition("APART ")[2].split()[0]) if "APART" in ended.output else float("inf")
+    row.figures = {"largest relative difference": apart}
+    row.result = RIGHT if apart < 1e-6 else WRONG
+    row.text = f"weights of 1 and 2 ranks on the GPU and 2 on the CPU differ by at most {apart:.1e} of the largest"
+
+
+def sanitizer(lane: Lane, row: Row) -> None:
+    """The packing kernel under compute-sanitizer."""
+    places = [
+        str(folder)
+        for root in Path("/usr/local").glob("cuda*")
+        for folder in (root / "bin", root / "compute-sanitizer")
+    ]
+    tool = shutil.which("compute-sanitizer", path=":".join([lane.environment["PATH"], *places]))
+    if tool is None:
+        row.text = "there is no compute-sanitizer, neither on PATH nor below /usr/local/cuda*"
+        return
+    if lane.double:
+        row.text = "the double has no kernels"
+        return
+    program = [sys.executable, ROOT / "scripts" / "gpu_figures.py", lane.work / "sanitized.json", "check"]
+    ended = lane.job(row.name, [tool, "--tool", "memcheck", "--error-exitcode", "9", *program], 120)
+    clean = ended.status == 0 and "ERROR SUMMARY: 0 errors" in ended.output
+    unable = "not supported" in ended.output.lower() or "Unable to" in ended.output
+    row.result = RIGHT if clean else NOT_RUN if unable else WRONG
+    row.text = "memcheck found nothing" if clean else ended.why
+
+
+STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
+    ("gpu", "GPU", gpu),
+    ("limits", "limits", limits),
+    ("packing", "packing on the device", packing),
+    ("check", "packing kernel against NumPy", check),
+    ("staged", "all-reduce, staged through the host, 2 ranks on one GPU", path),
+    ("mpi", "all-reduce, CUDA-aware MPI, 2 ranks on one GPU", path),
+    ("ipc", "all-reduce, CUDA IPC, 2 ranks on one GPU", path),
+    ("nccl", "all-reduce, NCCL", path),
+    ("races", "slow kernels, 2 ranks", tests("test_device_races.py", ranks=2, limit=60)),
+    ("properties1", "property tests, 1 rank", tests("test_device_reductions.py", ranks=1, limit=60)),
+    ("properties2", "property tests, 2 ranks", tests("test_device_reductions.py", ranks=2, limit=60)),
+    ("digits", "training of the digits", digits),
+    ("conformance1", "recorded cases, 1 rank", tests("test_conformance_gpus.py", ranks=1, limit=60)),
+    ("conformance2", "recorded cases, 2 ranks", tests("test_conformance_gpus.py", ranks=2, limit=150)),
+    ("sanitizer", "compute-sanitizer on the kernels", sanitizer),
+]
+
+
+def table(rows: Sequence[Row], facts: dict[str, Any], seconds: float) -> str:
+    """Return the table: Markdown that can be read as it is."""
+    device = facts.get("device", "the double" if facts.get("double") else "no GPU")
+    lines = [f"| on {device}, {facts['date']} | | |", "|---|---|---|"]
+    lines += [f"| {row.what} | {row.result} | {row.text or '-'} |" for row in rows]
+    counts = {result: sum(row.result == result for row in rows) for result in (RIGHT, WRONG, NOT_RUN, ELSEWHERE)}
+    said = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
+    return "\n".join([*lines, "", f"{said}; {seconds:.0f} s"])
+
+
+def status_of(rows: Sequence[Row]) -> int:
+    """Return the exit status that these rows make."""
+    results = {row.result for row in rows}
+    return 1 if WRONG in results else 3 if NOT_RUN in results else 0
+
+
+def main() -> int:
+    """Run the steps, and tell."""
+    started = time.monotonic()
+    options = parse_arguments()
+    wanted = set(options.only.split(",")) if options.only else {name for name, _, _ in STEPS}
+    unknown = wanted - {name for name, _, _ in STEPS}
+    if unknown or (options.folder and not options.folder.is_dir()):
+        trouble = f"no row {', '.join(sorted(unknown))}" if unknown else f"no folder {options.folder}"
+        print(f"error: {trouble}; scripts/gpu_lane --help tells more", file=sys.stderr)
+        return 2
+    logs = options.json.resolve().with_suffix(".logs")
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    rows = [Row(name, what) for name, what, _ in STEPS if name in wanted]
+    steps = {name: step for name, _, step in STEPS}
+    with tempfile.TemporaryDirectory(prefix="gpu-lane-", ignore_cleanup_errors=True) as work:
+        lane = Lane(options.double, logs, Path(work), environment(options.double), started + options.seconds)
+        lane.facts |= {"date": time.strftime("%Y-%m-%d"), "double": options.double, "machine": platform.node()}
+        trouble = prepare(lane, options.folder and options.folder.resolve()) or probe(lane)
+        for row in rows:
+            before = time.monotonic()
+            if trouble:
+                row.text = trouble
+            elif before > lane.until - 5:
+                row.text = f"the {options.seconds:.0f} s were over"
+            else:
+                steps[row.name](lane, row)
+            row.seconds = round(time.monotonic() - before, 1)
+            print(f"== {row.what}: {row.result}, {row.seconds} s", file=sys.stderr, flush=True)
+        lane.facts.pop("gpu_error", None)
+    seconds = time.monotonic() - started
+    report = {**lane.facts, "seconds": round(seconds, 1), "rows": [asdict(row) for row in rows]}
+    options.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    print(table(rows, lane.facts, seconds))
+    return status_of(rows)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu_lane", description="See scripts/gpu_lane --help.")
+    parser.add_argument("--from", dest="folder", type=Path, metavar="FOLDER", help="wheels and a packed MPI")
+    parser.add_argument("--json", type=Path, default=Path("gpu_lane.json"), help="default: %(default)s")
+    parser.add_argument("--only", default="", metavar="ROW,ROW", help="only these rows")
+    parser.add_argument("--seconds", type=float, default=LIMIT, help="for everything; default: %(default)s")
+    parser.add_argument("--double", action="store_true", help="on the tests' double")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""What the steps of scripts/gpu_lane share: rows, jobs that end whatever hangs, and getting an MPI and packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "MPISTRATEGY_GPU_LANE"
+RIGHT, WRONG, NOT_RUN, ELSEWHERE = "ok", "WRONG", "not run", "not here"
+SOON = 3  # seconds that a job has to end when it is asked to
+
+PROBE = """
+import json, importlib
+found = {"missing": [], "python": __import__("platform").python_version()}
+for name in ("numpy", "mpi4py", "pytest", "pytest_mpi", "pytest_timeout", "hypothesis", "ml_dtypes"):
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        found["missing"].append(f"{name} ({error})")
+if GPU:
+    try:
+        import cupy
+        runtime = cupy.cuda.runtime
+        found["cupy"] = cupy.__version__
+        found["driver"] = runtime.driverGetVersion()
+        found["device"] = runtime.getDeviceProperties(0)["name"].decode()
+        found["gpus"] = runtime.getDeviceCount()
+        assert float(cupy.ones(3).sum()) == 3
+    except Exception as error:
+        found["gpu_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+print("PROBE " + json.dumps(found))
+"""
+
+
+@dataclass
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: what `--only` calls it.
+        what: in words.
+        result: "ok", "WRONG", "not run" (something is missing) or "not here" (it takes more than one GPU).
+        text: figures, or why there are none.
+        figures: the same for programs.
+        seconds: how long it took.
+    """
+
+    name: str
+    what: str
+    result: str = NOT_RUN
+    text: str = ""
+    figures: Any = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Ended:
+    """A job that is over.
+
+    Attributes:
+        status: its exit status; None if its time was up.
+        output: what it said.
+    """
+
+    status: int | None
+    output: str
+
+    @property
+    def why(self) -> str:
+        """What to tell somebody who asks why it failed."""
+        said = [line.strip() for line in self.output.splitlines() if line.strip()]
+        errors = [line for line in said if "Error" in line or line.startswith("E  ")]
+        last = (errors or said or ["it said nothing"])[-1]
+        return f"{'its time was up' if self.status is None else f'exit status {self.status}'}: {last[:160]}"
+
+
+@dataclass
+class Lane:
+    """What the steps share.
+
+    Attributes:
+        double: whether there is a double in the place of a GPU.
+        logs: the folder of what the steps say.
+        work: a folder for what nobody wants to keep.
+        environment: of all jobs.
+        until: when everything must be over.
+        mpiexec: the command that starts ranks; empty where there is none.
+        facts: of machine and packages.
+        paths: those that arrays in GPU memory can take here.
+        measured: figures by part.
+    """
+
+    double: bool
+    logs: Path
+    work: Path
+    environment: dict[str, str]
+    until: float
+    mpiexec: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    paths: list[str] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def job(self, name: str, command: Sequence[str | Path], limit: float, **environment: str) -> Ended:
+        """Run a command; whatever it has started is gone afterwards."""
+        mark = uuid.uuid4().hex
+        log = self.logs / f"{name}.txt"
+        limit = max(1.0, min(limit, self.until - time.monotonic()))
+        status: int | None
+        with log.open("a") as output:
+            output.write(f"$ {shlex.join(map(str, command))}\n")
+            output.flush()
+            started = log.stat().st_size
+            job = subprocess.Popen(
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**self.environment, **environment, MARK: mark},
+                cwd=self.work,
+                start_new_session=True,
+            )
+            try:
+                status = job.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                _end(job, mark)
+        with log.open("rb") as file:
+            file.seek(started)
+            return Ended(status, file.read().decode(errors="replace"))
+
+    def ranks(self, name: str, ranks: int, arguments: Sequence[str | Path], limit: float, **environment: str) -> Ended:
+        """Run ``python ARGUMENTS...`` on so many ranks."""
+        command = [*self.mpiexec, "-n", str(ranks), sys.executable, *arguments]
+        return self.job(name, command, limit, **environment)
+
+
+def _end(job: subprocess.Popen[bytes], mark: str) -> None:
+    """End a job and what it has started, which carries its mark, and nothing else."""
+    for number, patience in ((signal.SIGTERM, SOON), (signal.SIGKILL, SOON)):
+        if job.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(patience)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------ getting ready
+
+
+def environment(double: bool) -> dict[str, str]:
+    """Return the environment of the jobs: no launcher's words, one thread a rank."""
+    launchers = ("PMI", "PMIX", "OMPI_", "PRTE_", "HYDRA", "HYDI_", "MPI_LOCAL")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    kept |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    kept |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    kept |= {"MPISTRATEGY_CUDA_AWARE": "1"} if double else {"MPISTRATEGY_TEST_GPU": "1"}
+    return kept
+
+
+def prepare(lane: Lane, folder: Path | None) -> str:
+    """Install the wheels and unpack the MPI of `folder`; return what is wrong, or ""."""
+    paths = [str(ROOT), str(ROOT / "tests"), lane.environment.get("PYTHONPATH", "")]
+    wheels = sorted(folder.glob("*.whl")) if folder else []
+    if wheels:
+        site = lane.work / "site"
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        ended = lane.job("wheels", [*install, "--target", site, *wheels], 120)
+        if ended.status != 0:
+            return f"pip could not install the wheels of {folder} ({ended.why})"
+        paths.insert(0, str(site))
+        lane.environment["PATH"] = f"{site / 'bin'}:{lane.environment['PATH']}"
+    lane.environment["PYTHONPATH"] = ":".join(filter(None, paths))
+    archives = sorted(folder.glob("*.tar.*")) if folder else []
+    if len(archives) > 1:
+        return f"{folder} holds {len(archives)} archives, and one MPI is wanted"
+    if archives:
+        trouble = _unpack(lane, archives[0])
+        if trouble:
+            return trouble
+    return _find_mpiexec(lane)
+
+
+def _unpack(lane: Lane, archive: Path) -> str:
+    ended = lane.job("mpi", ["tar", "-xf", archive, "-C", lane.work], 60)
+    found = sorted(lane.work.glob("*/env.sh"))
+    if ended.status != 0 or not found:
+        return f"{archive} could not be unpacked, or has no env.sh ({ended.why})"
+    script = f"source {shlex.quote(str(found[0]))} && env -0 > {shlex.quote(str(lane.work / 'environment'))}"
+    ended = lane.job("mpi", ["bash", "-c", script], 20)
+    if ended.status != 0:
+        return f"{found[0]} failed ({ended.why})"
+    for line in (lane.work / "environment").read_bytes().split(b"\0"):
+        name, _, value = line.decode(errors="replace").partition("=")
+        if name and name != MARK:
+            lane.environment[name] = value
+    if (found[0].parent / "bin" / "ompi_info").exists() or "ompi" in found[0].parent.name:
+        # CUDA's own inter-process memory between ranks of a node; pml ucx would want a network to start.
+        lane.environment |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,smcuda"}
+        lane.environment["OMPI_MCA_opal_warn_on_missing_libcuda"] = "0"
+    lane.facts["mpi from"] = archive.name
+    return ""
+
+
+def _find_mpiexec(lane: Lane) -> str:
+    beside = Path(sys.executable).parent
+    path = lane.environment["PATH"] if "mpi from" in lane.facts else f"{beside}:{lane.environment['PATH']}"
+    found = shutil.which("mpiexec", path=path)
+    if found is None:
+        return "there is no mpiexec: neither in the folder, nor beside Python, nor on PATH"
+    ended = lane.job("mpi", [found, "--version"], 20)
+    is_open_mpi = any(word in ended.output for word in ("Open MPI", "OpenRTE", "prterun", "PRRTE"))
+    lane.mpiexec = [found, *(["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi else [])]
+    return ""
+
+
+def probe(lane: Lane) -> str:
+    """Look at packages and the GPU; return what is missing, or ""."""
+    ended = lane.job("probe", [sys.executable, "-c", f"GPU = {not lane.double}\n{PROBE}"], 90)
+    line = next((line for line in ended.output.splitlines() if line.startswith("PROBE ")), None)
+    if line is None:
+        return f"Python could not look for packages ({ended.why})"
+    found = json.loads(line.removeprefix("PROBE "))
+    lane.facts |= {name: value for name, value in found.items() if name != "missing"}
+    if found["missing"]:
+        return f"packages are missing: {', '.join(found['missing'])}"
+    if "gpu_error" in found:
+        return f"no GPU that works with CuPy ({found['gpu_error']})"
+    return ""

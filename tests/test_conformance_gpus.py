@@ -1,0 +1,33 @@
+"""The recorded TensorFlow cases with all tensors in GPU memory: a real GPU's, or the double's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import cupy_here
+import pytest
+from conformance import on_device
+from conformance.cases import load_cases
+from conformance.ranks import MpiRanks
+from conformance.runner import replay
+from mpi4py import MPI
+from replicas import ALL, RANK, SIZE
+
+#: The short lane replays every so many cases.
+EVERY = 1 if ALL or cupy_here.IS_REAL else 10
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(SIZE > 2, reason="1 and 2 ranks are what a machine with one GPU is asked for")
+def test_recorded_cases_hold_in_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device, "MODE", "cupy" if cupy_here.IS_REAL else "double")
+    monkeypatch.setattr(MpiRanks, "strategies", {})  # those of other tests are on CPUs
+    cases = [case for case in load_cases() if case["num_replicas"] == SIZE][::EVERY]
+    comm = MPI.COMM_WORLD.Dup()
+    results = replay(cases, MpiRanks(comm))
+    comm.Free()
+    if RANK == 0:
+        counts = Counter(result.verdict for result in results)
+        print(f"conformance in GPU memory: {dict(counts)}")
+        assert not [result for result in results if result.verdict in ("failed", "unsupported")]
+        assert counts["passed"] > len(cases) / 2

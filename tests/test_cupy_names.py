@@ -1,0 +1,112 @@
+"""What device code asks of CuPy exists in the real one, and the double has nothing that it has not.
+
+CuPy can be imported without a GPU: these tests are skipped only where it is not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import cupy_double
+import pytest
+from packaging.requirements import Requirement
+
+import mpistrategy as ms
+
+PACKAGE = Path(ms.__file__).parent
+#: How files of ours call the package and its parts.
+ROOTS = {"cupy": "cupy", "_cupy": "cupy", "cuda": "cupy.cuda"}
+#: Of the double: how it does what a GPU does by itself, and a queue's own words.
+ITS_OWN = {
+    "Stream": {"everything", "put", "run_until"},
+    "Event": set(),
+    "MemoryPool": set(),
+    "RawModule": set(),
+    "RawKernel": set(),
+    "ndarray": set(),
+}
+
+
+def dotted(node: ast.AST) -> str:
+    """Return ``cupy.cuda.Event`` for the expression that says so; "" for others."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        if node.attr in ROOTS:
+            return ".".join([ROOTS[node.attr], *names]) if node.attr == "_cupy" or names else ""
+        names.insert(0, node.attr)
+        node = node.value
+    return ".".join([ROOTS[node.id], *names]) if isinstance(node, ast.Name) and node.id in ROOTS and names else ""
+
+
+def asked_for() -> Iterator[tuple[str, str]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        numba = "from numba import cuda" in path.read_text(encoding="utf-8")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("cupy", "cupyx"):
+                yield from ((path.name, f"{node.module}.{alias.name}") for alias in node.names)
+            name = dotted(node)
+            if name.startswith("cupy.") and not (numba and name.startswith("cupy.cuda.as_cuda_array")):
+                yield path.name, name
+
+
+NAMES = sorted(set(asked_for()))
+
+
+def test_names_are_found_in_our_files() -> None:
+    names = {name for _, name in NAMES}
+    assert {"cupy.cuda.Event", "cupy.RawModule", "cupyx.empty_pinned", "cupy.cuda.runtime.memcpyAsync"} <= names
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+@pytest.mark.parametrize(("file", "name"), NAMES)
+def test_a_name_exists_in_cupy(cupy: Any, file: str, name: str) -> None:
+    root, *rest = name.split(".")
+    module = pytest.importorskip("cupyx") if root == "cupyx" else cupy
+    reduce(getattr, rest, module)
+
+
+@pytest.mark.parametrize("kind", ITS_OWN)
+def test_the_double_invents_nothing(cupy: Any, kind: str) -> None:
+    mine = getattr(cupy_double, kind)
+    theirs = getattr(cupy, kind, None) or getattr(cupy.cuda, kind)
+    ours = {name for name in vars(mine) if not name.startswith("_")} - ITS_OWN[kind]
+    assert ours <= set(dir(theirs))
+
+
+def test_the_doubles_functions_exist(cupy: Any) -> None:
+    runtime = vars(cupy_double.cupy.cuda.runtime)
+    assert all(hasattr(cupy.cuda.runtime, name) for name in runtime)
+    for place, real in ((cupy_double.cupy, cupy), (cupy_double.cupy.cuda, cupy.cuda)):
+        public = {name for name in vars(place) if not name.startswith("_")}
+        assert {name for name in public if not hasattr(real, name)} == set()
+
+
+def test_arguments_by_name_are_those_of_cupy(cupy: Any) -> None:
+    described = {
+        cupy.cuda.Event: ("disable_timing",),
+        cupy.cuda.Stream: ("non_blocking",),
+        cupy.RawModule: ("code", "options"),
+        cupy.ndarray: ("memptr",),
+    }
+    for kind, arguments in described.items():
+        text = f"{kind.__doc__}\n{kind.__init__.__doc__}"
+        assert all(re.search(rf"\b{argument}\b", text) for argument in arguments), kind
+
+
+def test_the_extras_ask_for_a_cupy_that_was_looked_at(cupy: Any) -> None:
+    text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    extras = [Requirement(found) for found in re.findall(r'cuda1[23] = \["([^"]+)"\]', text)]
+    assert sorted(extra.name for extra in extras) == ["cupy-cuda12x", "cupy-cuda13x"]
+    version = importlib.metadata.version(next(name for name in importlib.metadata.packages_distributions()["cupy"]))
+    assert all(version in extra.specifier for extra in extras)

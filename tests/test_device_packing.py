@@ -1,0 +1,245 @@
+"""Many arrays copied at once on a GPU: the kernel's source by nvcc and by g++, and the whole way with a CuPy double."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cupy_double
+import kernels_on_cpu
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpistrategy.bench import shapes
+from mpistrategy.cross_device_ops import device_moves, device_packing, move_kernel, packing
+from mpistrategy.errors import FallbackWarning
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+PAIRS = [(np.dtype(getattr(ml_dtypes, a, a)), np.dtype(getattr(ml_dtypes, b, b))) for a, b in move_kernel.KINDS]
+PLAIN = [np.dtype(name) for name in ("int8", "float16", "float32", "float64", "complex128", "bool", "bfloat16")]
+HARD = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 65504.0, 65519.9, 65520.0, 6e-8, 2e-8, 3e-8, -2.98e-8, 1.00048828125]
+HARD += [6.1e-5, 6.097e-5, 1.00146484375, 3.4e38, 1e-40, 2049.0, 2051.0, 1 / 3]
+
+
+@pytest.fixture
+def cupy() -> Iterator[ModuleType]:
+    with cupy_double.installed() as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if not kernels_on_cpu.HAS_COMPILER:
+        pytest.skip("there is no g++")
+    return kernels_on_cpu.compiled(tmp_path_factory.mktemp("kernel"))
+
+
+def misaligned(size: int, dtype: np.dtype[Any], offset: int) -> np.ndarray:
+    """Return an array that starts `offset` elements after an address that 64 divides."""
+    memory = np.zeros(size * dtype.itemsize + offset * dtype.itemsize + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset * dtype.itemsize
+    return memory[start : start + size * dtype.itemsize].view(dtype)
+
+
+def memory_of(array: np.ndarray) -> np.ndarray:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def filled(size: int, dtype: np.dtype[Any], offset: int, seed: int) -> np.ndarray:
+    array = misaligned(size, dtype, offset)
+    random = np.random.default_rng(seed)
+    if dtype.kind in "iu":
+        array[:] = random.integers(-(2**40), 2**40, size).astype(dtype)
+    elif dtype.kind == "b":
+        array[:] = random.integers(0, 2, size)
+    else:
+        with np.errstate(all="ignore"):
+            array[:] = (random.standard_normal(size) * 10.0 ** random.integers(-9, 6, size)).astype(dtype)
+            array[: len(HARD)] = np.array(HARD[:size]).astype(dtype)
+    return array
+
+
+def converted(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)
+
+
+def same(found: np.ndarray, expected: np.ndarray) -> bool:
+    """Return whether all bits are the same; what is no number may be so in another way."""
+    bits = f"V{found.itemsize}"
+    alike = found.view(bits) == expected.view(bits)
+    if found.dtype.kind not in "iub":
+        alike |= np.isnan(found) & np.isnan(expected)
+    return bool(alike.all())
+
+
+one_array = st.tuples(
+    st.one_of(st.sampled_from(PAIRS), st.sampled_from([(dtype, dtype) for dtype in PLAIN])),
+    st.one_of(st.integers(0, 40), st.sampled_from([1023, 4095, 4096, 4097, 8200, 16384, 16399, 33000])),
+    st.integers(0, 17),
+    st.integers(0, 17),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(arrays=st.lists(one_array, min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_the_kernel_copies_and_converts_every_bit(library: Any, arrays: Any, seed: int) -> None:
+    sources = [filled(size, dtype, offset, seed) for (dtype, _), size, offset, _ in arrays]
+    targets = [misaligned(size, dtype, offset) for (_, dtype), size, _, offset in arrays]
+    kernels_on_cpu.move(library, sources, targets)
+    for source, target in zip(sources, targets, strict=True):
+        assert same(target, converted(source, target.dtype))
+        everything, own = (memory.astype(int).sum() for memory in (memory_of(target), target.view(np.uint8)))
+        assert everything == own, "something was written outside"
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
+def test_every_value_of_16_bits_is_converted_as_by_numpy(library: Any, pair: Any) -> None:
+    source, target = pair
+    if source.itemsize <= 2:
+        every = np.arange(2 ** (8 * source.itemsize)).astype(f"u{source.itemsize}").view(source)
+    elif source.kind == "f":
+        every = np.arange(0, 2**32, 2**12 - 1, dtype=np.uint64).astype(np.uint32).view(source)
+    else:
+        every = np.arange(0, 2**32, 2**16 - 1, dtype=np.uint64).astype(np.uint32).view(source)
+    found = np.empty(every.size, target)
+    kernels_on_cpu.move(library, [every], [found])
+    assert same(found, converted(every, target))
+
+
+def test_the_gradients_of_resnet50_are_one_launch(library: Any) -> None:
+    sizes = [int(np.prod(shape)) for shape in shapes.resnet50()]
+    moves = tuple((0, size, 4, 4) for size in sizes)
+    (launch,) = device_moves.launches(moves)
+    assert launch.count == len(sizes) == 161
+    assert launch.blocks == sum(-(-4 * size // move_kernel.BLOCK_BYTES) for size in sizes)
+
+
+def test_lists_of_any_length_and_arrays_of_any_size_are_cut_into_launches(library: Any) -> None:
+    sources = [filled(7, np.dtype("int16"), number % 5, number) for number in range(400)]
+    targets = [misaligned(7, np.dtype("int32"), number % 3) for number in range(400)]
+    assert kernels_on_cpu.move(library, sources, targets) == 3
+    assert all(np.array_equal(a, b) for a, b in zip(sources, targets, strict=True))
+    (launch,) = device_moves.launches(((0, 2**28 + 1, 8, 8), (0, 0, 8, 8), (1, 2**27 + 5, 2, 4)))
+    assert launch.arrays.tolist() == [0] * 17 + [2, 2]
+    sizes = launch.template["size"][0, : launch.count].astype(int)
+    assert sizes.sum() == 2**31 + 8 + 2**27 + 5
+    assert launch.before_source.tolist() == [*range(0, 2**31 + 1, 2**27), 0, 2**28]
+    assert launch.before_target.tolist() == [*range(0, 2**31 + 1, 2**27), 0, 2**29]
+
+
+def test_the_argument_is_laid_out_as_cpp_does_and_small_enough_for_every_gpu() -> None:
+    assert move_kernel.MOVES.itemsize + 4 <= 4096
+    offsets = [move_kernel.MOVES.fields[name][1] for name in move_kernel.MOVES.names]
+    assert offsets == sorted(offsets)
+    assert move_kernel.MOVES.itemsize % 8 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_nvcc_compiles_the_kernel_and_it_needs_no_memory_of_its_own(tmp_path: Path) -> None:
+    source = tmp_path / "move.cu"
+    source.write_text(move_kernel.SOURCE)
+    command = ["nvcc", "-std=c++14", "-arch=sm_80", "-Werror=all-warnings", "-Xptxas=-v", "-cubin"]
+    told = subprocess.run(
+        [*command, "-o", tmp_path / "move.cubin", source], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in told.stderr
+
+
+def packed(cupy: Any, arrays: list[Any]) -> list[np.ndarray]:
+    buckets = []
+    for pack in packing.plan(arrays):
+        bucket = cupy.empty(pack.size, pack.dtype)
+        device_packing.fill(pack, arrays, bucket)
+        buckets.append((pack, bucket))
+    return [bucket.get() for _, bucket in buckets]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    arrays=st.lists(
+        st.tuples(
+            st.sampled_from(["float32", "float16", "bfloat16", "int8", "uint16", "int32", "float64"]),
+            st.sampled_from([(), (0,), (3,), (2, 5), (70,), (4, 3, 2)]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_a_list_is_packed_as_on_the_host(arrays: Any) -> None:
+    with cupy_double.installed() as cupy:
+        on_host = [
+            np.arange(1 + np.prod(shape, dtype=int))[1:].reshape(shape).astype(getattr(ml_dtypes, name, name))
+            for name, shape, _ in arrays
+        ]
+        on_device = [
+            cupy.asarray(np.ascontiguousarray(array.T)).T if transposed else cupy.asarray(array) * 1
+            for array, (_, _, transposed) in zip(on_host, arrays, strict=True)
+        ]
+        found = packed(cupy, on_device)
+        expected = [pack.fill(on_host) for pack in packing.plan(on_host)]
+        assert [a.tolist() for a in found] == [b.tolist() for b in expected]
+
+
+def test_one_kernel_packs_a_list_and_waits_for_what_is_still_computed(cupy: Any) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        arrays = [cupy.asarray(np.full((3, 2), number, np.float32)) * 2 for number in range(161)]
+        (pack,) = packing.plan(arrays)
+        bucket = cupy.empty(pack.size, pack.dtype)
+        before = cupy_double.counts["kernels"]
+        device_packing.fill(pack, arrays, bucket)
+        assert cupy_double.counts["kernels"] == before + 1
+        assert cupy_double.pending(bucket)
+        assert all(map(cupy_double.pending, arrays))
+        del arrays  # their memory belongs to work that comes later on the stream
+        later = [cupy.asarray(np.full((3, 2), -1, np.float32)) for _ in range(161)]
+        assert bucket.get(stream=stream).tolist() == [2.0 * number for number in range(161) for _ in range(6)]
+        assert len(later) == 161
+
+
+def test_a_lone_array_is_a_plain_copy(cupy: Any) -> None:
+    before = cupy_double.counts["kernels"]
+    assert packed(cupy, [cupy.asarray(np.arange(5.0))])[0].tolist() == [0, 1, 2, 3, 4]
+    assert cupy_double.counts["kernels"] == before
+
+
+def test_results_are_scattered_by_one_kernel_but_for_those_that_need_more(cupy: Any) -> None:
+    results = [cupy.asarray(np.arange(6.0).reshape(2, 3) + number) for number in range(9)]
+    targets = [cupy.empty((2, 3)) for _ in range(7)] + [cupy.empty((3, 2)).T, cupy.empty((2, 3), "float32")]
+    before = cupy_double.counts["kernels"]
+    device_moves.move(results, targets)
+    assert cupy_double.counts["kernels"] == before + 1
+    for number, target in enumerate(targets):
+        assert np.array_equal(target.get(), np.arange(6.0).reshape(2, 3) + number)
+
+
+def test_without_a_compiler_they_are_copied_one_by_one_with_one_warning(cupy: Any, monkeypatch: Any) -> None:
+    def fail(self: Any) -> None:
+        raise RuntimeError("libnvrtc.so.13: cannot open\nshared object file")
+
+    monkeypatch.setattr(cupy_double.RawModule, "compile", fail)
+    move_kernel.kernel.cache_clear()
+    try:
+        arrays = [cupy.asarray(np.arange(3, dtype="float16") + number) for number in range(3)]
+        with pytest.warns(FallbackWarning, match=r"cannot be compiled \(libnvrtc.so.13: cannot open\)"):
+            first = packed(cupy, arrays)
+        assert [each.tolist() for each in (*first, *packed(cupy, arrays))] == [[0, 1, 2, 1, 2, 3, 2, 3, 4]] * 2
+        targets = [cupy.empty(3, "float16") for _ in arrays]
+        device_moves.move(arrays, targets)
+        assert [each.get().tolist() for each in targets] == [each.get().tolist() for each in arrays]
+    finally:
+        move_kernel.kernel.cache_clear()

@@ -1,0 +1,75 @@
+"""All-reduces of what slow kernels have yet to write: right in the order that the library keeps, wrong without it.
+
+With MPISTRATEGY_TEST_GPU=1 the kernels of a real GPU take a millisecond each, and there are 1,000 of them; else there
+are a few of the double's, which take until somebody waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import cupy_here
+import numpy as np
+import pytest
+from delayed_writes import delayed_fill
+from replicas import RANK, SIZE
+
+import mpistrategy as ms
+from mpistrategy.options import GPU_PATH
+
+ITERATIONS = 1000 if cupy_here.IS_REAL else 24
+SECONDS = 1e-3
+SIZES = (3, 1000, 70_000)
+
+
+@pytest.fixture
+def cupy() -> Iterator[ModuleType]:
+    with cupy_here.installed() as module:
+        yield module
+
+
+def wrong_sums(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch, iterations: int) -> int:
+    """Return how many of the sums were wrong: what is read, and what the sums become part of, later on the stream."""
+    monkeypatch.setenv(GPU_PATH, path)
+    if not cupy_here.IS_REAL:
+        monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
+    ranks = SIZE * (SIZE + 1) / 2
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with cupy_here.strategy() as strategy, stream:
+        gradients = [cupy.asarray(np.full(size, -1.0)) for size in SIZES]
+        wrong = cupy.asarray(np.zeros(1))
+
+        def step(number: int) -> None:
+            for at, gradient in enumerate(gradients):
+                delayed_fill(cupy, gradient, (RANK + 1) * (number % 97 + at + 1), SECONDS if at == 0 else 0)
+            sums = ms.get_replica_context().all_reduce("SUM", gradients)
+            for at, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+                gradient[...] = -1.0  # nobody may read it any more
+                wrong[...] += (total * 2 != 2 * ranks * (number % 97 + at + 1)).any()
+
+        for number in range(iterations):
+            strategy.run(step, args=(number,))
+        return int(wrong.get(stream=stream)[0])
+
+
+@pytest.mark.parametrize("path", cupy_here.PATHS)
+def test_sums_of_what_slow_kernels_write_are_right(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_sums(cupy, path, monkeypatch, ITERATIONS) == 0
+
+
+ORDERS = {
+    "the host waits for no event": ("Event", "synchronize", lambda self: None),
+    "a stream waits for no event": ("Stream", "wait_event", lambda self, event: None),
+}
+MATTERS = {"staged": ORDERS, "mpi": ["the host waits for no event"]}
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
+@pytest.mark.parametrize(("path", "order"), [(p, o) for p in cupy_here.PATHS for o in MATTERS.get(p, ())])
+def test_without_the_order_they_are_wrong(cupy: Any, path: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    kind, method, nothing = ORDERS[order]
+    monkeypatch.setattr(getattr(cupy.cuda, kind), method, nothing)
+    assert wrong_sums(cupy, path, monkeypatch, ITERATIONS // 8) > 0

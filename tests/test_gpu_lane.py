@@ -1,0 +1,146 @@
+"""scripts/gpu_lane where there is no GPU: what it says then, and its own logic, on the double."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_lane.py"
+HAS_CUPY = importlib.util.find_spec("cupy") is not None
+
+
+@pytest.fixture(scope="module")
+def gpu_lane() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_lane", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_lane"] = module  # its dataclasses look for it
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    return module
+
+
+@pytest.fixture
+def lane(gpu_lane: Any, tmp_path: Path) -> Any:
+    logs, work = tmp_path / "logs", tmp_path / "work"
+    logs.mkdir()
+    work.mkdir()
+    return gpu_lane.Lane(True, logs, work, gpu_lane.environment(True), time.monotonic() + 100)
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    file = tmp_path / "lane.json"
+    command = [sys.executable, SCRIPT, "--json", file, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    report = json.loads(file.read_text()) if file.exists() else {}
+    return ended.returncode, report, ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif(HAS_CUPY, reason="there may be a GPU")
+def test_without_a_gpu_every_row_says_why_and_so_does_the_status(launch: Any, tmp_path: Path, gpu_lane: Any) -> None:
+    status, report, said = run(tmp_path)
+    assert status == 3, said
+    assert [row["name"] for row in report["rows"]] == [name for name, _, _ in gpu_lane.STEPS]
+    assert {row["result"] for row in report["rows"]} == {"not run"}
+    assert all("No module named 'cupy'" in row["text"] for row in report["rows"])
+    assert said.count("| not run | no GPU that works with CuPy") == len(gpu_lane.STEPS)
+    assert f"{len(gpu_lane.STEPS)} not run" in said
+
+
+def test_on_the_double_rows_have_figures(launch: Any, tmp_path: Path) -> None:
+    status, report, said = run(tmp_path, "--double", "--only", "gpu,packing,staged")
+    assert status == 0, said
+    rows = {row["name"]: row for row in report["rows"]}
+    assert {row["result"] for row in rows.values()} == {"ok"}, said
+    assert rows["packing"]["figures"]["tiny1000"]["bytes"] == 4 * 516458
+    assert rows["staged"]["figures"]["path"] == ["staged"]
+    assert "| all-reduce, staged through the host, 2 ranks on one GPU | ok | 4096 bytes: " in said
+    assert (tmp_path / "lane.logs" / "staged.txt").read_text().startswith("$ ")
+
+
+def test_bad_arguments_are_status_2(launch: Any, tmp_path: Path) -> None:
+    for arguments, told in ((("--only", "no_row"), "no row no_row"), (("--from", "nowhere"), "no folder nowhere")):
+        status, _, said = run(tmp_path, *arguments)
+        assert status == 2
+        assert told in said
+
+
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [(["ok"], 0), (["ok", "not here"], 0), (["ok", "not run"], 3), (["not run", "WRONG"], 1), (["WRONG", "ok"], 1)],
+)
+def test_the_status_tells(gpu_lane: Any, results: list[str], status: int) -> None:
+    rows = [gpu_lane.Row("a", "what it is", result, "its text") for result in results]
+    assert gpu_lane.status_of(rows) == status
+    table = gpu_lane.table(rows, {"date": "2026-01-02", "device": "NVIDIA X"}, 12.3)
+    assert table.startswith("| on NVIDIA X, 2026-01-02 | | |\n|---|---|---|\n")
+    assert table.count("| what it is |") == len(results)
+    assert f"{results.count('ok')} ok" in table or "ok" not in results
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(lane: Any) -> None:
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal, time\\n'\n"
+        "  'signal.signal(signal.SIGTERM, signal.SIG_IGN)\\ntime.sleep(60)'], start_new_session=True)\n"
+        "print('child', child.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    started = time.monotonic()
+    ended = lane.job("hangs", [sys.executable, "-c", program], 2)
+    assert ended.status is None
+    assert time.monotonic() - started < 20
+    assert ended.why.startswith("its time was up: child ")
+    child = Path("/proc", ended.output.split()[1])
+    deadline = time.monotonic() + 10
+    while child.exists() and (child / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the child lives on"
+
+
+def test_wheels_and_a_packed_mpi_come_from_a_folder(gpu_lane: Any, lane: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "tiny_thing-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_thing.py", "print('from a wheel')")
+        wheel.writestr("tiny_thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
+        wheel.writestr(
+            "tiny_thing-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("tiny_thing-1.0.dist-info/RECORD", "")
+    packed = tmp_path / "ompi-cuda"
+    (packed / "bin").mkdir(parents=True)
+    mpiexec = packed / "bin" / "mpiexec"
+    mpiexec.write_text('#!/bin/sh\necho "mpiexec (OpenRTE) 4.1.4, $SECRET"\n')
+    mpiexec.chmod(0o755)
+    (packed / "env.sh").write_text(
+        'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\nexport PATH=$here/bin:$PATH SECRET="two\nlines"\n'
+    )
+    with tarfile.open(folder / "ompi-cuda.tar.xz", "w:xz") as archive:
+        archive.add(packed, "ompi-cuda")
+    assert gpu_lane.prepare(lane, folder) == ""
+    assert lane.mpiexec[0] == str(lane.work / "ompi-cuda" / "bin" / "mpiexec")
+    assert "--bind-to" in lane.mpiexec
+    assert lane.environment["SECRET"] == "two\nlines"
+    assert lane.environment["OMPI_MCA_btl"] == "self,vader,smcuda"
+    assert lane.job("tiny", [sys.executable, "-c", "import tiny_thing"], 20).output == "from a wheel\n"
+    (folder / "other.tar.xz").touch()
+    assert "holds 2 archives" in gpu_lane.prepare(lane, folder)
+
+
+def test_readme_has_a_row_for_each_figure(gpu_lane: Any) -> None:
+    readme = (SCRIPT.parents[1] / "README.md").read_text()
+    measured = ("limits", "packing", "staged", "mpi", "ipc", "nccl")
+    assert all(f"| {what} |" in readme for name, what, _ in gpu_lane.STEPS if name in measured)
