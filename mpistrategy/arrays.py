@@ -25,6 +25,7 @@ COMBINE: dict[str, np.ufunc] = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maxi
 
 _SMALL_INTEGERS = ("int8", "int16", "uint8", "uint16")
 _REDUCIBLE_KINDS = "iufc"
+_NOT_FOREIGN = ("builtins", "numpy")
 
 
 def is_cupy(value: object) -> bool:
@@ -77,10 +78,8 @@ def to_array(value: Any, where: str, path: str = "") -> Array:
         LeafError: for None and for objects that are no arrays, masked arrays among them.
     """
     leaf = f"leaf {path}" if path else "the value"
-    if is_cupy(value) or hasattr(value, "__cuda_array_interface__"):
-        from mpistrategy.device_arrays import as_device_array, to_host  # it builds on this module
-
-        value = to_host(as_device_array(value, where, path))
+    if type(value).__module__ not in _NOT_FOREIGN:
+        value = _from_elsewhere(value, where, path)
     if isinstance(value, np.ma.MaskedArray):
         raise LeafError.at(
             where,
@@ -97,6 +96,15 @@ def to_array(value: Any, where: str, path: str = "") -> Array:
     if array.dtype.hasobject:
         raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)} as {leaf}", expected="a dtype of fixed size")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _from_elsewhere(value: Any, where: str, path: str) -> Any:
+    """Return an array of another library as an ndarray; anything else as it is."""
+    from mpistrategy import device_arrays, foreign_arrays  # they build on this module
+
+    if device_arrays.is_on_device(value):
+        return device_arrays.to_host(device_arrays.as_device_array(value, where, path))
+    return foreign_arrays.on_host(value, where, path) if foreign_arrays.is_foreign(value) else value
 
 
 def to_reducible(value: Any, where: str, path: str = "") -> Array:

@@ -8,7 +8,6 @@ before a call is done before the call reads, and what is put on it after the cal
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, is_cupy, to_reducible
 from mpistrategy.errors import DeviceError, LeafError, ShapeError, UnsupportedError
+from mpistrategy.foreign_arrays import as_kind_of, is_in_gpu_memory, library_of, on_host, unmarked
 
 #: A cupy.ndarray; CuPy has no types that could be checked without it.
 DeviceArray: TypeAlias = Any
@@ -25,15 +25,11 @@ _NEVER_WRITTEN = ("jax", "jaxlib")
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
 
 
-def _library_of(value: object) -> str:
-    return type(value).__module__.partition(".")[0]
-
-
 def is_on_device(value: object) -> bool:
     """Return whether `value` is an array in GPU memory, of whatever library."""
     if type(value) is np.ndarray:
         return False
-    return is_cupy(value) or hasattr(value, _INTERFACE)
+    return is_cupy(value) or is_in_gpu_memory(value)
 
 
 def cupy_for(where: str) -> Any:
@@ -63,7 +59,7 @@ def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
     cupy = cupy_for(where)
     try:
         if hasattr(value, "__dlpack__"):
-            return cupy.from_dlpack(value.detach() if hasattr(value, "detach") else value)
+            return cupy.from_dlpack(unmarked(value))
         return cupy.asarray(value)
     except Exception as error:  # of many types
         raise LeafError.at(
@@ -84,12 +80,12 @@ def as_target(target: Any, where: str, name: str) -> Any:
     if isinstance(target, np.ndarray):
         if target.flags.writeable:
             return target
-    elif is_on_device(target):
+    elif library_of(target) == "torch":
+        return as_device_array(target, where, name) if is_on_device(target) else on_host(target, where, name)
+    elif is_on_device(target) and library_of(target) not in _NEVER_WRITTEN:
         interface = getattr(target, _INTERFACE, None)
-        if _library_of(target) not in _NEVER_WRITTEN and not (interface and interface["data"][1]):
+        if not (interface and interface["data"][1]):  # whether it is only to be read
             return as_device_array(target, where, name)
-    elif _library_of(target) == "torch":
-        return np.asarray(target.detach())
     raise ShapeError.at(where, found=f"{name} = {found}", expected="a writeable ndarray, or array in GPU memory")
 
 
@@ -186,13 +182,11 @@ def like_given(result: Any, given: Any) -> Any:
     """
     if type(given) is np.ndarray or isinstance(given, (np.generic, int, float, complex)):
         return result
-    library = _library_of(given)
-    if library == "cupy" or hasattr(given, _INTERFACE):
+    if is_on_device(given):
         result = _on_device_of(result, given)
     elif not isinstance(result, np.ndarray):
         return result
-    wrap = _WRAPPERS.get(library)
-    return result if wrap is None or library not in sys.modules else wrap(result)
+    return as_kind_of(result, given)
 
 
 def _on_device_of(result: Any, given: Any) -> DeviceArray:
@@ -201,29 +195,6 @@ def _on_device_of(result: Any, given: Any) -> DeviceArray:
     cupy = cupy_for("a result in GPU memory")
     with as_device_array(given, "a result in GPU memory").device:
         return cupy.asarray(result)
-
-
-def _to_torch(result: Any) -> Any:
-    torch = sys.modules["torch"]
-    if is_cupy(result):
-        return torch.from_dlpack(result)
-    return torch.from_numpy(result) if result.flags.writeable else torch.tensor(result)
-
-
-def _to_jax(result: Any) -> Any:
-    jax = sys.modules["jax"]
-    return jax.dlpack.from_dlpack(result) if is_cupy(result) else jax.numpy.asarray(result)
-
-
-def _to_numba(result: Any) -> Any:
-    if not is_cupy(result):
-        return result
-    from numba import cuda
-
-    return cuda.as_cuda_array(result)
-
-
-_WRAPPERS = {"torch": _to_torch, "jax": _to_jax, "jaxlib": _to_jax, "numba": _to_numba}
 
 
 def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:

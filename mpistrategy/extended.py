@@ -15,7 +15,7 @@ from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, 
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK
-from mpistrategy.cross_device_ops.device_batch import write
+from mpistrategy.cross_device_ops.device_batch import in_kind, write
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
 from mpistrategy.device_arrays import as_target, check_places, is_on_device, to_reducible_on_device
@@ -183,7 +183,8 @@ class StrategyExtended(Placement):
             mean = WeightedMean(weight, op, where)
             parts = [PerReplica((part,)) for part in mean.contributions(arrays)]
             reduced = self.cross_device_ops.batch_reduce(ReduceOp.SUM, [(part, part) for part in parts], chosen)
-            results = mean.finish([local_component(total) for total in reduced], arrays)
+            means = mean.finish([local_component(total) for total in reduced], arrays)
+            results = [in_kind(result, local_component(value)) for result, value in zip(means, values, strict=True)]
         if targets is None:
             return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
         write(results, places)

@@ -14,6 +14,7 @@ import numpy as np
 from mpistrategy.arrays import Array, dtype_name, to_array
 from mpistrategy.device_arrays import as_device_array, host_array, is_on_device, may_share_memory, placed_as
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.foreign_arrays import is_foreign
 from mpistrategy.values import ArrayLike, IndexedSlices, local_component
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Write:
         array = as_device_array(value, self.full_name) if on_device else to_array(value, self.full_name)
         if array.dtype == self.variable.dtype:
             return array
-        if isinstance(value, np.ndarray) or is_on_device(value):
+        if isinstance(value, np.ndarray) or is_on_device(value) or is_foreign(value):
             raise misfit(array, self.variable.dtype, self.full_name)
         return converted(array, self.variable.dtype, self.full_name)
 

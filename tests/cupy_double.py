@@ -468,6 +468,12 @@ def array(value: Any, dtype: Any = None, copy: bool = True, **_: Any) -> ndarray
     return asarray(value, dtype).copy() if isinstance(value, ndarray) else asarray(value, dtype)
 
 
+def from_dlpack(value: Any, **_: Any) -> ndarray:
+    found = value.__dlpack__(stream=get_current_stream().ptr)
+    assert isinstance(found, ndarray), "a stand-in's capsule is the double's array itself"
+    return found
+
+
 def asnumpy(value: Any) -> np.ndarray:
     return value.get() if isinstance(value, ndarray) else np.asarray(value)
 
@@ -561,7 +567,7 @@ def _empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarra
 def _made() -> types.ModuleType:
     """Return the module, which any NumPy function is part of."""
     cupy = types.ModuleType("cupy")
-    for each in (ndarray, asarray, array, asnumpy, empty):
+    for each in (ndarray, asarray, array, asnumpy, empty, from_dlpack):
         each.__module__ = "cupy"
         setattr(cupy, each.__name__, each)
     for name in ("zeros", "ones", "full", "arange", "eye", "linspace"):

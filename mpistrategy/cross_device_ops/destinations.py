@@ -10,6 +10,7 @@ import numpy as np
 from mpistrategy import devices
 from mpistrategy.device_arrays import is_on_device
 from mpistrategy.errors import DestinationError, DeviceError
+from mpistrategy.foreign_arrays import is_foreign
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.values import ArrayLike, IndexedSlices
 
@@ -54,7 +55,7 @@ def resolve(destinations: Any, communicator: Communicator, where: str) -> Destin
         DeviceError: for a device that no rank of this communicator drives.
     """
     kinds = (ArrayLike, IndexedSlices, np.ndarray, np.generic)
-    is_value = isinstance(destinations, kinds) or is_on_device(destinations)
+    is_value = isinstance(destinations, kinds) or is_on_device(destinations) or is_foreign(destinations)
     if is_value and not isinstance(destinations, str):  # np.str_ is both
         return EVERY_RANK
     texts = [destinations] if isinstance(destinations, str) else destinations

@@ -1,0 +1,215 @@
+"""Arrays of other libraries at all entry points: accepted where they are, given back as the same kind.
+
+The libraries are stand-ins with the parts of torch and of DLPack that matter; see `Tensor`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cupy_double
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu_doubles import pretended
+from replicas import RANK, SIZE
+
+import mpistrategy as ms
+from mpistrategy.foreign_arrays import library_of
+
+
+class Tensor:
+    """What torch does: no NumPy array of one with a gradient or a sign to come, none of bfloat16, none of the device."""
+
+    def __init__(self, array: Any, *, grad: bool = False, conj: bool = False) -> None:
+        self.array, self.grad, self._conj = array, grad, conj
+        self.dtype = "torch.bfloat16" if array.dtype.name == "bfloat16" else str(array.dtype)
+        self.is_cuda = isinstance(array, cupy_double.ndarray)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    def detach(self) -> Tensor:
+        return Tensor(self.array, conj=self._conj)
+
+    def is_conj(self) -> bool:
+        return self._conj
+
+    def is_neg(self) -> bool:
+        return False
+
+    def resolve_conj(self) -> Tensor:
+        return Tensor(self.array.conj())
+
+    def view(self, dtype: str) -> Tensor:
+        return Tensor(self.array.view(ml_dtypes.bfloat16 if dtype == "torch.bfloat16" else dtype))
+
+    def numpy(self) -> np.ndarray:
+        if self.grad or self._conj:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+        if self.is_cuda or self.dtype == "torch.bfloat16":
+            raise TypeError("can't convert")
+        return self.array
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype=dtype) if copy else np.asarray(self.numpy(), dtype=dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.grad or self._conj:
+            raise BufferError("Can't export tensors that require gradient")
+        return self.array if self.is_cuda else self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0) if self.is_cuda else (1, 0)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        if not self.is_cuda:
+            raise AttributeError("not on a GPU")
+        if self.grad:
+            raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
+        return self.array.__cuda_array_interface__
+
+
+class Parameter(Tensor):
+    """A class that a user derived."""
+
+
+class Spoken:
+    """An array of which only DLPack is known."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array if isinstance(self.array, cupy_double.ndarray) else self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0) if isinstance(self.array, cupy_double.ndarray) else (1, 0)
+
+
+Tensor.__module__ = "torch"
+
+
+@pytest.fixture(autouse=True)
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = types.ModuleType("torch")
+    module.bfloat16, module.int16 = "torch.bfloat16", "int16"
+    module.Tensor, module.from_numpy, module.from_dlpack = Tensor, Tensor, Tensor
+    monkeypatch.setitem(__import__("sys").modules, "torch", module)
+    return module
+
+
+@pytest.fixture
+def gpu() -> Iterator[ms.MirroredStrategy]:
+    with pretended("GPU-0"), ms.MirroredStrategy("shared") as strategy:
+        yield strategy
+
+
+def on_gpu(array: Any, **options: Any) -> Tensor:
+    return Tensor(cupy_double.asarray(array), **options)
+
+
+def numbers(value: Any) -> list[Any]:
+    array = value.array if isinstance(value, (Tensor, Spoken)) else value
+    return (array.get() if isinstance(array, cupy_double.ndarray) else np.asarray(array)).astype(float).tolist()
+
+
+def context() -> ms.ReplicaContext:
+    found = ms.get_replica_context()
+    assert found is not None
+    return found
+
+
+TOTAL = SIZE * (SIZE + 1) / 2
+ENTRY_POINTS: dict[str, tuple[Callable[[ms.Strategy, Any], Any], list[float]]] = {
+    "all_reduce": (lambda s, x: s.run(lambda: context().all_reduce("SUM", x)), [TOTAL] * 2),
+    "all_reduce of a nest": (lambda s, x: s.run(lambda: context().all_reduce("SUM", {"a": [x, 1]}))["a"][0], [TOTAL] * 2),
+    "all_reduce with a weight": (lambda s, x: s.run(lambda: context().all_reduce("MEAN", x, weight=1)), [TOTAL / SIZE] * 2),
+    "all_reduce_async": (lambda s, x: s.run(lambda: context().all_reduce_async("SUM", x).wait()), [TOTAL] * 2),
+    "all_gather": (lambda s, x: s.run(lambda: context().all_gather(x, 0)), [r + 1.0 for r in range(SIZE) for _ in "ab"]),
+    "reduce": (lambda s, x: s.reduce("SUM", x, axis=None), [TOTAL] * 2),
+    "gather": (lambda s, x: s.gather(x, axis=0), [r + 1.0 for r in range(SIZE) for _ in "ab"]),
+    "reduce_to": (lambda s, x: s.extended.reduce_to("SUM", x, x).values[0], [TOTAL] * 2),
+    "broadcast_to": (lambda s, x: s.extended.broadcast_to(x, x).values[0], [1.0] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_a_tensor_on_the_host_comes_back_as_one(strategy: ms.MirroredStrategy, name: str) -> None:
+    call, expected = ENTRY_POINTS[name]
+    for given in (Tensor(np.full(2, RANK + 1.0, np.float32)), Parameter(np.full(2, RANK + 1.0), grad=True)):
+        found = call(strategy, given)
+        assert type(found) is Tensor
+        assert isinstance(found.array, np.ndarray)
+        assert numbers(found) == expected
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_a_tensor_in_gpu_memory_comes_back_as_one(gpu: ms.MirroredStrategy, name: str) -> None:
+    call, expected = ENTRY_POINTS[name]
+    for grad in (False, True):
+        found = call(gpu, on_gpu(np.full(2, RANK + 1.0, np.float32), grad=grad))
+        assert type(found) is Tensor
+        assert found.is_cuda
+        assert numbers(found) == expected
+
+
+def test_whatever_speaks_dlpack_is_accepted(gpu: ms.MirroredStrategy) -> None:
+    host = gpu.run(lambda: context().all_reduce("SUM", Spoken(np.full(2, RANK + 1.0))))
+    assert type(host) is np.ndarray
+    assert numbers(host) == [TOTAL] * 2
+    device = gpu.run(lambda: context().all_reduce("SUM", Spoken(cupy_double.asarray(np.full(2, RANK + 1.0)))))
+    assert type(device) is cupy_double.ndarray
+    assert numbers(device) == [TOTAL] * 2
+
+
+def test_bfloat16_and_signs_to_come(strategy: ms.MirroredStrategy) -> None:
+    half = Tensor(np.full(3, 1.5, ml_dtypes.bfloat16))
+    found = strategy.run(lambda: context().all_reduce("SUM", half))
+    assert found.dtype == "torch.bfloat16"
+    assert numbers(found) == [1.5 * SIZE] * 3
+    signed = Tensor(np.array([1 + 2j]), conj=True)
+    assert strategy.run(lambda: context().all_reduce("SUM", signed)).array.tolist() == [(1 - 2j) * SIZE]
+
+
+def test_results_are_written_into_tensors(gpu: ms.MirroredStrategy) -> None:
+    for place in (Tensor, on_gpu):
+        given, out = place(np.full(2, RANK + 1.0)), place(np.zeros(2))
+        assert gpu.run(lambda given=given, out=out: context().all_reduce("SUM", given, out=out)) is out
+        assert numbers(out) == [TOTAL] * 2
+
+
+def test_variables_take_tensors(gpu: ms.MirroredStrategy) -> None:
+    with gpu.scope():
+        variables = [ms.Variable(place(np.arange(2.0) + 1), aggregation="SUM") for place in (Tensor, on_gpu)]
+    for v in variables:
+        for place in (Tensor, on_gpu):
+            v.assign(place(np.arange(2.0)))
+            assert numbers(v.read_value()) == [0, 1]
+            gpu.run(lambda v=v, place=place: v.assign_add(place(np.ones(2), grad=True)))
+            assert numbers(v.read_value()) == [SIZE, SIZE + 1]
+        with pytest.raises(ms.errors.DTypeError, match="float32"):
+            v.assign(Tensor(np.ones(2, np.float32)))
+
+
+def test_what_numpy_cannot_look_into_is_refused_by_name(strategy: ms.MirroredStrategy) -> None:
+    class Sparse(Tensor):
+        def detach(self) -> Tensor:
+            raise TypeError("can't convert Sparse layout tensor\nto numpy")
+
+    with pytest.raises(ms.errors.LeafError, match=r"Sparse at leaf \['a'\] that NumPy cannot look into \(can't convert"):
+        strategy.run(lambda: context().all_reduce("SUM", {"a": Sparse(np.ones(2))}))
+
+
+def test_jax_arrays_are_never_written() -> None:
+    class Array(Spoken):
+        pass
+
+    Array.__module__ = "jaxlib._jax"
+    assert library_of(Array(np.ones(2))) == "jaxlib"
+    with ms.OneDeviceStrategy().scope(), pytest.raises(ms.errors.ShapeError, match="a writeable ndarray"):
+        ms.get_strategy().run(lambda: context().all_reduce("SUM", np.ones(2), out=Array(np.ones(2))))
