@@ -84,7 +84,7 @@ def _bits_of_bfloat16(tensor: Any) -> Array:
 
 
 def as_kind_of(result: Any, given: Any) -> Any:
-    """Return a result, NumPy's or CuPy's, as an array of the library of `given`; as it is for others and unknown ones."""
+    """Return a result, NumPy's or CuPy's, as an array of the library of `given`; as it is for unknown ones."""
     library = library_of(given)
     wrap = _KINDS.get(library)
     return result if wrap is None or library not in sys.modules else wrap(result)

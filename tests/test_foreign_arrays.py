@@ -21,7 +21,7 @@ from mpistrategy.foreign_arrays import library_of
 
 
 class Tensor:
-    """What torch does: no NumPy array of one with a gradient or a sign to come, none of bfloat16, none of the device."""
+    """What torch does: no NumPy array of one with a gradient or a sign to come, none of bfloat16 or a GPU."""
 
     def __init__(self, array: Any, *, grad: bool = False, conj: bool = False) -> None:
         self.array, self.grad, self._conj = array, grad, conj
@@ -124,18 +124,23 @@ def context() -> ms.ReplicaContext:
     return found
 
 
+def in_step(strategy: ms.Strategy, function: Callable[[ms.ReplicaContext], Any]) -> Any:
+    return strategy.run(lambda: function(context()))
+
+
 TOTAL = SIZE * (SIZE + 1) / 2
+ROWS = [rank + 1.0 for rank in range(SIZE) for _ in "ab"]
 ENTRY_POINTS: dict[str, tuple[Callable[[ms.Strategy, Any], Any], list[float]]] = {
-    "all_reduce": (lambda s, x: s.run(lambda: context().all_reduce("SUM", x)), [TOTAL] * 2),
-    "all_reduce of a nest": (lambda s, x: s.run(lambda: context().all_reduce("SUM", {"a": [x, 1]}))["a"][0], [TOTAL] * 2),
-    "all_reduce with a weight": (lambda s, x: s.run(lambda: context().all_reduce("MEAN", x, weight=1)), [TOTAL / SIZE] * 2),
-    "all_reduce_async": (lambda s, x: s.run(lambda: context().all_reduce_async("SUM", x).wait()), [TOTAL] * 2),
-    "all_gather": (lambda s, x: s.run(lambda: context().all_gather(x, 0)), [r + 1.0 for r in range(SIZE) for _ in "ab"]),
+    "all_reduce": (lambda s, x: in_step(s, lambda c: c.all_reduce("SUM", x)), [TOTAL] * 2),
+    "of a nest": (lambda s, x: in_step(s, lambda c: c.all_reduce("SUM", {"a": [x, 1]}))["a"][0], [TOTAL] * 2),
+    "with a weight": (lambda s, x: in_step(s, lambda c: c.all_reduce("MEAN", x, weight=1)), [TOTAL / SIZE] * 2),
+    "all_reduce_async": (lambda s, x: in_step(s, lambda c: c.all_reduce_async("SUM", x).wait()), [TOTAL] * 2),
+    "all_gather": (lambda s, x: in_step(s, lambda c: c.all_gather(x, 0)), ROWS),
     "reduce": (lambda s, x: s.reduce("SUM", x, axis=None), [TOTAL] * 2),
-    "gather": (lambda s, x: s.gather(x, axis=0), [r + 1.0 for r in range(SIZE) for _ in "ab"]),
+    "gather": (lambda s, x: s.gather(x, axis=0), ROWS),
     "reduce_to": (lambda s, x: s.extended.reduce_to("SUM", x, x).values[0], [TOTAL] * 2),
     "broadcast_to": (lambda s, x: s.extended.broadcast_to(x, x).values[0], [1.0] * 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
@@ -201,7 +206,9 @@ def test_what_numpy_cannot_look_into_is_refused_by_name(strategy: ms.MirroredStr
         def detach(self) -> Tensor:
             raise TypeError("can't convert Sparse layout tensor\nto numpy")
 
-    with pytest.raises(ms.errors.LeafError, match=r"Sparse at leaf \['a'\] that NumPy cannot look into \(can't convert"):
+    with pytest.raises(
+        ms.errors.LeafError, match=r"Sparse at leaf \['a'\] that NumPy cannot look into \(can't convert"
+    ):
         strategy.run(lambda: context().all_reduce("SUM", {"a": Sparse(np.ones(2))}))
 
 
