@@ -21,7 +21,8 @@ _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
 def library_of(value: object) -> str:
     """Return the library that the kind of `value` comes from: ``torch`` for a class that somebody derived, too."""
-    return _library_of(type(value))
+    kind: Any = type(value)
+    return _library_of(kind)
 
 
 @lru_cache(maxsize=512)
