@@ -44,6 +44,14 @@ def gpu(lane: Lane, row: Row) -> None:
     row.text = "the double" if lane.double else f"{lane.facts.get('gpus')} x {lane.facts.get('device')}, {cuda}"
 
 
+def doctor(lane: Lane, row: Row) -> None:
+    """Whether MPI takes GPU memory: mpistrategy doctor tries it, and strategies read what came of it."""
+    ended = lane.ranks(row.name, 2, ["-m", "mpistrategy", "doctor"], 90)
+    lines = [line for line in ended.output.splitlines() if line[6:].startswith("cuda-aware ")]
+    row.result = RIGHT if lines else WRONG
+    row.text = " ".join(lines[0][6:].split()) if lines else ended.why
+
+
 def limits(lane: Lane, row: Row) -> None:
     """What nothing can be faster than."""
     found = figures(lane, row, "limits", 2, 60)
@@ -194,6 +202,7 @@ def sanitizer(lane: Lane, row: Row) -> None:
 
 STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
     ("gpu", "GPU", gpu),
+    ("doctor", "what mpistrategy doctor says", doctor),
     ("limits", "limits", limits),
     ("packing", "packing on the device", packing),
     ("check", "packing kernel against NumPy", check),

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replicas import SIZE
 
 from mpistrategy.bench import shapes
 from mpistrategy.cross_device_ops import device_moves, device_packing, move_kernel, packing
 from mpistrategy.errors import FallbackWarning
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+pytestmark = pytest.mark.skipif(SIZE > 1, reason="one rank's own work")
 PAIRS = [(np.dtype(getattr(ml_dtypes, a, a)), np.dtype(getattr(ml_dtypes, b, b))) for a, b in move_kernel.KINDS]
 PLAIN = [np.dtype(name) for name in ("int8", "float16", "float32", "float64", "complex128", "bool", "bfloat16")]
 HARD = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 65504.0, 65519.9, 65520.0, 6e-8, 2e-8, 3e-8, -2.98e-8, 1.00048828125]

@@ -14,11 +14,12 @@ import cupy_here
 import numpy as np
 import pytest
 from delayed_writes import delayed_fill
-from replicas import RANK, SIZE
+from replicas import ALL, RANK, SIZE
 
 import mpistrategy as ms
 from mpistrategy.options import GPU_PATH
 
+pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
 ITERATIONS = 1000 if cupy_here.IS_REAL else 24
 SECONDS = 1e-3
 SIZES = (3, 1000, 70_000)

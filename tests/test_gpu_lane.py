@@ -61,11 +61,10 @@ def test_without_a_gpu_every_row_says_why_and_so_does_the_status(launch: Any, tm
 
 
 def test_on_the_double_rows_have_figures(launch: Any, tmp_path: Path) -> None:
-    status, report, said = run(tmp_path, "--double", "--only", "gpu,packing,staged")
+    status, report, said = run(tmp_path, "--double", "--only", "gpu,staged")
     assert status == 0, said
     rows = {row["name"]: row for row in report["rows"]}
     assert {row["result"] for row in rows.values()} == {"ok"}, said
-    assert rows["packing"]["figures"]["tiny1000"]["bytes"] == 4 * 516458
     assert rows["staged"]["figures"]["path"] == ["staged"]
     assert "| all-reduce, staged through the host, 2 ranks on one GPU | ok | 4096 bytes: " in said
     assert (tmp_path / "lane.logs" / "staged.txt").read_text().startswith("$ ")
@@ -100,7 +99,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(lane: Any) -> None:
         "time.sleep(60)"
     )
     started = time.monotonic()
-    ended = lane.job("hangs", [sys.executable, "-c", program], 2)
+    ended = lane.job("hangs", [sys.executable, "-c", program], 1)
     assert ended.status is None
     assert time.monotonic() - started < 20
     assert ended.why.startswith("its time was up: child ")
