@@ -48,11 +48,18 @@ if TYPE_CHECKING:
     from mpistrategy import telemetry
     from mpistrategy.checkpoint import Checkpoint
     from mpistrategy.checkpoint_manager import CheckpointManager
+    from mpistrategy.preemption import PreemptionCheckpointHandler, TerminationConfig
 
 __version__ = "0.1.0"
 
 #: Names that are loaded when they are first used, and where they are: in a module, or the module itself.
-_LATER = {"Checkpoint": "checkpoint", "CheckpointManager": "checkpoint_manager", "telemetry": "telemetry"}
+_LATER = {
+    "Checkpoint": "checkpoint",
+    "CheckpointManager": "checkpoint_manager",
+    "PreemptionCheckpointHandler": "preemption",
+    "TerminationConfig": "preemption",
+    "telemetry": "telemetry",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -93,12 +100,14 @@ __all__ = [
     "OneDeviceStrategy",
     "OrderedAllReduce",
     "PerReplica",
+    "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",
     "Streams",
+    "TerminationConfig",
     "ValueContext",
     "Variable",
     "VariableAggregation",

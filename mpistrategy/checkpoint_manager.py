@@ -39,6 +39,7 @@ class CheckpointManager:
     Attributes:
         skipped: of the latest `restore`: the checkpoints that were passed over, and why.
         restored: of the latest `restore`: what it was, or None.
+        latest: the step that was saved or restored last, or None.
 
     Raises:
         OptionTypeError, OptionError: for what is no Checkpoint, no path, and a `keep` below 1.
@@ -65,6 +66,7 @@ class CheckpointManager:
         self.keep = keep
         self.skipped: dict[str, str] = {}
         self.restored: Restored | None = None
+        self.latest: int | None = None
         self._lock: Folder | None = None
         self._unlock: Any = None
         self._is_ready = False
@@ -109,7 +111,7 @@ class CheckpointManager:
                     self._remove_damaged(_checked(step))
             call.agree("begin", destination=path)
             saving = self.checkpoint.save(path, wait=wait)
-            self._saved = _checked(step)
+            self._saved = self.latest = _checked(step)
             self._remove_old()
         return saving
 
@@ -143,7 +145,8 @@ class CheckpointManager:
                     self.skipped[os.path.basename(path)] = str(error)
                     self._damaged |= {step} if isinstance(error, CheckpointDamagedError) else set()
                     continue
-                return int(step)
+                self.latest = int(step)
+                return self.latest
         return None
 
     def wait(self) -> None:

@@ -81,7 +81,7 @@ class QuickAllReduce:
         append, next_number, take_back = guard.record.append, guard.record.next_number, guard.record.take_back
 
         def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None) -> Any:
-            if guard.current is not None or guard.closed:
+            if guard.current is not None or guard.takes_no_short_way:
                 return NOT_QUICK
             place = None if frame is None else at.get(frame.f_lasti)
             if place is None or frame is None or place.code is not frame.f_code:

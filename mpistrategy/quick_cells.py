@@ -36,7 +36,8 @@ def _meet(cells: Cells, sequence: int, peers: Sequence[memoryview], agreed: Agre
         if peer[0] != sequence:
             cells.waiting.until(peer, sequence)
         if peer[1] != digest:
-            guard.refuse(signature)
+            guard.settle(signature)
+            return
 
 
 def array_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callable[[Any, Any], Any]:
@@ -70,6 +71,7 @@ def array_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callab
         for peer in peers:
             if peer[0] != sequence or peer[1] != digest:
                 _meet(cells, sequence, peers, agreed)
+                break
         total = quiet(combine, first, second) if total is None else quiet(combine, first, second, out=total)
         for other in others:
             quiet(combine, total, other, out=total)
@@ -108,6 +110,7 @@ def number_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Calla
         for peer in peers:
             if peer[0] != sequence or peer[1] != digest:
                 _meet(cells, sequence, peers, agreed)
+                break
         total = first[0] + second[0]
         for other in others:
             total += other[0]
@@ -146,6 +149,7 @@ def numbers_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed, where: 
         for peer in peers:
             if peer[0] != sequence or peer[1] != digest:
                 _meet(cells, sequence, peers, agreed)
+                break
         if in_python:
             first, second, *others = lists[sequence & 1]
             sums = map(add, first(), second())

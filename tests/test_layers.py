@@ -84,6 +84,7 @@ FLOORS = [
         "checkpoint_shards",
         "checkpoint_state",
         "checkpoint_values",
+        "preemption",
     },
     {
         "bench",

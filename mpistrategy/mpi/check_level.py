@@ -85,6 +85,10 @@ class Sparingly:
         self._seen.add(digest)
         return rolled & _MASK
 
+    def number_compared(self, digest: int) -> int:
+        """Return what `number_to_compare` has returned for this digest just now."""
+        return digest if self._is_off else self._rolled & _MASK
+
     def number_to_leave_with(self, digest: int) -> int:
         """Return what the ranks compare at their end: unequal, too, when they made different calls before."""
         return digest if self._is_off else digest ^ (self._rolled & _MASK)

@@ -8,6 +8,9 @@ and then every rank raises the same table.
 
 A rank that cannot make the call at all (a string among its arrays, say) takes part in the comparison with its error,
 so that its peers raise too instead of waiting for it.
+
+A rank can raise its hand: a bit beside its next digest.  The digests differ then, the ranks exchange their calls in
+words, find these equal, and go on; all have seen the hand, in the same call.  While no hand is up, this costs nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
@@ -34,6 +37,7 @@ _CACHED_DIGESTS = 4096
 _SETTLED = "_mpistrategy_settled_with"
 #: Marks an error that another rank has met, and raises as well.
 OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
+_HAND = 1 << 62  # digests are smaller
 #: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
 PATIENCE_SECONDS = 2.0
 _LONG_FIELD = 64
@@ -99,9 +103,42 @@ class Guard:
         #: Ends the job with an error that the peers cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
         #: Set when the communicator has been given back, or takes no calls any more since
-        self.closed = False
+        self._closed = False
         #: messages of calls that differed may be under way.
         self.is_spoiled = False
+        #: Whether calls must come here: the guard is closed, or this rank's hand is up.
+        self.takes_no_short_way = False
+        self._hand = 0
+        #: Set on all ranks, in the same call, after some have raised their hands; `raise_hand` tells more.
+        self.hand_was_seen = False
+        #: How often this rank has compared its calls, where that costs a message; the same on all ranks.
+        self.comparisons = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator has been given back, or takes no calls any more: messages may be under way."""
+        return self._closed
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:
+        self._closed = closed
+        self.takes_no_short_way = closed or bool(self._hand)
+
+    def raise_hand(self) -> None:
+        """Show the other ranks at the next comparison that this one wants something; does nothing after it was seen.
+
+        A signal handler may do so: nothing but attributes is written.
+        """
+        if self.hand_was_seen:
+            return
+        if self._channel is None:
+            self.hand_was_seen = True
+        else:
+            self._hand, self.takes_no_short_way = _HAND, True
+
+    def lower_hands(self) -> None:
+        """Forget that hands were seen, on all ranks at the same place in the program."""
+        self._hand, self.takes_no_short_way, self.hand_was_seen = 0, self._closed, False
 
     def call(self, where: str, structure: str = "", name: str = "", *, anywhere: bool = False) -> Call:
         """Return a context manager for one public call that all ranks make together.
@@ -124,7 +161,7 @@ class Guard:
                 found="a strategy whose ranks have made different calls, which was found late",
                 expected="the end of the program, or another strategy",
             )
-        if self.closed:
+        if self._closed:
             raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
         return Call(self, where, structure, name, anywhere=anywhere)
 
@@ -147,12 +184,12 @@ class Guard:
     def compare_digest(self, digest: int, signature: Signature) -> None:
         """Do `compare` with a digest that is known, sparingly, outside every `call`."""
         if self._channel is not None and not self._agrees(digest, signature, self._channel.all_equal, due=False):
-            self.refuse(signature)
+            self.settle(signature)
 
-    def refuse(self, signature: Signature) -> NoReturn:
-        """Raise on every rank, after the digests were found to differ, outside every `call`."""
+    def settle(self, signature: Signature) -> None:
+        """Raise on every rank, after the digests were found to differ, outside every `call`; not for a raised hand."""
         try:
-            self._raise_mismatch(self._report(signature))
+            self._settle(self._report(signature))
         except MpiStrategyError as error:
             self.unsettled(error)
             raise
@@ -173,20 +210,24 @@ class Guard:
         self.since = time.monotonic()
         compare = partial(all_equal_patiently, self._channel) if patiently else self._channel.all_equal
         if not self._agrees(digest, kept, compare, due=not sparingly):
-            self._raise_mismatch(self._report(signature))
+            self._settle(self._report(signature))
         self.since = time.monotonic()
 
     def _agrees(self, digest: int, signature: Signature, compare: Callable[[int], bool], *, due: bool) -> bool:
         """Return whether all ranks bring an equal call, or this one is not compared."""
-        sparingly = self._sparingly
-        if sparingly is None:
-            return compare(digest)
-        number = sparingly.number_to_compare(digest, signature, due=due)
-        if number is None:
-            return True
-        if not compare(number):
+        sparingly, hand = self._sparingly, self._hand
+        if sparingly is not None:
+            number = sparingly.number_to_compare(digest, signature, due=due)
+            if number is None:
+                return True
+            digest = number
+        self.comparisons += 1
+        if not compare(digest | hand):
             return False
-        sparingly.agreed()
+        if sparingly is not None:
+            sparingly.agreed()
+        if hand:
+            self._see_hands()
         return True
 
     def report_failure(self, where: str, error: BaseException) -> None:
@@ -195,6 +236,7 @@ class Guard:
             return
         # No signature has a negative digest, so this never looks like agreement, unless all ranks fail alike.
         self.since = time.monotonic()
+        self.comparisons += 1
         self._channel.start(-1 - self._rank)
         patience_ends = time.monotonic() + PATIENCE_SECONDS
         told, pauses = False, growing_pauses()
@@ -263,7 +305,10 @@ class Guard:
         return known
 
     def _report(self, signature: Signature) -> Report:
-        return Report(signature.describe(), self.here().text, earlier=self._pending(), unseen=self._unseen)
+        digest = self._known(signature)[0]
+        if self._sparingly is not None:
+            digest = self._sparingly.number_compared(digest)
+        return Report(signature.describe(), self.here().text, "", "", self._pending(), self._unseen, digest)
 
     @property
     def _unseen(self) -> int:
@@ -281,8 +326,18 @@ class Guard:
         texts = self._channel.allgather_text(json.dumps(astuple(mine)))
         return [Report(*json.loads(text)) for text in texts]
 
-    def _raise_mismatch(self, mine: Report) -> NoReturn:
+    def _see_hands(self) -> None:
+        self.hand_was_seen = True  # before the hand goes down: a signal may come in between
+        self._hand, self.takes_no_short_way = 0, self._closed
+
+    def _settle(self, mine: Report) -> None:
+        """Find out why the digests differ; raise on every rank unless hands are up and nothing else."""
         reports = self._exchange(mine)
+        if mine.digest is not None and all(report.digest == mine.digest for report in reports):
+            if self._sparingly is not None:
+                self._sparingly.agreed()
+            self._see_hands()
+            return
         if self._sparingly is not None:
             self._sparingly.begin_anew()
         for rank, report in enumerate(reports):

@@ -27,6 +27,7 @@ class Report:
         earlier: the calls that were not compared when they were made, since the last agreement, oldest first: number,
             digest, and the call in words.
         unseen: how many calls were not compared since the last agreement.
+        digest: the number that was compared; None when there is no call.
     """
 
     call: Words
@@ -35,6 +36,7 @@ class Report:
     text: str = ""
     earlier: list[tuple[int, int, Words]] = field(default_factory=list)
     unseen: int = 0
+    digest: int | None = None
 
 
 _DIFFERENT = (
