@@ -21,6 +21,7 @@ from mpistrategy import context
 from mpistrategy.checkpoint import Checkpoint
 from mpistrategy.checkpoint_manager import CheckpointManager
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.simulated import SimulatedCommunicator
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
@@ -159,6 +160,11 @@ class PreemptionCheckpointHandler:
         """How many steps were made, those before the last restart included."""
         return self._runs
 
+    @property
+    def is_told(self) -> bool:
+        """Whether this very rank was told to stop; the others may not know it yet."""
+        return self._told is not None
+
     def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Make one step: ``distributed_train_function(*args, **kwargs)``, in cross-replica context.  Collective.
 
@@ -202,8 +208,8 @@ class PreemptionCheckpointHandler:
             if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else somebody else has it now
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous.clear()
-        if self in _catching:
-            _catching.remove(self)
+        if _catching.pop(self, None) is not None and self._guard not in _catching.values():
+            self._guard.lower_hands()
 
     def __enter__(self) -> Self:
         return self
@@ -223,7 +229,7 @@ class PreemptionCheckpointHandler:
         if isinstance(self._communicator, SimulatedCommunicator):
             return  # the process and its signals belong to whoever simulates
         _watch_forks()
-        _catching.append(self)
+        _catching[self] = self._guard
         for number in self._config.signals:
             assert isinstance(number, signal.Signals)
             self._previous[number] = signal.signal(number, self._note)
@@ -328,8 +334,8 @@ def _check_thread(communicator: Any) -> None:
         )
 
 
-#: Those of this process that catch signals; the last one gets them.
-_catching: list[PreemptionCheckpointHandler] = []
+#: Those of this process that catch signals, and whose hands they raise; the last one gets them.
+_catching: dict[PreemptionCheckpointHandler, Guard] = {}
 _watches_forks = False
 
 
@@ -342,5 +348,5 @@ def _watch_forks() -> None:
 
 
 def _in_child() -> None:
-    for handler in reversed(_catching[:]):
+    for handler in reversed(list(_catching)):
         handler.close()

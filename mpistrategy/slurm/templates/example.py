@@ -30,7 +30,7 @@ def main() -> None:
         optimizer = ms.optimizers.Adam(options.rate)
     checkpoint = ms.Checkpoint(weights=weights, optimizer=optimizer, batches=batches)
     manager = ms.CheckpointManager(checkpoint, options.folder, keep=2)
-    # Restores the newest checkpoint.  From here on a signal to one rank is enough: all ranks end their step and save it.
+    # Restores the newest checkpoint. From here on a signal to one rank is enough: all save the step that they are in.
     job = ms.PreemptionCheckpointHandler(manager)
 
     def train(x: np.ndarray, y: np.ndarray) -> None:

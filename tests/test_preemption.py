@@ -1,0 +1,545 @@
+"""A signal to one rank: all ranks save the same step, end with status 75, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from checkpoints import Training, shared_folder
+from replicas import RANK, SIZE, OnNodes, context, gather_texts, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.testing import run_replicas
+
+Launch = Callable[..., launching.Finished]
+TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+ROOT = Path(__file__).resolve().parents[1]
+LAST = SIZE - 1
+
+
+class Stop(Exception):  # noqa: N818
+    """What a test's program raises where another one ends."""
+
+
+def stop() -> None:
+    raise Stop
+
+
+def tell(number: int = USR2, *ranks: int) -> None:
+    """Send a signal to this rank if it is among `ranks`; to the last rank if there are none."""
+    if RANK in (ranks or (LAST,)):
+        os.kill(os.getpid(), number)
+
+
+def tell_later(seconds: float) -> None:
+    """Send this rank a signal from another thread."""
+    threading.Timer(seconds, os.kill, (os.getpid(), USR2)).start()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shared_folder(tmp_path) / "run one"
+
+
+@pytest.fixture
+def made(strategy: ms.MirroredStrategy, folder: Path) -> Iterator[Callable[..., ms.PreemptionCheckpointHandler]]:
+    """Make handlers that raise Stop; at the end the signals belong to who had them before."""
+    handlers = []
+
+    def make(
+        checkpoint: ms.Checkpoint | None = None,
+        on: ms.Strategy = strategy,
+        every: int = 1,
+        **config: Any,
+    ) -> ms.PreemptionCheckpointHandler:
+        if checkpoint is None:
+            with on.scope():
+                checkpoint = ms.Checkpoint(x=ms.Variable(0.0))
+        told = ms.TerminationConfig(**{"exit_fn": stop, **config})
+        handlers.append(ms.PreemptionCheckpointHandler(checkpoint, folder, told, steps_between_checks=every))
+        return handlers[-1]
+
+    before = [signal.getsignal(number) for number in (TERM, USR1, USR2)]
+    yield make
+    for handler in reversed(handlers):
+        handler.checkpoint_manager.close()
+        handler.close()
+    assert [signal.getsignal(number) for number in (TERM, USR1, USR2)] == before
+
+
+# ------------------------------------------------------------------------------------------------ the same as ever
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_interrupted_run_ends_as_one_that_was_not(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler], seed: int
+) -> None:
+    plan = random.Random(seed)
+    steps = 14
+    stops = sorted(plan.sample(range(1, steps), 3))
+    whole = Training(strategy, seed)
+    for _ in range(steps):
+        whole.step()
+    expected = whole.everything()
+
+    ended = []
+    while True:
+        run = Training(strategy, seed)  # what a new process does
+        handler = made(run.checkpoint)
+        assert handler.total_run_calls == run.progress["step"] == (ended[-1] if ended else 0)
+        number, ranks = plan.choice((TERM, USR2)), plan.sample(range(SIZE), plan.randint(1, SIZE))
+        try:
+            while handler.total_run_calls < steps:
+                if stops[len(ended) : len(ended) + 1] == [handler.total_run_calls + 1]:
+                    tell(number, *ranks)
+                handler.run(run.step)
+            break
+        except Stop:
+            ended.append(handler.total_run_calls)
+            handler.checkpoint_manager.close()
+            handler.close()
+    assert ended == stops
+    assert repr(run.everything()) == repr(expected)
+
+
+# ------------------------------------------------------------------------------------------------ which step
+
+ONES, MANY = np.ones(3), np.ones(300_000)
+
+
+def reduced(value: Any) -> Callable[[ms.Strategy], Any]:
+    return lambda strategy: strategy.run(lambda: context().all_reduce("SUM", value))
+
+
+def told_inside(strategy: ms.Strategy) -> Any:
+    def step() -> Any:
+        context().all_reduce("SUM", 1.0)
+        tell()
+        return context().all_reduce("SUM", 2.0)
+
+    return strategy.run(step)
+
+
+#: What a step does, and whether the signal comes from inside of it.
+STEPS: dict[str, Callable[[ms.Strategy], Any]] = {
+    "number": reduced(1.0),
+    "array": reduced(ONES),
+    "numbers": reduced({"a": 1.0, "b": 2.0}),
+    "nest": reduced([ONES, {"x": 2.0, "y": np.ones(2, np.int32)}]),
+    "large array": reduced(MANY),
+    "two large arrays": reduced([MANY, np.ones(200_000, np.float32)]),
+    "mean": lambda s: s.run(lambda: context().all_reduce("MEAN", ONES)),
+    "async": lambda s: s.run(lambda: context().all_reduce_async("SUM", ONES).wait()),
+    "gather": lambda s: s.gather(ONES, axis=0),
+    "reduce": lambda s: s.reduce("SUM", ONES),
+    "barrier": lambda s: s.barrier(),
+    "nothing": lambda s: RANK,
+}
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.parametrize("what", STEPS)
+def test_the_step_under_way_is_the_last(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler], what: str, who: str
+) -> None:
+    handler, step = made(), STEPS[what]
+    usual = repr(handler.run(step, strategy))
+    handler.run(step, strategy)
+    for _ in range(2):  # a second signal changes nothing
+        tell(USR2, *([LAST] if who == "one" else range(SIZE)))
+    result = []
+    with pytest.raises(Stop):
+        handler.run(lambda: result.append(step(strategy)))
+    assert repr(result[0]) == usual
+    assert handler.total_run_calls == handler.checkpoint_manager.latest == 3
+    assert handler.checkpoint_manager.steps() == [3]
+    assert still_works(strategy)
+    assert repr(step(strategy)) == usual
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_arena(strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]) -> None:
+    handler = made()
+    for shared_result in (False, True):
+        arena = strategy.arena({"w": np.zeros(3000), "b": np.zeros(3, np.float32)}, shared_result=shared_result)
+
+        def step(arena: ms.Arena = arena) -> Any:
+            for value in arena.values.values():
+                value[...] = 1
+            return strategy.run(lambda: context().all_reduce("SUM", arena)["w"].copy())
+
+        for _ in range(3):
+            assert (handler.run(step) == SIZE).all()
+        tell()
+        with pytest.raises(Stop):
+            handler.run(step)
+        assert (handler.run(step) == SIZE).all()
+        arena.close()
+
+
+@pytest.mark.parametrize("level", ["always", "first", "off"])
+@pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.mpi(min_size=2)
+def test_between_nodes(made: Callable[..., ms.PreemptionCheckpointHandler], level: str, who: str) -> None:
+    strategy = OnNodes([rank % 2 for rank in range(SIZE)], ms.MpiAllReduce())
+    strategy.extended.communicator.guard.check_as(level)
+    handler = made(on=strategy)
+    for name in ("number", "array", "large array", "async", "nothing"):
+        for _ in range(3):
+            handler.run(STEPS[name], strategy)
+        before = handler.total_run_calls
+        tell(USR2, *([LAST] if who == "one" else range(SIZE)))
+        with pytest.raises(Stop):
+            handler.run(STEPS[name], strategy)
+        assert handler.total_run_calls == before + 1
+        assert still_works(strategy)
+    handler.close()
+    handler.checkpoint_manager.close()
+    strategy.close()
+
+
+def test_a_signal_in_the_middle_of_a_step_rides_in_what_is_left_of_it(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    handler = made()
+    with pytest.raises(Stop):
+        handler.run(told_inside, strategy)
+    assert handler.total_run_calls == 1
+
+
+def test_steps_that_compare_nothing_are_checked_now_and_then(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    handler, cells = made(every=4), strategy.extended.communicator.cells
+    for _ in range(4):
+        handler.run(lambda: None)
+    before = cells.sequence if cells is not None else 0
+    handler.run(lambda: None)
+    assert (cells.sequence if cells is not None else 0) == before  # nothing was sent
+    handler.run(STEPS["number"], strategy)  # compares, and begins to count anew
+    tell()
+    if SIZE == 1:
+        with pytest.raises(Stop):
+            handler.run(lambda: None)
+        return
+    for _ in range(3):
+        handler.run(lambda: None)
+    with pytest.raises(Stop):
+        handler.run(lambda: None)
+    assert handler.total_run_calls == 10
+
+
+def test_an_evaluation_between_the_steps(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    handler = made(every=100)
+    handler.run(lambda: None)
+    handler.save_checkpoint_if_preempted()
+    tell()
+    with pytest.raises(Stop):
+        handler.save_checkpoint_if_preempted()
+    assert handler.checkpoint_manager.steps() == [1]
+
+
+def test_a_rank_that_waits_works_or_reads_when_it_is_told(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    def slow_input() -> Iterator[float]:
+        while True:
+            time.sleep(0.05)
+            yield 1.0
+
+    def works() -> None:
+        a = np.ones((300, 300))
+        end = time.monotonic() + 0.05
+        while time.monotonic() < end:
+            a @ a
+
+    source = slow_input()
+    cases: list[Callable[[], Any]] = [
+        lambda: time.sleep(0.01 if RANK == LAST else 0.1),  # the one that is told waits in the collective
+        works,
+        lambda: next(source),
+    ]
+    handler = made()
+    for first in cases:
+        before = handler.total_run_calls
+
+        def step(first: Callable[[], Any] = first, before: int = before) -> Any:
+            if RANK == LAST and handler.total_run_calls == before:
+                tell_later(0.02)
+            first()
+            return strategy.run(lambda: context().all_reduce("SUM", 1.0))
+
+        def steps(step: Callable[[], Any] = step) -> None:
+            for _ in range(20):
+                assert handler.run(step) == SIZE
+
+        with pytest.raises(Stop):
+            steps()
+        # Who waits has brought his call already: it is the next step then.  A lone rank does not wait, and is early.
+        assert handler.total_run_calls - before in (1, 2) or SIZE == 1
+        assert still_works(strategy)
+
+
+# ------------------------------------------------------------------------------------------------ beside errors
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_mismatch_is_found_while_a_hand_is_up(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    handler = made()
+    rows = 3 if RANK == LAST else 4
+
+    def differs() -> Any:
+        return handler.run(strategy.run, lambda: context().all_reduce("SUM", np.ones(rows)))
+
+    def fails() -> Any:
+        value: Any = "text" if RANK == 0 else 1.0
+        return handler.run(strategy.run, lambda: context().all_reduce("SUM", value))
+
+    tell()
+    for call, error in ((differs, errors.CollectiveMismatchError), (fails, errors.DTypeError)):
+        found = outcomes(call)
+        assert {outcome.error for outcome in found} == {error}, found
+    with pytest.raises(Stop):  # the hand is still up
+        handler.run(STEPS["number"], strategy)
+    assert handler.total_run_calls == 1
+
+
+def test_what_a_step_raises(made: Callable[..., ms.PreemptionCheckpointHandler]) -> None:
+    handler = made()
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    tell()
+    with pytest.raises(ZeroDivisionError):
+        handler.run(broken)
+    assert handler.total_run_calls == 0
+    assert handler.checkpoint_manager.steps() == []
+
+
+def test_a_step_that_is_saved_already(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    """The program has saved it, or it was restored just now."""
+    handler = made(every=100)
+    manager = handler.checkpoint_manager
+    handler.run(lambda: None)
+    manager.save(1, wait=False)
+    tell()
+    with pytest.raises(Stop):
+        handler.save_checkpoint_if_preempted()
+    assert manager.steps() == [1]
+    handler.close()
+    manager.close()
+    again = made(every=100)
+    assert again.total_run_calls == 1
+    tell()
+    with pytest.raises(Stop):
+        again.save_checkpoint_if_preempted()
+    assert again.checkpoint_manager.steps() == [1]
+
+
+def test_an_exit_fn_that_returns(
+    strategy: ms.MirroredStrategy,
+    made: Callable[..., ms.PreemptionCheckpointHandler],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[int] = []
+    handler = made(exit_fn=lambda: calls.append(1), grace_period=60)
+    for _ in range(6):
+        if handler.total_run_calls in (1, 4):
+            tell()
+        handler.run(STEPS["number"], strategy)
+    assert (len(calls), handler.checkpoint_manager.steps()) == (2, [2, 5])
+    said = gather_texts(capfd.readouterr().err)
+    assert all(f"told to stop (SIGUSR2 on rank {LAST}): saved step 2, 0." in said[0] for _ in calls)
+    assert " of 60 s after the signal: " in said[0]
+    assert not any("told to stop" in text for text in said[1:])
+
+
+# ------------------------------------------------------------------------------------------------ the signals
+
+
+def test_others_get_their_signals_back(made: Callable[..., ms.PreemptionCheckpointHandler]) -> None:
+    heard: list[int] = []
+
+    def mine(number: int, frame: Any) -> None:
+        heard.append(number)
+
+    before = {number: signal.signal(number, mine) for number in (USR1, USR2)}
+    try:
+        outer = made(signals=["USR2".join(["SIG", ""]), int(USR1)])
+        inner = made(signals=[USR2])
+        os.kill(os.getpid(), USR2)
+        os.kill(os.getpid(), USR1)
+        assert heard == []
+        inner.close()
+        assert signal.getsignal(USR2) == outer._note
+        outer.close()
+        assert signal.getsignal(USR2) == signal.getsignal(USR1) == mine
+        os.kill(os.getpid(), USR2)
+        assert heard == [USR2]
+        outer.close()
+        with made(signals=[USR2]):
+            signal.signal(USR2, signal.SIG_IGN)
+            signal.signal(USR2, mine)  # somebody else takes it
+        assert signal.getsignal(USR2) == mine
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_worker_that_is_forked_ends_when_it_is_told_to(made: Callable[..., ms.PreemptionCheckpointHandler]) -> None:
+    made()
+    made()  # two of them, one inside the other
+    there, here = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(here, b".")  # the fork is over
+        time.sleep(60)
+        os._exit(0)
+    os.read(there, 1)
+    os.kill(child, TERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
+    os.close(there)
+    os.close(here)
+    program = "import signal; print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"True\n"
+
+
+def test_only_the_main_thread_catches_signals(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(outcomes(made)), name="trainer")
+    thread.start()
+    thread.join()
+    assert {outcome.error for outcome in found[0]} == {errors.ContextError}
+    assert "in thread 'trainer'; expected one in the main thread" in found[0][0].text
+    assert still_works(strategy)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"signals": "SIGTERM"}, errors.OptionTypeError, 'a list, such as ["SIGTERM", "SIGUSR2"]'),
+    ({"signals": ["SIGNOTHING"]}, errors.OptionError, "'SIGNOTHING'; expected the name of a signal"),
+    ({"signals": [1.5]}, errors.OptionTypeError, "1.5"),
+    ({"signals": [True]}, errors.OptionTypeError, "True"),
+    ({"signals": [9999]}, errors.OptionError, "9999"),
+    ({"signals": ["SIGKILL"]}, errors.OptionError, "SIGKILL; expected one that can be caught"),
+    ({"exit_fn": 75}, errors.OptionTypeError, "exit_fn=75; expected a function"),
+    ({"termination_watcher_fn": True}, errors.OptionTypeError, "termination_watcher_fn"),
+    ({"grace_period": "60"}, errors.OptionTypeError, "grace_period='60'"),
+    ({"grace_period": -1}, errors.OptionError, "0 or more seconds"),
+    ({"grace_period": float("nan")}, errors.OptionError, "0 or more seconds"),
+]
+
+
+@pytest.mark.parametrize(("config", "error", "text"), BAD)
+def test_bad_settings(config: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        ms.TerminationConfig(**config)
+    assert text in str(caught.value)
+
+
+def test_bad_arguments(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    checkpoint = ms.Checkpoint(x=1)
+    manager = ms.CheckpointManager(checkpoint, folder)
+    bad: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception]]] = [
+        ((checkpoint,), {}, errors.OptionTypeError),
+        ((manager, folder), {}, errors.OptionTypeError),
+        ((None, folder), {}, errors.OptionTypeError),
+        ((manager, None, {"grace_period": 1}), {}, errors.OptionTypeError),
+        ((manager,), {"steps_between_checks": 0}, errors.OptionError),
+        ((manager,), {"steps_between_checks": 1.0}, errors.OptionError),
+    ]
+    for arguments, named, error in bad:
+        with pytest.raises(error):
+            ms.PreemptionCheckpointHandler(*arguments, **named)
+    assert signal.getsignal(TERM) == signal.SIG_DFL
+
+
+def test_calls_in_a_step_function(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    handler = made()
+    for call in (lambda: handler.run(print), handler.save_checkpoint_if_preempted, made):
+        with pytest.raises(errors.ContextError):
+            strategy.run(call)
+    with pytest.raises(errors.OptionTypeError):
+        handler.run(None)  # type: ignore[arg-type, type-var]
+    assert still_works(strategy)
+    assert repr(handler).startswith("<PreemptionCheckpointHandler after 0 steps, of <CheckpointManager of ")
+
+
+def test_a_program_that_asks_instead_of_being_told(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    handler = made(termination_watcher_fn=lambda: RANK == LAST and handler.total_run_calls == 2, signals=())
+
+    def steps() -> None:
+        for _ in range(5):
+            handler.run(STEPS["number"], strategy)
+
+    with pytest.raises(Stop):
+        steps()
+    assert handler.total_run_calls == (3 if SIZE > 1 else 2)  # it asks when a step is done
+
+
+def test_simulated_replicas(tmp_path: Path) -> None:
+    before = signal.getsignal(USR2)
+
+    def program() -> tuple[int, int]:
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            total = ms.Variable(0.0)
+        rank = strategy.replica_id_in_sync_group
+        told = ms.TerminationConfig(lambda: rank == 1 and handler.total_run_calls == 2, stop)
+        handler = ms.PreemptionCheckpointHandler(ms.Checkpoint(total=total), tmp_path / "simulated", told)
+        first = handler.total_run_calls
+        try:
+            while handler.total_run_calls < 6:
+                handler.run(strategy.run, lambda: context().all_reduce("SUM", 1.0))
+        except Stop:
+            handler.checkpoint_manager.close()
+        return first, handler.total_run_calls
+
+    if SIZE == 1:
+        assert run_replicas(program, 3) == [(0, 3)] * 3
+        assert run_replicas(program, 3) == [(3, 6)] * 3
+        assert signal.getsignal(USR2) == before
+
+
+# ------------------------------------------------------------------------------------------------ whole jobs
+
+
+def test_a_job_ends_with_75_and_goes_on(launch: Launch, tmp_path: Path) -> None:
+    """Told on one rank, then through the launcher."""
+    run = ["-m", "mpistrategy", "run", ROOT / "tests" / "preempted.py", tmp_path]
+    number = "SIGUSR2" if launching.IS_OPEN_MPI else "SIGTERM"  # what the launchers hand on
+    first = launch(2, [*run, "--tell", "8:1:SIGUSR2"])
+    assert "told to stop (SIGUSR2 on rank 1): saved step 8, 0." in first.stderr, first
+    second = launch(2, [*run[3:], "--tell", f"13:1:{number}:launcher"])  # as `python program.py`
+    assert re.search(rf"told to stop \({number} on rank (0, )?1\): saved step 1[34], ", second.stderr), second
+    for job in (first, second):
+        assert job.returncode == 75, job
+        assert "Traceback" not in job.stderr, job
+        assert "the whole job ends here" not in job.stderr, job
+    last = launch(2, run).check()
+    assert re.search("from step 1[34]\nmade all steps", last.stdout), last
