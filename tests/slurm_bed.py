@@ -150,6 +150,19 @@ class SlurmBed:
                 raise TimeoutError(f"no {what} within {timeout:g} s\n{_text(output) if output else ''}\n{told}")
             time.sleep(0.1)
 
+    def crash(self, name: str) -> None:
+        """Make a node be gone at once, with all that runs on it; it is missed when someone tells Slurm."""
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
+        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=crashed")
+
+    def revive(self, name: str) -> None:
+        """Start a node again that has crashed."""
+        number = self._names.index(name) + 1
+        subprocess.run(["ip", "link", "del", self._port(number)], capture_output=True, check=False)
+        self._start_node(number, name)
+
     # ----------------------------------------------------------------------------------------- the start
 
     def _start(self) -> None:
@@ -196,7 +209,7 @@ class SlurmBed:
         )  # fmt: skip
         mine, pid = os.readlink("/proc/self/ns/net"), process.pid
         self.until(lambda: os.readlink(f"/proc/{pid}/ns/net") != mine, 10, f"network of {name}")
-        port = f"{self._bridge}n{number}"[-15:]
+        port = self._port(number)
         _sh("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         _sh("ip", "link", "set", port, "master", self._bridge, "up")
         inside = ("nsenter", "-t", str(pid), "-n", "ip")
@@ -206,6 +219,9 @@ class SlurmBed:
         assert process.stdin is not None
         process.stdin.write(b"go\n")
         process.stdin.close()
+
+    def _port(self, number: int) -> str:
+        return f"{self._bridge}n{number}"[-15:]
 
     def _all_idle(self) -> bool:
         nodes = self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()

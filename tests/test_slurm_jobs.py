@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -113,6 +114,11 @@ class User:
         self.says(job, " on ")
         self.bed.run("scancel", "--batch", "--signal=USR2", job)
 
+    def made(self, step: int) -> None:
+        """Wait until preempted.py has made a step."""
+        path = self.folder / "journal"
+        self.bed.until(lambda: path.exists() and f"made {step}\n" in path.read_text(), 60, f"step {step}", path)
+
     def says(self, job: str, what: str) -> None:
         """Wait until example.py, or the script, has said something."""
         path = self.output(job)
@@ -136,7 +142,9 @@ def twice(test: Callable[[User], None]) -> Callable[[User], None]:
                 raise
             folder = user.folder / "again"
             folder.mkdir()
-            test(User(user.bed, folder))
+            other = User(user.bed, folder)
+            other.environment["PADDING"] = "x" * 300  # it depends on where things lie in memory
+            test(other)
 
     return again
 
@@ -279,19 +287,41 @@ def test_every_rank_sees_all_gpus(user: User) -> None:
 @needs_srun
 @twice
 def test_requeue(user: User) -> None:
-    user.edit("requeue.sbatch", "example.py", "--pause", "0.05", "--steps", "60")
+    """The whole cycle: told through the script at some time; then told past it, or (MPICH) a node crashes."""
+    crashes, steps = not launching.IS_OPEN_MPI, 40
+    shutil.copy(ROOT / "tests" / "preempted.py", user.folder)
+    user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests")
+    user.edit("requeue.sbatch", *f"preempted.py . --pause 0.05 --steps {steps} --save-every 5".split())
     job = user.submit("requeue.sbatch")
-    user.says(job, "begins with step 1")
+    output = user.output(job)
+    user.made(random.randrange(2, 12))
     user.tell(job)
-    user.says(job, "back to the queue")
-    done = user.bed.wait(job, user.output(job))
+    user.says(job, "restart 1 of 10")
+    user.made(7 + saved_by(output)[0])
+    if crashes:
+        user.bed.crash("node2")
+        user.bed.until(lambda: user.bed.show(job).get("Restarts") == "2", 30, "requeue after the crash", output)
+        user.bed.revive("node2")
+    else:
+        user.bed.run("scancel", "--signal=TERM", job)  # to the ranks, and not to the script
+    done = user.bed.wait(job, output)
     assert (done.state, done.status) == ("COMPLETED", 0), done.output
-    saved = re.search(r"told to stop \(SIGUSR2 on rank 0, 1, 2, 3\): saved step (\d+)", done.output)
-    assert saved, done.output
-    assert f"goes on after step {saved[1]}\n" in done.output
-    assert "the program stopped with status 75; back to the queue" in done.output
-    assert "restart 1 of 10" in done.output
-    assert "example.py on 4 ranks: made all 60 steps" in done.output
+    told = re.findall(r"told to stop \((SIG\w+) on rank [0-3, ]+\): saved step \d+, .* of 60 s after", done.output)
+    assert told == ["SIGUSR2", *(["SIGTERM"] if not crashes else [])], done.output
+    assert done.output.count("the program stopped with status 75; back to the queue") == len(told)
+    assert "restart 2 of 10" in done.output
+    assert "made all steps" in done.output
+    runs = (user.folder / "journal").read_text().split("from ")[1:]
+    begun, ended = [int(run.split()[0]) for run in runs], [int(run.split()[-1]) for run in runs]
+    saved = saved_by(output)
+    if crashes:  # the last that was saved, by the program itself
+        saved.append(max(begun[1], ended[1] // 5 * 5))
+        assert ended[1] - saved[1] < 6
+    assert (begun, ended[0], ended[2]) == ([0, *saved], saved[0], steps)
+
+
+def saved_by(output: Path) -> list[int]:
+    return [int(step) for step in re.findall(r"saved step (\d+)", output.read_text())]
 
 
 @needs_srun

@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""Interrupts trainings at random, and shows that no step that was saved is lost and that nothing else has changed.
+
+scripts/soak_preemption.py [--stops 20] [--ranks 1,2,3,4] [--no-slurm] [--slurm-only]
+
+Under mpiexec: a training is told to stop `stops` times, at random moments and on random ranks, and started again each
+time; at its end it has on every rank the same weights, slots, random numbers, metrics and next batch as one that was
+never interrupted. On a Slurm of its own (tests/slurm_bed.py; root): two nodes, slurm/requeue.sbatch; USR2 through the
+script, TERM past it, a time limit, crashes of a node, and the cap on restarts.  Run it with the Python of an environment
+that has an MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+import launching  # noqa: E402
+import slurm_bed  # noqa: E402
+
+from mpistrategy.slurm.render import render  # noqa: E402
+from mpistrategy.slurm.spec import JobSpec  # noqa: E402
+
+TRAINING = ROOT / "tests" / "preempted.py"
+PAUSE, SAVE_EVERY = 0.01, 7
+AGAIN = 75
+
+
+def runs_of(folder: Path) -> tuple[list[int], list[int]]:
+    """Return after which step each run of a training has begun, and the last step that it has made."""
+    runs = (folder / "journal").read_text().split("from ")[1:]
+    return [int(run.split()[0]) for run in runs], [int(run.split()[-1]) for run in runs]
+
+
+def ends_of(folder: Path, ranks: int) -> list[str]:
+    """Return all there is at the end, on every rank."""
+    return [(folder / f"end-{rank}.txt").read_text() for rank in range(ranks)]
+
+
+def under_mpiexec(ranks: int, stops: int, plan: random.Random) -> str:
+    """Interrupt a training; return a line of figures."""
+    steps, wanted = 400, stops
+    with tempfile.TemporaryDirectory() as name:
+        whole, folder = Path(name) / "whole", Path(name) / "interrupted"
+        for path in (whole, folder):
+            path.mkdir()
+        launching.launch(ranks, [TRAINING, whole, "--steps", str(steps)], timeout=300).check()
+        statuses: list[int] = []
+        saved: list[int] = []
+        while not statuses or statuses[-1] == AGAIN:
+            options = ["--steps", str(steps), "--pause", str(PAUSE)]
+            if plan.random() < 0.5:
+                options += ["--save-every", str(SAVE_EVERY)]
+            if len(saved) < wanted:
+                reach = steps * PAUSE / (wanted + 2)
+                options += ["--after", f"{plan.uniform(0, 2 * reach):.3f}:{plan.randrange(ranks)}"]
+            done = launching.launch(ranks, [TRAINING, folder, *options], timeout=300)
+            assert done.returncode in (0, AGAIN), done
+            statuses.append(done.returncode)
+            saved += [int(step) for step in re.findall(r"saved step (\d+)", done.stderr)]
+            assert len(statuses) < 3 * wanted + 10, done
+        begun, ended = runs_of(folder)
+        assert begun == [0, *saved], (begun, saved)
+        assert ended == [*saved, steps], (ended, saved)
+        assert ends_of(folder, ranks) == ends_of(whole, ranks)
+    return f"{ranks} ranks: {len(saved)} stops at steps {saved}, status 75 each; ends bit for bit as the uninterrupted run"
+
+
+class SlurmRun:
+    """A training in a requeue job on a Slurm of its own."""
+
+    def __init__(self, bed: slurm_bed.SlurmBed, folder: Path, steps: int, statement: dict[str, object]) -> None:
+        folder.mkdir()
+        self.bed, self.folder, self.steps = bed, folder, steps
+        shutil.copy(TRAINING, folder)
+        training = f"preempted.py . --pause 0.05 --steps {steps} --save-every {SAVE_EVERY}"
+        text = render(JobSpec.of("requeue", {"program": training.split()[0], "max_restarts": 200} | statement))
+        text = re.sub(r"^program=\(.*\)$", f"program=({training})", text, flags=re.M)
+        (folder / "job.sbatch").write_text(text)
+        self.environment = launching.environment() | {
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+            "SLURM_MPI_TYPE": "pmix" if launching.IS_OPEN_MPI else "pmi2",
+        }
+        done = bed.run("sbatch", "--parsable", "job.sbatch", cwd=folder, env=self.environment)
+        assert done.returncode == 0, done.stderr
+        self.job = done.stdout.strip()
+        self.output = folder / f"mpistrategy-{self.job}.out"
+
+    def text(self) -> str:
+        """Return what the job has said."""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def lines(self) -> int:
+        """Return how many steps and starts are in the journal."""
+        journal = self.folder / "journal"
+        return journal.read_text().count("\n") if journal.exists() else 0
+
+    def is_over(self) -> bool:
+        """Return whether the job has ended."""
+        return self.bed.show(self.job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+
+    def next_run(self, runs: int) -> None:
+        """Wait until the training has begun so many times and made a step, or the job is over."""
+        journal = self.folder / "journal"
+
+        def begun() -> bool:
+            if not journal.exists():
+                return self.is_over()
+            parts = journal.read_text().split("from ")
+            return (len(parts) > runs and "made" in parts[runs]) or self.is_over()
+
+        self.bed.until(begun, 120, f"run {runs}", self.output)
+
+    def crash(self, restarts: int) -> None:
+        """Make the second node crash, and come back once Slurm has taken the job back."""
+        self.bed.crash("node2")
+        told = lambda: int(self.bed.show(self.job)["Restarts"]) > restarts  # noqa: E731
+        self.bed.until(told, 60, "a requeue after the crash", self.output)
+        self.bed.revive("node2")
+
+
+def on_slurm(stops: int, plan: random.Random) -> list[str]:
+    """Interrupt jobs on a Slurm; return lines of figures."""
+    folder = Path(tempfile.mkdtemp(prefix="ms-soak-"))
+    try:
+        with slurm_bed.SlurmBed(folder) as bed:
+            return [deliveries(bed, folder / "d", stops, plan), cap(bed, folder / "c")]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def deliveries(bed: slurm_bed.SlurmBed, folder: Path, stops: int, plan: random.Random) -> str:
+    """Tell a job to stop at random moments, and crash a node now and then; return a line of figures."""
+    steps, began = 60 * stops, time.monotonic()
+    run = SlurmRun(bed, folder, steps, {})
+    what: Counter[str] = Counter()
+    failed_starts = 0
+    while what["USR2 through the script"] + what["TERM to the ranks"] < stops and not run.is_over():
+        run.next_run(sum(what.values()) + 1)
+        time.sleep(plan.uniform(0, 1.5))
+        restarts = int(bed.show(run.job)["Restarts"])
+        kind = plan.choice(["USR2 through the script"] * 5 + ["TERM to the ranks"] * 3 + ["a crash"])
+        what[kind] += 1
+        if kind == "a crash":
+            run.crash(restarts)
+        else:
+            script = kind.startswith("USR2")
+            bed.run("scancel", *(["--batch", "--signal=USR2"] if script else ["--signal=TERM"]), run.job)
+        while int(bed.show(run.job)["Restarts"]) == restarts and not run.is_over():
+            time.sleep(0.2)
+    bed.run("scontrol", "update", f"jobid={run.job}", "timelimit=60")
+    done = bed.wait(run.job, run.output, timeout=600)
+    assert (done.state, done.status) == ("COMPLETED", 0), done.output[-5000:]
+    begun, ended = runs_of(folder)
+    failed_starts = done.output.count("mpi/pmi2: value not properly") // 2
+    kept = {0, steps, *(int(step) for step in re.findall(r"saved step (\d+)", done.output))}
+    for start, (first, before) in zip(begun[1:], zip(begun, ended, strict=True), strict=False):
+        periodic = max(first, before // SAVE_EVERY * SAVE_EVERY)
+        # Nothing that was saved is lost: it goes on after the last step, or, after a crash, after the last that was kept.
+        assert start == before or (start == periodic and before - start < SAVE_EVERY), (begun, ended)
+        assert start == periodic or start in kept, (begun, ended)
+    assert ended[-1] == steps
+    told = ", ".join(f"{count} {name}" for name, count in sorted(what.items()))
+    repeated = sum(before - start for start, before in zip(begun[1:], ended, strict=False))
+    statuses = Counter(re.findall(r"the program stopped with status (\d+)", done.output))
+    return (
+        f"Slurm, 2 nodes, 4 ranks: {told}; statuses {dict(statuses)}; {len(begun)} runs, {repeated} steps made twice (after "
+        f"crashes), no saved step lost; {failed_starts} starts failed in MPI; {time.monotonic() - began:.0f} s"
+    )
+
+
+def cap(bed: slurm_bed.SlurmBed, folder: Path) -> str:
+    """Tell a job to stop more often than it may restart; return a line of figures."""
+    run = SlurmRun(bed, folder, 10**6, {"nodes": 1, "max_restarts": 2})
+    for number in range(3):
+        run.next_run(number + 1)
+        bed.run("scancel", "--batch", "--signal=USR2", run.job)
+        waited = lambda number=number: run.text().count("saved step") > number  # noqa: E731
+        bed.until(waited, 60, "a checkpoint", run.output)
+    done = bed.wait(run.job, run.output)
+    assert (done.state, done.status) == ("FAILED", AGAIN), done.output
+    assert "not done after 2 restarts; not requeued" in done.output
+    return f"the cap: 3 runs with max_restarts=2, then {done.state} with status {done.status}"
+
+
+def main() -> int:
+    """Run the soak; return 0 when everything was as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stops", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--ranks", default="1,2,3,4", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: another each time")
+    parser.add_argument("--no-slurm", action="store_true")
+    parser.add_argument("--slurm-only", action="store_true")
+    given = parser.parse_args()
+    plan = random.Random(given.seed)
+    print(f"seed {given.seed}, {launching.LIBRARY.splitlines()[0][:40].strip()}", flush=True)
+    if not given.slurm_only:
+        for ranks in map(int, given.ranks.split(",")):
+            print(under_mpiexec(ranks, given.stops, plan), flush=True)
+    why_not = slurm_bed.why_not()
+    if given.no_slurm or why_not:
+        print(f"Slurm: not run: {why_not or '--no-slurm'}")
+        return 0
+    for line in on_slurm(given.stops, plan):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except (AssertionError, TimeoutError, subprocess.SubprocessError) as error:
+        raise SystemExit(f"FAILED: {error}") from error
