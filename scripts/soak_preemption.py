@@ -6,8 +6,8 @@ scripts/soak_preemption.py [--stops 20] [--ranks 1,2,3,4] [--no-slurm] [--slurm-
 Under mpiexec: a training is told to stop `stops` times, at random moments and on random ranks, and started again each
 time; at its end it has on every rank the same weights, slots, random numbers, metrics and next batch as one that was
 never interrupted. On a Slurm of its own (tests/slurm_bed.py; root): two nodes, slurm/requeue.sbatch; USR2 through the
-script, TERM past it, a time limit, crashes of a node, and the cap on restarts.  Run it with the Python of an environment
-that has an MPI.
+script, TERM past it, real time limits, crashes of a node, and the cap on restarts.  Run it with the Python of an
+environment that has an MPI.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def under_mpiexec(ranks: int, stops: int, plan: random.Random) -> str:
         assert begun == [0, *saved], (begun, saved)
         assert ended == [*saved, steps], (ended, saved)
         assert ends_of(folder, ranks) == ends_of(whole, ranks)
-    return f"{ranks} ranks: {len(saved)} stops at steps {saved}, status 75 each; ends bit for bit as the uninterrupted run"
+    return (
+        f"{ranks} ranks: {len(saved)} stops at steps {saved}, status 75 each; ends bit for bit as the uninterrupted run"
+    )
 
 
 class SlurmRun:
@@ -137,7 +139,7 @@ def on_slurm(stops: int, plan: random.Random) -> list[str]:
     folder = Path(tempfile.mkdtemp(prefix="ms-soak-"))
     try:
         with slurm_bed.SlurmBed(folder) as bed:
-            return [deliveries(bed, folder / "d", stops, plan), cap(bed, folder / "c")]
+            return [cap(bed, folder / "c"), limit(bed, folder / "l"), deliveries(bed, folder / "d", stops, plan)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -169,7 +171,7 @@ def deliveries(bed: slurm_bed.SlurmBed, folder: Path, stops: int, plan: random.R
     kept = {0, steps, *(int(step) for step in re.findall(r"saved step (\d+)", done.output))}
     for start, (first, before) in zip(begun[1:], zip(begun, ended, strict=True), strict=False):
         periodic = max(first, before // SAVE_EVERY * SAVE_EVERY)
-        # Nothing that was saved is lost: it goes on after the last step, or, after a crash, after the last that was kept.
+        # Nothing that was saved is lost: it goes on after the last step; after a crash, after the last that was saved.
         assert start == before or (start == periodic and before - start < SAVE_EVERY), (begun, ended)
         assert start == periodic or start in kept, (begun, ended)
     assert ended[-1] == steps
@@ -177,8 +179,8 @@ def deliveries(bed: slurm_bed.SlurmBed, folder: Path, stops: int, plan: random.R
     repeated = sum(before - start for start, before in zip(begun[1:], ended, strict=False))
     statuses = Counter(re.findall(r"the program stopped with status (\d+)", done.output))
     return (
-        f"Slurm, 2 nodes, 4 ranks: {told}; statuses {dict(statuses)}; {len(begun)} runs, {repeated} steps made twice (after "
-        f"crashes), no saved step lost; {failed_starts} starts failed in MPI; {time.monotonic() - began:.0f} s"
+        f"Slurm, 2 nodes, 4 ranks: {told}; statuses {dict(statuses)}; {len(begun)} runs, {repeated} steps made twice "
+        f"(after crashes), no saved step lost; {failed_starts} starts failed in MPI; {time.monotonic() - began:.0f} s"
     )
 
 
@@ -194,6 +196,18 @@ def cap(bed: slurm_bed.SlurmBed, folder: Path) -> str:
     assert (done.state, done.status) == ("FAILED", AGAIN), done.output
     assert "not done after 2 restarts; not requeued" in done.output
     return f"the cap: 3 runs with max_restarts=2, then {done.state} with status {done.status}"
+
+
+def limit(bed: slurm_bed.SlurmBed, folder: Path) -> str:
+    """Let a job run into its time limit again and again; return a line of figures."""
+    run = SlurmRun(bed, folder, 1000, {"time": "1", "signal_lead": 30})
+    done = bed.wait(run.job, run.output, timeout=600)
+    assert (done.state, done.status) == ("COMPLETED", 0), done.output[-5000:]
+    begun, ended = runs_of(folder)
+    assert begun[1:] == ended[:-1], (begun, ended)
+    told = done.output.count("the time is nearly up")
+    assert told == len(begun) - 1 > 0, done.output
+    return f"time limits of 1 min: {len(begun)} runs that ended at steps {ended}, told by Slurm {told} times"
 
 
 def main() -> int:
