@@ -134,12 +134,14 @@ class SlurmRun:
         self.bed.revive("node2")
 
 
-def on_slurm(stops: int, plan: random.Random) -> list[str]:
-    """Interrupt jobs on a Slurm; return lines of figures."""
+def on_slurm(stops: int, plan: random.Random) -> None:
+    """Interrupt jobs on a Slurm; print lines of figures."""
     folder = Path(tempfile.mkdtemp(prefix="ms-soak-"))
     try:
         with slurm_bed.SlurmBed(folder) as bed:
-            return [cap(bed, folder / "c"), limit(bed, folder / "l"), deliveries(bed, folder / "d", stops, plan)]
+            print(cap(bed, folder / "c"), flush=True)
+            print(deliveries(bed, folder / "d", stops, plan), flush=True)
+            print(limit(bed, folder / "l"), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -200,7 +202,7 @@ def cap(bed: slurm_bed.SlurmBed, folder: Path) -> str:
 
 def limit(bed: slurm_bed.SlurmBed, folder: Path) -> str:
     """Let a job run into its time limit again and again; return a line of figures."""
-    run = SlurmRun(bed, folder, 1000, {"time": "1", "signal_lead": 30})
+    run = SlurmRun(bed, folder, 900, {"time": "1", "signal_lead": 30})
     done = bed.wait(run.job, run.output, timeout=600)
     assert (done.state, done.status) == ("COMPLETED", 0), done.output[-5000:]
     begun, ended = runs_of(folder)
@@ -228,8 +230,7 @@ def main() -> int:
     if given.no_slurm or why_not:
         print(f"Slurm: not run: {why_not or '--no-slurm'}")
         return 0
-    for line in on_slurm(given.stops, plan):
-        print(line, flush=True)
+    on_slurm(given.stops, plan)
     return 0
 
 

@@ -160,6 +160,8 @@ class SlurmBed:
     def revive(self, name: str) -> None:
         """Start a node again that has crashed."""
         number = self._names.index(name) + 1
+        for left in (self.folder / f"spool-{name}").glob("stepd.slurm.pmix.*"):  # what cleans /tmp at boot would remove
+            left.unlink()
         subprocess.run(["ip", "link", "del", self._port(number)], capture_output=True, check=False)
         self._start_node(number, name)
 
