@@ -35,6 +35,7 @@ from mpistrategy.slurm.spec import JobSpec  # noqa: E402
 
 TRAINING = ROOT / "tests" / "preempted.py"
 PAUSE, SAVE_EVERY = 0.01, 7
+PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 AGAIN = 75
 
 
@@ -56,7 +57,7 @@ def under_mpiexec(ranks: int, stops: int, plan: random.Random) -> str:
         whole, folder = Path(name) / "whole", Path(name) / "interrupted"
         for path in (whole, folder):
             path.mkdir()
-        launching.launch(ranks, [TRAINING, whole, "--steps", str(steps)], timeout=300).check()
+        launching.launch(ranks, [TRAINING, whole, "--steps", str(steps)], 300, PATHS).check()
         statuses: list[int] = []
         saved: list[int] = []
         while not statuses or statuses[-1] == AGAIN:
@@ -66,7 +67,7 @@ def under_mpiexec(ranks: int, stops: int, plan: random.Random) -> str:
             if len(saved) < wanted:
                 reach = steps * PAUSE / (wanted + 2)
                 options += ["--after", f"{plan.uniform(0, 2 * reach):.3f}:{plan.randrange(ranks)}"]
-            done = launching.launch(ranks, [TRAINING, folder, *options], timeout=300)
+            done = launching.launch(ranks, [TRAINING, folder, *options], 300, PATHS)
             assert done.returncode in (0, AGAIN), done
             statuses.append(done.returncode)
             saved += [int(step) for step in re.findall(r"saved step (\d+)", done.stderr)]
@@ -91,11 +92,14 @@ class SlurmRun:
         text = render(JobSpec.of("requeue", {"program": training.split()[0], "max_restarts": 200} | statement))
         text = re.sub(r"^program=\(.*\)$", f"program=({training})", text, flags=re.M)
         (folder / "job.sbatch").write_text(text)
-        self.environment = launching.environment() | {
-            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-            "SLURM_MPI_TYPE": "pmix" if launching.IS_OPEN_MPI else "pmi2",
-        }
+        self.environment = (
+            launching.environment()
+            | PATHS
+            | {
+                "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+                "SLURM_MPI_TYPE": "pmix" if launching.IS_OPEN_MPI else "pmi2",
+            }
+        )
         done = bed.run("sbatch", "--parsable", "job.sbatch", cwd=folder, env=self.environment)
         assert done.returncode == 0, done.stderr
         self.job = done.stdout.strip()
