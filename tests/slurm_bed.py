@@ -160,8 +160,9 @@ class SlurmBed:
     def revive(self, name: str) -> None:
         """Start a node again that has crashed."""
         number = self._names.index(name) + 1
-        for left in (self.folder / f"spool-{name}").glob("stepd.slurm.pmix.*"):  # what cleans /tmp at boot would remove
-            left.unlink()
+        spool = self.folder / f"spool-{name}"  # what PMIx has left there would keep the same job from starting again
+        shutil.rmtree(spool)
+        spool.mkdir()
         subprocess.run(["ip", "link", "del", self._port(number)], capture_output=True, check=False)
         self._start_node(number, name)
 
