@@ -160,9 +160,9 @@ class SlurmBed:
     def revive(self, name: str) -> None:
         """Start a node again that has crashed."""
         number = self._names.index(name) + 1
-        spool = self.folder / f"spool-{name}"  # what PMIx has left there would keep the same job from starting again
-        shutil.rmtree(spool)
-        spool.mkdir()
+        for folder in (self.folder / f"spool-{name}", self.folder / name):
+            shutil.rmtree(folder)  # what PMIx has left there would keep the same job from starting again
+            folder.mkdir()
         subprocess.run(["ip", "link", "del", self._port(number)], capture_output=True, check=False)
         self._start_node(number, name)
 
