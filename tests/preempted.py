@@ -70,7 +70,6 @@ def main() -> None:
             manager.save(handler.total_run_calls)
     (given.folder / f"end-{rank}.txt").write_text(repr(training.everything()))
     manager.close()
-    handler.close()
     strategy.close()
     if rank == 0:
         print("made all steps", flush=True)
