@@ -37,6 +37,9 @@ class _Work:
         self.memory = [span(each) for each in memory if each.size]
 
 
+_local = threading.local()
+
+
 class Stream:
     """A queue of work."""
 
@@ -47,7 +50,7 @@ class Stream:
         self.queue: deque[_Work] = deque()
         self.non_blocking = non_blocking
         self.ptr = 0 if null else id(self)
-        self.device_id = 0
+        self.device_id = -1 if null else getattr(_local, "device", 0)
         Stream.everything.append(weakref.ref(self))
 
     def put(self, do: Callable[[], Any], *memory: np.ndarray) -> _Work:
@@ -110,9 +113,11 @@ class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.work: _Work | None = None
         self.stream: Stream | None = None
+        self._device = getattr(_local, "device", 0)
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or get_current_stream()
+        assert self.stream.device_id in (-1, self._device), "cudaErrorInvalidResourceHandle"
         self.work = self.stream.put(lambda: None)
 
     def synchronize(self) -> None:
@@ -125,7 +130,6 @@ class Event:
         return self.work is None or self.work.do is None
 
 
-_local = threading.local()
 counts = dict.fromkeys(("put", "synchronize", "event", "device", "kernels"), 0)
 Stream.null = Stream(null=True)
 
@@ -163,6 +167,10 @@ class MemoryPointer:
         self.memory = memory
         self.ptr: int = memory.ctypes.data
         weakref.finalize(self, pool._free.setdefault(key, []).append, memory)
+
+
+class OutOfMemoryError(MemoryError):
+    """What CuPy raises when there is no memory left."""
 
 
 class MemoryPool:
@@ -579,6 +587,8 @@ def _made() -> types.ModuleType:
     cuda.Stream, cuda.Event, cuda.Device = Stream, Event, _Device
     cupy.RawModule = RawModule
     cuda.MemoryPool, cuda.get_current_stream = MemoryPool, get_current_stream
+    cuda.memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+    cupy.get_default_memory_pool = lambda: _default_pool
     cuda.get_elapsed_time = lambda start, stop: 1.0  # ms
     cuda.runtime = types.SimpleNamespace(
         memcpyAsync=_memcpy_async,

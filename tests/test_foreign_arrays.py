@@ -188,6 +188,23 @@ def test_results_are_written_into_tensors(gpu: ms.MirroredStrategy) -> None:
         assert numbers(out) == [TOTAL] * 2
 
 
+def test_the_library_of_a_tensor_waits_for_what_is_written_into_it(
+    gpu: ms.MirroredStrategy, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may work on another stream than CuPy's; DLPack's hand-over is what orders the two."""
+    handed_over: list[Any] = []
+
+    def from_dlpack(array: Any) -> Tensor:
+        handed_over.append(array)
+        return Tensor(array)
+
+    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
+    given, out = on_gpu(np.full(2, RANK + 1.0)), on_gpu(np.zeros(2))
+    gpu.run(lambda: context().all_reduce("SUM", given, out=out))
+    assert any(array.data.ptr == out.array.data.ptr for array in handed_over)
+    assert numbers(out) == [TOTAL] * 2
+
+
 def test_variables_take_tensors(gpu: ms.MirroredStrategy) -> None:
     with gpu.scope():
         variables = [ms.Variable(place(np.arange(2.0) + 1), aggregation="SUM") for place in (Tensor, on_gpu)]

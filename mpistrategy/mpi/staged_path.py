@@ -33,8 +33,9 @@ class StagedPath:
         self._chunk_bytes = chunk_bytes
         self._cupy = cupy_for("an array in GPU memory")
         self._slots: list[_Slot] = []
-        cuda = self._cupy.cuda
-        self._out, self._back = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
+        #: For each device, the streams of the copies from it and to it: an event belongs to a stream of its device.
+        self._streams: dict[int, tuple[Any, Any]] = {}
+        self._streams_of(self._cupy.cuda.runtime.getDevice())
 
     def make_room(self, nbytes: int) -> None:
         """Have as many slots, and as large ones, as a buffer of so many bytes needs."""
@@ -54,35 +55,48 @@ class StagedPath:
         chunks = [buffer[start : start + step] for start in range(0, buffer.size, step)]
         cuda = self._cupy.cuda
         users = cuda.get_current_stream()
-        self._out.wait_event(users.record(cuda.Event(disable_timing=True)))
-        arrived = [self._bring(number, chunk) for number, chunk in enumerate(chunks[:_SLOTS])]
-        for number, chunk in enumerate(chunks):
-            slot = self._slots[number % _SLOTS]
-            arrived[number].synchronize()
-            ranks.allreduce(slot.as_dtype(chunk.dtype, chunk.size), op)
-            self._copy(chunk.data.ptr, slot.address, chunk.nbytes, _TO_DEVICE, self._back)
-            slot.is_free = self._back.record(cuda.Event(disable_timing=True))
-            if number + _SLOTS < len(chunks):
-                arrived.append(self._bring(number + _SLOTS, chunks[number + _SLOTS]))
-        # The buffer's next user waits for the last copy into it; the slots' next user for the copies out of them.
-        users.wait_event(self._back.record(cuda.Event(disable_timing=True)))
+        out, back = self._streams_of(cuda.runtime.getDevice())
+        out.wait_event(users.record(cuda.Event(disable_timing=True)))
+        try:
+            arrived = [self._bring(number, chunk, out) for number, chunk in enumerate(chunks[:_SLOTS])]
+            for number, chunk in enumerate(chunks):
+                slot = self._slots[number % _SLOTS]
+                arrived[number].synchronize()
+                ranks.allreduce(slot.as_dtype(chunk.dtype, chunk.size), op)
+                self._copy(chunk.data.ptr, slot.address, chunk.nbytes, _TO_DEVICE, back)
+                slot.is_free = back.record(cuda.Event(disable_timing=True))
+                if number + _SLOTS < len(chunks):
+                    arrived.append(self._bring(number + _SLOTS, chunks[number + _SLOTS], out))
+        except BaseException:
+            users.wait_event(out.record(cuda.Event(disable_timing=True)))
+            raise
+        finally:
+            # The buffer's next user waits for the last copy into it, even if MPI has failed: then its memory is soon
+            # somebody else's.  The slots' next user waits for the copies out of them.
+            users.wait_event(back.record(cuda.Event(disable_timing=True)))
 
-    def _bring(self, number: int, chunk: DeviceArray) -> Any:
+    def _streams_of(self, device: int) -> tuple[Any, Any]:
+        found = self._streams.get(device)
+        if found is None:
+            kind = self._cupy.cuda.Stream
+            found = self._streams[device] = (kind(non_blocking=True), kind(non_blocking=True))
+        return found
+
+    def _bring(self, number: int, chunk: DeviceArray, out: Any) -> Any:
         """Start to copy a chunk into its slot, once that is free; return what tells when it is there."""
         slot = self._slots[number % _SLOTS]
         if slot.is_free is not None:
-            self._out.wait_event(slot.is_free)
-        self._copy(slot.address, chunk.data.ptr, chunk.nbytes, _TO_HOST, self._out)
-        return self._out.record(self._cupy.cuda.Event(disable_timing=True))
+            out.wait_event(slot.is_free)
+        self._copy(slot.address, chunk.data.ptr, chunk.nbytes, _TO_HOST, out)
+        return out.record(self._cupy.cuda.Event(disable_timing=True))
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         self._cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def free(self) -> None:
-        """Give back the pinned memory, once nothing is copied out of it."""
-        for slot in self._slots:
-            if slot.is_free is not None:
-                slot.is_free.synchronize()
+        """Give back the pinned memory, once nothing is copied out of it or, after a failure, into it."""
+        for stream in (each for both in self._streams.values() for each in both):
+            stream.synchronize()
         self._slots = []
 
 
