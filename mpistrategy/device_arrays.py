@@ -89,6 +89,18 @@ def as_target(target: Any, where: str, name: str) -> Any:
     raise ShapeError.at(where, found=f"{name} = {found}", expected="a writeable ndarray, or array in GPU memory")
 
 
+def hand_back(written: Any, target: Any) -> None:
+    """Let what the library of `target` does from now on with this array in GPU memory see what was written to it.
+
+    Args:
+        written: what `as_target` returned for `target`, to which something was written on CuPy's current stream.
+        target: whose library may work on another stream, which is told to wait, as DLPack says.
+    """
+    if not is_cupy(target) and is_on_device(target):
+        with written.device:
+            as_kind_of(written, target)
+
+
 def to_reducible_on_device(value: Any, where: str, path: str = "") -> DeviceArray:
     """Return an array in GPU memory as CuPy's, if it can be summed; the dtypes are those of the host.
 

@@ -18,7 +18,7 @@ from mpistrategy.cross_device_ops.destinations import EVERY_RANK
 from mpistrategy.cross_device_ops.device_batch import in_kind, write
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
-from mpistrategy.device_arrays import as_target, check_places, is_on_device, to_reducible_on_device
+from mpistrategy.device_arrays import as_target, check_places, hand_back, is_on_device, to_reducible_on_device
 from mpistrategy.errors import (
     DeviceError,
     EmptyBatchError,
@@ -188,6 +188,8 @@ class StrategyExtended(Placement):
         if targets is None:
             return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
         write(results, places)
+        for place, target in zip(places, targets, strict=True):
+            hand_back(place, target)
         return list(targets)
 
     def sum_or_mean(self, reduce_op: Any, array: Array) -> Array:
