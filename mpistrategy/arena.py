@@ -30,6 +30,7 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.values import contribution
 
 if TYPE_CHECKING:
+    from mpistrategy.device_arena import BucketReduction
     from mpistrategy.extended import StrategyExtended
     from mpistrategy.strategy import Strategy
 
@@ -221,6 +222,7 @@ class Arena:
         call.wait_as(chosen.timeout_seconds)
         sent = chosen.wire
         wire.check(sent)
+        on_device = self._device_reduction(chosen, into_result=not in_place) if self.on_device else None
         call.agree_on(
             self.signature(
                 op, call.where, call.place, in_place=in_place, destination=destination, sent=sent, name=call.name
@@ -228,16 +230,19 @@ class Arena:
             sparingly=True,
         )
         communicator = wire.on(self.communicator, sent)
-        if self.on_device:
-            from mpistrategy.device_arena import reduce_buckets  # here, for the quick import
-
-            reduce_buckets(self.communicator, communicator, self.buckets, op, chosen, call, into_result=not in_place)
+        if on_device is not None:
+            on_device.run(communicator, op, call)
             return self._values if in_place else self.result
         divisor = communicator.size if op is ReduceOp.MEAN else 1
         for bucket in self.buckets:
             reduce_replicas(communicator, bucket, op.on_the_wire, divisor, into_result=not in_place)
         communicator.node_barrier()
         return self._values if in_place else self.result
+
+    def _device_reduction(self, options: CommunicationOptions, *, into_result: bool) -> BucketReduction:
+        from mpistrategy.device_arena import BucketReduction  # here, for the quick import
+
+        return BucketReduction(self.communicator, self.buckets, options, into_result=into_result)
 
     def signature(
         self,

@@ -10,7 +10,7 @@ from mpistrategy import nest
 from mpistrategy.arena import Arena, resident
 from mpistrategy.arrays import Array
 from mpistrategy.device_arrays import is_on_device
-from mpistrategy.errors import MpiStrategyError, OptionTypeError, UnsupportedError
+from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi import ambient
 from mpistrategy.mpi.call_sites import call_site
 from mpistrategy.mpi.faults import collective
@@ -113,7 +113,7 @@ def _is_on_device(value: Any) -> bool:
         return value.on_device
     try:
         return any(is_on_device(contribution(leaf)) for leaf in nest.flatten(value)[0])
-    except MpiStrategyError:
+    except Exception:  # of other libraries, too: an array that was deleted, say
         return False  # the job raises it, so that the peers hear of it
 
 

@@ -27,50 +27,61 @@ def device_buckets(
     with cupy.cuda.Device(index):
         made = []
         for dtype, size in zip(dtypes, sizes, strict=True):
-            mine, result = (communication_memory(cupy, size, dtype) for _ in range(2))
-            mine[...] = result[...] = 0
-            made.append(Replicas((mine,), result=result if shared_result else None))
+            mine, *result = (communication_memory(cupy, size, dtype) for _ in range(1 + shared_result))
+            for array in (mine, *result):
+                array[...] = 0
+            made.append(Replicas((mine,), result=result[0] if shared_result else None))
     return tuple(made)
 
 
-def reduce_buckets(
-    ranks: Communicator,
-    communicator: Communicator,
-    buckets: Sequence[Replicas],
-    op: ReduceOp,
-    options: CommunicationOptions,
-    call: Call,
-    *,
-    into_result: bool,
-) -> None:
-    """Reduce the buckets in place, or into their results, inside an agreed call.
+class BucketReduction:
+    """One all-reduce of an arena's buckets, in place or into their results.
+
+    It is made before the ranks agree: memory may be short, which all ranks hear of then.
 
     Args:
         ranks: the strategy's.
-        communicator: the same, or a view of it that rounds what travels.
         buckets: made by `device_buckets`.
-        op: how.
         options: hints; `implementation` names the path.
-        call: the guard's.
         into_result: write the results, and leave the buckets as they are.
+
+    Raises:
+        OptionError: for a path that there is not.
     """
-    cupy = cupy_for("an arena in GPU memory")
-    first: DeviceArray = buckets[0].mine
-    with first.device:
-        path = device_path(ranks, path_word(options), call)
-        for bucket in buckets:
-            target = bucket.result if into_result and bucket.result is not None else bucket.mine
-            if not target.size:
-                continue
-            wide = wire_dtype(target.dtype)
-            travels: Any = target if wide == target.dtype else communication_memory(cupy, target.size, wide)
-            if travels is not bucket.mine:
-                travels[...] = bucket.mine
-            path.allreduce(communicator, travels, op.on_the_wire)
-            if op is ReduceOp.MEAN:
-                np.true_divide(travels, travels.dtype.type(ranks.size), out=travels)
-            if travels is not target:
-                target[...] = travels.astype(target.dtype)
+
+    def __init__(
+        self, ranks: Communicator, buckets: Sequence[Replicas], options: CommunicationOptions, *, into_result: bool
+    ) -> None:
+        cupy = cupy_for("an arena in GPU memory")
+        self._ranks, self._word = ranks, path_word(options)
+        first: DeviceArray = buckets[0].mine
+        self._device = first.device
+        #: What each bucket holds, what travels in its place, and where the result goes.
+        self._parts: list[tuple[DeviceArray, DeviceArray, DeviceArray]] = []
+        with self._device:
+            for bucket in buckets:
+                target: Any = bucket.result if into_result and bucket.result is not None else bucket.mine
+                wide = wire_dtype(target.dtype)
+                travels = target if wide == target.dtype else communication_memory(cupy, target.size, wide)
+                if target.size:
+                    self._parts.append((bucket.mine, travels, target))
+        self._most_bytes = max((travels.nbytes for _, travels, _ in self._parts), default=0)
+        known = ranks.device_paths.known.get(self._word)
+        if known is not None:
+            known.make_room(self._most_bytes)
+
+    def run(self, communicator: Communicator, op: ReduceOp, call: Call) -> None:
+        """Reduce, after the agreement; `communicator` may round what travels."""
+        with self._device:
+            path = device_path(self._ranks, self._word, call, self._most_bytes)
+            for mine, travels, target in self._parts:
+                if travels is not mine:
+                    travels[...] = mine
+                path.allreduce(communicator, travels, op.on_the_wire)
+                if op is ReduceOp.MEAN:
+                    np.true_divide(travels, travels.dtype.type(self._ranks.size), out=travels)
+                if travels is not target:
+                    target[...] = travels  # converted on the way
 
 
 def broadcast_buckets(communicator: Communicator, buckets: Sequence[Replicas]) -> None:

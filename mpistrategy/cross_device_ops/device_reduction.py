@@ -48,9 +48,10 @@ class DeviceReduction:
         self._packs = packing.plan(arrays, options.bytes_per_pack)
         self._device = arrays[0].device
         self._buckets: list[DeviceArray] = []
+        self._most_bytes = max((pack.nbytes for pack in self._packs), default=0)
         known = ranks.device_paths.known.get(self._word)
-        if known is not None and self._packs:
-            known.make_room(max(pack.nbytes for pack in self._packs))
+        if known is not None:
+            known.make_room(self._most_bytes)
 
     def prepare(self) -> None:
         """Pack, before the ranks agree: memory may be short, which all ranks hear of then."""
@@ -66,10 +67,12 @@ class DeviceReduction:
         results: list[Any] = [None] * len(self._arrays)
         count = self._ranks.size
         with self._device:
-            path = device_path(self._ranks, self._word, call)
+            path = device_path(self._ranks, self._word, call, self._most_bytes)
+            # All is sent before the results, which may need memory: a rank that has none left must not miss there.
             for pack, bucket in zip(self._packs, self._buckets, strict=True):
                 if pack.size:
                     path.allreduce(communicator, bucket, self._op.on_the_wire)
+            for pack, bucket in zip(self._packs, self._buckets, strict=True):
                 mean = self._op is ReduceOp.MEAN
                 divided = mean and bucket.dtype.kind not in "iu"
                 if divided:

@@ -87,4 +87,11 @@ def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceAr
     pool = _pools.get(device)
     if pool is None:
         pool = _pools[device] = cupy.cuda.MemoryPool()
-    return cupy.ndarray((size,), dtype, memptr=pool.malloc(max(1, size * dtype.itemsize)))
+    nbytes = max(1, size * dtype.itemsize)
+    try:
+        memory = pool.malloc(nbytes)
+    except cupy.cuda.memory.OutOfMemoryError:
+        # A pool gives back what it keeps for later when it needs memory itself, and not when another one does.
+        cupy.get_default_memory_pool().free_all_blocks()
+        memory = pool.malloc(nbytes)
+    return cupy.ndarray((size,), dtype, memptr=memory)

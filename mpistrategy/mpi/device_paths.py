@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 _WHERE = "the path of arrays in GPU memory"
 
 
-def device_path(ranks: Communicator, word: str, call: Call) -> DevicePath:
+def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> DevicePath:
     """Return the path for `word`; the first time the ranks find out together, inside the agreed `call`.
 
     Args:
         ranks: who takes part.
         word: see `mpistrategy.options.path_word`.
         call: the guard's.
+        nbytes: of the largest buffer that follows; a path that is known has made room for it before the agreement.
 
     Raises:
         UnsupportedError: without a CuPy that works.
@@ -43,9 +44,10 @@ def device_path(ranks: Communicator, word: str, call: Call) -> DevicePath:
     choice = choose(everyone, word, list(ranks.device_paths.by_name))
     call.expect_more()
     path = ranks.device_paths.by_name.get(choice.name) or _make(choice.name, ranks, call)
-    call.agree("use the path of arrays in GPU memory")
-    if choice.is_second_best and ranks.rank == 0:
+    path.make_room(nbytes)
+    if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
         warnings.warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning, stacklevel=2)
+    call.agree("use the path of arrays in GPU memory")
     ranks.device_paths.by_name[choice.name] = path
     ranks.device_paths.reasons[word] = choice.reason
     ranks.device_paths.known[word] = path

@@ -22,7 +22,8 @@ class DirectPath:
         self._staged = StagedPath()
 
     def make_room(self, nbytes: int) -> None:
-        """Need nothing: MPI works where the buffer is."""
+        """Have what the staged path needs, which takes some of the operations; else MPI works where the buffer is."""
+        self._staged.make_room(nbytes)
 
     def allreduce(self, ranks: Any, buffer: DeviceArray, op: str) -> None:
         """Replace `buffer` by its combination over the ranks.
