@@ -1,4 +1,4 @@
-"""Failures around arrays in GPU memory: no rank is left waiting, and nobody's memory is written by what was under way."""
+"""Failures around arrays in GPU memory: no rank is left waiting, and no memory is written by what was under way."""
 
 from __future__ import annotations
 

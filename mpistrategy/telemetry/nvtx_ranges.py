@@ -42,9 +42,9 @@ class Ways(NamedTuple):
 
 def find() -> Ways | None:
     """Return how ranges are made here; None where nothing can.  CuPy is used where it is imported, never imported."""
-    cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "nvtx", None)
-    if cupy is not None and getattr(cupy, "available", True):
-        return Ways(cupy.RangePush, cupy.RangePop, "cupy.cuda.nvtx")
+    ranges = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "nvtx", None)
+    if ranges is not None and getattr(ranges, "available", True):
+        return Ways(ranges.RangePush, ranges.RangePop, "cupy.cuda.nvtx")
     if "nvtx" in sys.modules or importlib.util.find_spec("nvtx") is not None:
         module: Any = importlib.import_module("nvtx")
         return Ways(module.push_range, module.pop_range, "the package nvtx")
