@@ -20,6 +20,7 @@ from mpistrategy.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     MpiAllReduce,
+    NcclAllReduce,
     OrderedAllReduce,
     ReductionToOneDevice,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MpiAllReduce",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "OrderedAllReduce",
     "PerReplica",

@@ -183,7 +183,7 @@ def _of_leaves(
     others = [f"{len(slices)} IndexedSlices, {size_in_words(sparse)}: gathered on all ranks by MPI"] if slices else []
     placed = [part for part in parts if is_on_device(part)]
     word = (algorithm.device_path or path_word(options)) if placed and algorithm.reduces_on_devices else None
-    others += lines_of(communicator, placed, word, options)
+    others += lines_of(communicator, placed, word, options, algorithm.num_packs)
     mirrored = len(parts) - len(dense) - len(slices) - len(placed)
     if mirrored:
         others.append(f"{mirrored} Mirrored: the same everywhere, nothing is sent")

@@ -20,7 +20,11 @@ _WORDS = {
 
 
 def lines_of(
-    communicator: Communicator, arrays: Sequence[Any], word: str | None, options: CommunicationOptions
+    communicator: Communicator,
+    arrays: Sequence[Any],
+    word: str | None,
+    options: CommunicationOptions,
+    num_packs: float = 0,
 ) -> list[str]:
     """Return what happens to arrays in GPU memory.
 
@@ -29,13 +33,14 @@ def lines_of(
         arrays: the arrays; CuPy's, or their stand-ins with dtype, shape and nbytes.
         word: the path that is asked for, None where they go by way of the host.
         options: hints.
+        num_packs: the algorithm's.
     """
     if not arrays:
         return []
     count = f"{len(arrays)} array{'s' * (len(arrays) > 1)} on a GPU, {size_in_words(sum(a.nbytes for a in arrays))}"
     if word is None:
         return [f"{count}: copied to the host, reduced as other arrays are, and copied back"]
-    packs = packing.plan(arrays, options.bytes_per_pack)
+    packs = packing.plan(arrays, options.bytes_per_pack, num_packs)
     path, reason = communicator.device_paths.known.get(word), communicator.device_paths.reasons.get(word, "")
     if path is None:
         how = "on a path that the ranks choose at the first such call"

@@ -79,7 +79,7 @@ class ReduceOp(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which transport carries a collective: the best one (AUTO), MPI (RING) or NCCL."""
+    """Which transport carries arrays in GPU memory: the best one (AUTO), MPI (RING) or NCCL."""
 
     AUTO = "AUTO"
     RING = "RING"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import types
 import weakref
 from collections import deque
@@ -30,10 +31,13 @@ _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 class _Work:
     """One thing on a stream: done, or still to do."""
 
-    __slots__ = ("do", "memory")
+    __slots__ = ("do", "memory", "ready")
 
-    def __init__(self, do: Callable[[], Any], memory: Sequence[np.ndarray] = ()) -> None:
+    def __init__(
+        self, do: Callable[[], Any], memory: Sequence[np.ndarray] = (), ready: Callable[[], bool] | None = None
+    ) -> None:
         self.do: Callable[[], Any] | None = do
+        self.ready = ready
         self.memory = [span(each) for each in memory if each.size]
 
 
@@ -53,28 +57,36 @@ class Stream:
         self.device_id = -1 if null else getattr(_local, "device", 0)
         Stream.everything.append(weakref.ref(self))
 
-    def put(self, do: Callable[[], Any], *memory: np.ndarray) -> _Work:
-        """Add work; the null stream and the blocking ones wait for each other."""
+    def put(self, do: Callable[[], Any], *memory: np.ndarray, ready: Callable[[], bool] | None = None) -> _Work:
+        """Add work, which may have to wait until it is `ready`; null and blocking streams wait for each other."""
         if self is Stream.null:
             for other in _streams():
                 if other is not self and not other.non_blocking and other.queue:
                     self._wait_for(other, other.queue[-1])
         elif not self.non_blocking and Stream.null.queue:
             self._wait_for(Stream.null, Stream.null.queue[-1])
-        work = _Work(do, memory)
+        work = _Work(do, memory, ready)
         self.queue.append(work)
         counts["put"] += 1
         return work
 
     def _wait_for(self, other: Stream, work: _Work) -> None:
-        self.queue.append(_Work(lambda: other.run_until(work)))
+        self.queue.append(_Work(lambda: None, ready=lambda: other._advance(work)))
 
     def run_until(self, last: _Work) -> None:
+        while not self._advance(last):
+            time.sleep(1e-4)
+
+    def _advance(self, last: _Work) -> bool:
+        """Do what can be done at once; return whether `last` is done."""
         while last.do is not None:
+            if self.queue[0].ready is not None and not self.queue[0].ready():
+                return False
             work = self.queue.popleft()
             do, work.do = work.do, None
             assert do is not None
             do()
+        return True
 
     def synchronize(self) -> None:
         counts["synchronize"] += 1
@@ -89,7 +101,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         work, stream = event.work, event.stream
         if work is not None and stream is not None:
-            self.queue.append(_Work(lambda: stream.run_until(work)))
+            self._wait_for(stream, work)
 
     def use(self) -> Self:
         _local.stream = self
@@ -127,7 +139,8 @@ class Event:
 
     @property
     def done(self) -> bool:
-        return self.work is None or self.work.do is None
+        """Whether it has been reached; who asks again and again waits for it, too."""
+        return self.work is None or self.stream is None or self.stream._advance(self.work)
 
 
 counts = dict.fromkeys(("put", "synchronize", "event", "device", "kernels"), 0)
@@ -158,6 +171,12 @@ def device_synchronize() -> None:
     for stream in _streams():
         if stream.queue:
             stream.run_until(stream.queue[-1])
+
+
+def forget_all() -> None:
+    """Drop what waits on any stream: after work that never ends."""
+    for stream in _streams():
+        stream.queue.clear()
 
 
 class MemoryPointer:
@@ -616,9 +635,11 @@ cupyx.empty_pinned = _empty_pinned
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[types.ModuleType]:
+def installed(nccl: types.ModuleType | None = None) -> Iterator[types.ModuleType]:
     """Let ``import cupy`` find the double meanwhile; afterwards nothing waits on any stream."""
     names = {"cupy": cupy, "cupy.cuda": cupy.cuda, "cupyx": cupyx}
+    if nccl is not None:
+        names["cupy.cuda.nccl"] = cupy.cuda.nccl = nccl
     before = {name: sys.modules.get(name) for name in names}
     sys.modules.update(names)
     try:
@@ -627,6 +648,7 @@ def installed() -> Iterator[types.ModuleType]:
         device_synchronize()
         Stream.null.use()
         _local.device = 0
+        vars(cupy.cuda).pop("nccl", None)
         for name, module in before.items():
             if module is None:
                 del sys.modules[name]

@@ -141,10 +141,12 @@ def test_a_malformed_variable_is_refused_on_every_rank(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has no path to lose")
 def test_a_rank_that_cannot_have_the_path_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPU_PATH, "staged")
+
     def out_of_memory(*args: Any) -> Any:
         raise MemoryError("no pinned memory")
 
     if RANK == 0:
-        monkeypatch.setattr(device_paths, "_make", out_of_memory)
+        monkeypatch.setattr(device_paths, "StagedPath", out_of_memory)
     for one in outcomes(reduce_one):
         assert "no pinned memory" in one.text

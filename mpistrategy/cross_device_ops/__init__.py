@@ -3,6 +3,7 @@
 from mpistrategy.cross_device_ops.all_reduce import MpiAllReduce
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.hierarchical import HierarchicalCopyAllReduce
+from mpistrategy.cross_device_ops.nccl import NcclAllReduce
 from mpistrategy.cross_device_ops.ordered import OrderedAllReduce
 from mpistrategy.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 
@@ -10,6 +11,7 @@ __all__ = [
     "CrossDeviceOps",
     "HierarchicalCopyAllReduce",
     "MpiAllReduce",
+    "NcclAllReduce",
     "OrderedAllReduce",
     "ReductionToOneDevice",
 ]

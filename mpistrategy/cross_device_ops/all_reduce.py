@@ -8,11 +8,8 @@ from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
 from mpistrategy.mpi.transport import Communicator
 
 
-class MpiAllReduce(PackedCrossDeviceOps):
-    """Sums with MPI Allreduce, or with MPI Reduce where only one rank wants the result.
-
-    Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
-    """
+class ByMpi(PackedCrossDeviceOps):
+    """Base of the algorithms that leave arrays on the host to MPI as they are."""
 
     reduces_lists = True
     reduces_on_devices = True
@@ -27,3 +24,10 @@ class MpiAllReduce(PackedCrossDeviceOps):
             if source is not None:
                 buffer[...] = source
             communicator.reduce(buffer, destination.only_rank, op)
+
+
+class MpiAllReduce(ByMpi):
+    """Sums with MPI Allreduce, or with MPI Reduce where only one rank wants the result.
+
+    Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
+    """

@@ -24,6 +24,7 @@ class DeviceBatch:
         op: how they are combined.
         options: hints.
         path: the path for arrays in GPU memory, "" for that of the options; None where they go by way of the host.
+        num_packs: see `mpistrategy.cross_device_ops.packing.plan`.
         where: the public name to blame in errors.
 
     Attributes:
@@ -40,6 +41,7 @@ class DeviceBatch:
         op: ReduceOp,
         options: CommunicationOptions,
         path: str | None,
+        num_packs: float,
         where: str,
     ) -> None:
         self._on_devices = [index for index, value in enumerate(values) if is_on_device(value)]
@@ -54,7 +56,7 @@ class DeviceBatch:
         else:
             from mpistrategy.cross_device_ops.device_reduction import DeviceReduction  # here, for the quick import
 
-            self._reduction = DeviceReduction(ranks, arrays, op, options, path)
+            self._reduction = DeviceReduction(ranks, arrays, op, options, path, num_packs)
             self._reduction.prepare()
 
     def run(self, communicator: Communicator, call: Call) -> list[Any]:

@@ -33,6 +33,7 @@ class DeviceReduction:
         op: how they are combined.
         options: hints; `implementation` names the path.
         word: the path to ask for; "" means what the options and MPISTRATEGY_GPU_PATH say.
+        num_packs: see `mpistrategy.cross_device_ops.packing.plan`.
     """
 
     def __init__(
@@ -42,16 +43,18 @@ class DeviceReduction:
         op: ReduceOp,
         options: CommunicationOptions,
         word: str = "",
+        num_packs: float = 0,
     ) -> None:
         self._ranks, self._arrays, self._op = ranks, arrays, op
         self._word = word or path_word(options)
-        self._packs = packing.plan(arrays, options.bytes_per_pack)
+        self._packs = packing.plan(arrays, options.bytes_per_pack, num_packs)
         self._device = arrays[0].device
         self._buckets: list[DeviceArray] = []
         self._most_bytes = max((pack.nbytes for pack in self._packs), default=0)
         known = ranks.device_paths.known.get(self._word)
         if known is not None:
-            known.make_room(self._most_bytes)
+            with self._device:
+                known.make_room(self._most_bytes)
 
     def prepare(self) -> None:
         """Pack, before the ranks agree: memory may be short, which all ranks hear of then."""

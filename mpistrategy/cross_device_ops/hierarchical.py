@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from mpistrategy.arrays import Array
 from mpistrategy.cross_device_ops.destinations import Destination
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.cross_device_ops.packing import checked_num_packs
 from mpistrategy.mpi.across_nodes import allreduce_across
 from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.transport import Communicator
@@ -33,14 +32,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        checked: Any = num_packs
-        if isinstance(checked, bool) or not isinstance(checked, (int, float)):
-            raise OptionTypeError.at(
-                "HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0"
-            )
-        if not 0 <= checked < math.inf:
-            raise OptionError.at("HierarchicalCopyAllReduce", found=f"num_packs={num_packs!r}", expected="an int >= 0")
-        self.num_packs = num_packs
+        self.num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
 
     def reduce_buffer(
         self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None

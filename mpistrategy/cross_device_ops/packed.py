@@ -137,7 +137,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             everywhere = all(target is EVERY_RANK for target in targets)
             if any(map(is_on_device, values)):
                 path = self.device_path if self.reduces_on_devices and everywhere else None
-                batch = DeviceBatch(ranks, values, reduce_op, options, path, call.where)
+                batch = DeviceBatch(ranks, values, reduce_op, options, path, self.num_packs, call.where)
                 values = batch.values
             elif everywhere:
                 reduction = self.list_reduction(communicator, values, reduce_op, options)

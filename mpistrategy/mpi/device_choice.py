@@ -8,8 +8,9 @@ of one node can do among themselves (ipc), then MPI where it is known to take GP
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 from mpistrategy.mpi.cuda_aware import Answer, weakest
 from mpistrategy.mpi.device_path import PathName
@@ -55,7 +56,7 @@ class Choice:
     Attributes:
         name: as users call it.
         reason: in words.
-        is_second_best: whether somebody asked for another one, which cannot be.
+        is_second_best: whether somebody asked for another one, which cannot be, or NCCL is there and fails.
     """
 
     name: PathName
@@ -63,13 +64,19 @@ class Choice:
     is_second_best: bool = False
 
 
-def choose(ranks: Sequence[Abilities], word: str = "auto", taken: Sequence[str] = ()) -> Choice:
+def choose(
+    ranks: Sequence[Abilities],
+    word: str = "auto",
+    taken: Sequence[str] = (),
+    failed: Mapping[str, str] = MappingProxyType({}),
+) -> Choice:
     """Return the path for these ranks.
 
     Args:
         ranks: what each of them has.
         word: what is asked for; see `mpistrategy.options.path_word`.
         taken: the paths that the strategy has already.
+        failed: why paths that were tried cannot be; the same on all ranks.
     """
     if len(ranks) == 1:
         return Choice("alone", "one rank")
@@ -78,6 +85,7 @@ def choose(ranks: Sequence[Abilities], word: str = "auto", taken: Sequence[str] 
         "ipc": _against_ipc(ranks),
         "mpi": _against_mpi(ranks),
         "staged": "",
+        **failed,
     }
     for one, other in (("nccl", "mpi"), ("mpi", "nccl")):
         if one in taken:
@@ -87,9 +95,11 @@ def choose(ranks: Sequence[Abilities], word: str = "auto", taken: Sequence[str] 
         return Choice(named, "as asked for")
     open_to = _BY_MPI if word == "ring" else ("nccl", "ipc", "mpi", "staged")
     first = next(name for name in open_to if not obstacles[name])
-    skipped = "; ".join(f"{other} ({why})" for other, why in obstacles.items() if why and other in open_to)
+    skipped = "; ".join(f"{other} ({obstacles[other]})" for other in open_to[: open_to.index(first)])
     asked = f"{word} cannot be: {obstacles[word]}" if named else ""
-    return Choice(_NAMES[first], asked or (f"not {skipped}" if skipped else "the fastest"), is_second_best=bool(asked))
+    reason = asked or (f"not {skipped}" if skipped else "the fastest")
+    # An NCCL that is there and does not work is worth a word; ranks that cannot open each other's memory are common.
+    return Choice(_NAMES[first], reason, is_second_best=bool(asked) or "nccl" in failed)
 
 
 _NAMES: dict[str, PathName] = {"nccl": "nccl", "ipc": "ipc", "mpi": "mpi", "staged": "staged"}

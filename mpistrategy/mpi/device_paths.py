@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpistrategy.device_arrays import cupy_for
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi import cuda_aware, cuda_trials, gpus
+from mpistrategy.mpi import cuda_aware, cuda_trials, gpus, ipc_path, nccl_path
 from mpistrategy.mpi.device_choice import Abilities, choose
 from mpistrategy.mpi.device_path import Alone, DevicePath
 from mpistrategy.mpi.direct_path import DirectPath
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.transport import Communicator
 
 _WHERE = "the path of arrays in GPU memory"
+_THREADS = "these replicas are threads"
 
 
 def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> DevicePath:
@@ -41,9 +42,14 @@ def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> Devi
     mine = _abilities(ranks)
     call.agree("look for the path of arrays in GPU memory", options=word)
     everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
-    choice = choose(everyone, word, list(ranks.device_paths.by_name))
     call.expect_more()
-    path = ranks.device_paths.by_name.get(choice.name) or _make(choice.name, ranks, call)
+    failed: dict[str, str] = {}
+    while True:
+        choice = choose(everyone, word, list(ranks.device_paths.by_name), failed)
+        path = ranks.device_paths.by_name.get(choice.name) or _make(choice.name, ranks)
+        if not isinstance(path, str):
+            break
+        failed[choice.name] = path
     path.make_room(nbytes)
     if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
         warnings.warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning, stacklevel=2)
@@ -54,9 +60,14 @@ def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> Devi
     return path
 
 
-def _make(name: str, ranks: Communicator, call: Call) -> DevicePath:
+def _make(name: str, ranks: Communicator) -> DevicePath | str:
+    """Return the path, or why it cannot be, on all ranks alike."""
     if name == "alone":
         return Alone()
+    if name == "nccl":
+        return nccl_path.join(ranks)
+    if name == "ipc":
+        return ipc_path.join(ranks)
     if name == "mpi":
         return DirectPath()
     return StagedPath()
@@ -66,20 +77,20 @@ def _abilities(ranks: Communicator) -> Abilities:
     cupy = cupy_for(_WHERE)
     if ranks.size == 1:
         return Abilities()
-    answer = _takes_gpu_memory(ranks)
+    if isinstance(ranks, SimulatedCommunicator):
+        return Abilities(verdict=cuda_aware.NO, reason=_THREADS, ipc=_THREADS)
+    answer = _takes_gpu_memory()
     return Abilities(
         gpu=gpus.identity(cupy.cuda.runtime.getDevice()),
         node=ranks.node_of[ranks.rank],
-        nccl=0,
+        nccl=nccl_path.version(cupy),
         verdict=answer.verdict,
         reason=answer.reason,
-        ipc="not there yet",
+        ipc="",
     )
 
 
-def _takes_gpu_memory(ranks: Any) -> cuda_aware.Answer:
-    if isinstance(ranks, SimulatedCommunicator):
-        return cuda_aware.Answer(cuda_aware.NO, "these replicas are threads")
+def _takes_gpu_memory() -> cuda_aware.Answer:
     from mpistrategy.mpi import world  # MPI has started long ago
 
     word, evidence = cuda_aware.said(), world.evidence()

@@ -100,7 +100,7 @@ def values_in_words(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Return how many bytes the values of one layout are; 0 where that is not known."""
     try:
-        itemsize = np.dtype(dtype.rpartition(" ")[2]).itemsize
+        itemsize = np.dtype(dtype.removesuffix(" on a GPU").rpartition(" ")[2]).itemsize
     except (TypeError, ValueError, SyntaxError):  # what NumPy alone does not know: bfloat16, slices with their indices
         itemsize = 2 if dtype == "bfloat16" else 0
     return itemsize * math.prod(shape)

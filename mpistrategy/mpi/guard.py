@@ -45,8 +45,6 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 _LOOKS = 8
 
 E = TypeVar("E", bound=BaseException)
-
-
 _LEAVING = Signature("exit")
 
 
@@ -100,6 +98,8 @@ class Guard:
         #: How often calls are compared: see `mpistrategy.mpi.check_level`.
         self.level = ALWAYS
         self._sparingly: Sparingly | None = None
+        #: What the GPU of this rank does with its peers meanwhile: `mpistrategy.mpi.in_flight.InFlight`, once there.
+        self.in_flight: Any = None
         #: Ends the job with an error that the peers cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
         #: Set when the communicator has been given back, or takes no calls any more since

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from mpistrategy.mpi import flight_record
 from mpistrategy.mpi.call_sites import outside
@@ -36,9 +38,17 @@ def now_doing(guards: Iterable[Guard]) -> str:
         in_main = thread == threading.main_thread().ident
         words = flight_record.in_words(oldest, with_place=not in_main)
         return f"in {words} for {now - oldest[ENTERED]:.1f} s; {'' if in_main else 'main thread '}{_place()}"
+    on_gpu = next((text for guard in guards if (text := _on_gpu(guard, now))), "")
+    if on_gpu:
+        return f"{on_gpu}; {_place()}"
     if any(guard.leaving for guard in guards):
         return f"at its end: its program has ended; {_last(guards, now)}"
     return f"in no collective: {_place()}; {_last(guards, now)}"
+
+
+def _on_gpu(guard: Guard, now: float) -> str:
+    flight = guard.in_flight
+    return "" if flight is None else str(flight.in_words(now))
 
 
 def _last(guards: Iterable[Guard], now: float) -> str:
@@ -59,14 +69,32 @@ def inside_of(guard: Guard) -> Entry | None:
 
 def _place() -> str:
     """Return where the main thread is, in the program's own code rather than in Python's library."""
-    frame = innermost = outside(sys._current_frames().get(threading.main_thread().ident or 0))
-    if innermost is None:
-        return "its main thread has ended"
-    while frame is not None and frame.f_code.co_filename.startswith((_LIBRARY, "<frozen")):
-        frame = frame.f_back
+    with _frames_stay():
+        frame = innermost = outside(sys._current_frames().get(threading.main_thread().ident or 0))
+        if innermost is None:
+            return "its main thread has ended"
+        while frame is not None and frame.f_code.co_filename.startswith((_LIBRARY, "<frozen")):
+            frame = frame.f_back
     frame = frame or innermost
     code = frame.f_code
     return f"at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+@contextmanager
+def _frames_stay() -> Iterator[None]:
+    """Let the frames of other threads be walked through.
+
+    In Python 3.11 making the object of a frame may collect garbage, whose finalizers may let that thread run on, and
+    the frame is gone: the walk ends in memory that is something else by then.  Later Pythons collect elsewhere.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def record(guards: Iterable[Guard]) -> str:
@@ -87,13 +115,14 @@ def record(guards: Iterable[Guard]) -> str:
 def stacks() -> str:
     """Return the Python stacks of all threads, the main one first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
     main, me = threading.main_thread().ident, threading.get_ident()
+    with _frames_stay():
+        frames = sys._current_frames()
+        found = {ident: traceback.format_stack(frame) for ident, frame in frames.items() if ident != me}
     parts = []
-    for ident in sorted(frames, key=lambda ident: ident != main):
-        if ident != me:
-            stack = "".join(traceback.format_stack(frames[ident]))
-            parts.append(f"thread {names.get(ident, ident)} (most recent call last):\n{stack}")
+    for ident in sorted(found, key=lambda ident: ident != main):
+        stack = "".join(found[ident])
+        parts.append(f"thread {names.get(ident, ident)} (most recent call last):\n{stack}")
     return "\n".join(parts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpistrategy.mpi.in_flight import FAILED
 from mpistrategy.mpi.watch_lines import ANSWERED, Line
 
 _MOST_ROWS = 64
@@ -38,9 +39,15 @@ def roll_call(accounts: Sequence[Account], unknown: Sequence[int], size: int, re
     late = max(accounts, key=lambda account: account.line.waited - account.line.limit)
     waiting = [each.line.rank for each in accounts if each.line.waited and not each.silent]
     missing = [each.line.rank for each in accounts if each.silent or not each.line.waited] + list(unknown)
+    failed = [account.line.rank for account in accounts if FAILED in account.line.text]
+    told = (
+        f"a collective has failed on a GPU: rank {_numbers(failed)}"
+        if failed
+        else f"a collective is late: rank {late.line.rank} has waited for {late.line.waited:.1f} s "
+        f"(timeout_seconds={late.line.limit:g})"
+    )
     lines = [
-        f"roll call: a collective is late: rank {late.line.rank} has waited for {late.line.waited:.1f} s "
-        f"(timeout_seconds={late.line.limit:g})",
+        f"roll call: {told}",
         *(_row(each) for each in _most_telling(accounts)),
     ]
     if len(accounts) > _MOST_ROWS:

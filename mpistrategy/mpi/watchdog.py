@@ -130,6 +130,8 @@ class Watchdog:
         self._remind(now, everything)
 
     def _is_late(self, now: float, everything: list[Watched]) -> bool:
+        if any(watched.has_failed for watched in everything):
+            return True
         late = [watched for watched in everything if watched.is_late(now, self._resumed)]
         if not late:
             return False

@@ -75,13 +75,29 @@ class Watched:
         entry = inside_of(self.guard)
         self._again = entry is not None and entry is self._entry
         self._entry = entry
+        if self.guard.in_flight is not None:
+            self.guard.in_flight.look(time.monotonic())
 
     def is_late(self, now: float, not_before: float) -> bool:
-        """Return whether this rank has waited for longer than the limit."""
-        return self._again and self.waited(now, not_before) > self.limit
+        """Return whether this rank, or its GPU, has waited for longer than the limit."""
+        flight = self.guard.in_flight
+        if flight is not None and flight.waited(now, not_before) > flight.limit(self.guard.timeout):
+            return True
+        return self._again and self._host_waited(now, not_before) > self.limit
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether what this rank's GPU is at will never end."""
+        flight = self.guard.in_flight
+        return flight is not None and bool(flight.has_failed)
 
     def waited(self, now: float, not_before: float) -> float:
         """Return for how long this rank has waited in a collective: since `not_before` at most; 0 in none."""
+        flight = self.guard.in_flight
+        on_gpu = 0.0 if flight is None else flight.waited(now, not_before)
+        return max(on_gpu, self._host_waited(now, not_before))
+
+    def _host_waited(self, now: float, not_before: float) -> float:
         entry = inside_of(self.guard)
         if entry is None or self.guard.since == math.inf:
             return 0.0

@@ -16,6 +16,7 @@ from .values import Caught, Json, Raw, encode, encode_error, nested
 CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
     "ReductionToOneDevice": lambda: ms.ReductionToOneDevice(),
     "HierarchicalCopyAllReduce": lambda: ms.HierarchicalCopyAllReduce(),
+    "NcclAllReduce": lambda: ms.NcclAllReduce(),
 }
 
 KINDS = {

@@ -1,0 +1,335 @@
+"""Arrays in GPU memory by NCCL, with doubles of CuPy and of its NCCL: order, failures, and a peer that never comes."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import cupy_double
+import nccl_double
+import numpy as np
+import pytest
+from replicas import RANK, SIZE
+
+import mpistrategy as ms
+from mpistrategy.mpi import in_flight, nccl_path, staged_path
+from mpistrategy.mpi.device_choice import Abilities, choose
+from mpistrategy.mpi.in_flight import InFlight
+from mpistrategy.mpi.nccl_path import NcclPath
+from mpistrategy.options import GPU_PATH
+
+several = pytest.mark.skipif(SIZE == 1, reason="one rank needs no path")
+DTYPES = ("float64", "float32", "float16", "complex64", "complex128", "int64", "uint32", "int16", "uint8")
+OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.delenv(GPU_PATH, raising=False)
+    monkeypatch.setattr(nccl_double, "faults", nccl_double.Faults())
+    nccl_double.calls.clear()
+    with cupy_double.installed(nccl_double.made()) as module:
+        yield module
+
+
+@pytest.fixture
+def strategy(cupy: ModuleType) -> Iterator[ms.MirroredStrategy]:
+    with ms.MirroredStrategy(cross_device_ops=ms.NcclAllReduce()) as made:
+        yield made
+
+
+def in_step(strategy: ms.Strategy, function: Any) -> Any:
+    return strategy.run(lambda: function(ms.get_replica_context()))
+
+
+def values(shape: Any, dtype: str, rank: int = RANK) -> np.ndarray:
+    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 11 + rank + 1).astype(dtype)
+
+
+def path_of(strategy: Any) -> NcclPath:
+    found = strategy.extended.communicator.device_paths.by_name["nccl"]
+    assert isinstance(found, NcclPath)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str) -> None:
+    shapes = [(3,), (), (2, 5), (0,), (70,)]
+    arrays = [cupy.asarray(values(shape, dtype)) for shape in shapes]
+    for op in OPS:
+        if dtype.startswith("complex") and op in ("MIN", "MAX"):
+            continue
+        found = in_step(strategy, lambda ctx, op=op: ctx.all_reduce(op, arrays))
+        on_host = in_step(strategy, lambda ctx, op=op: ctx.all_reduce(op, [values(shape, dtype) for shape in shapes]))
+        for array, expected in zip(found, on_host, strict=True):
+            assert type(array) is cupy_double.ndarray
+            assert array.dtype == expected.dtype
+            assert np.allclose(array.get(), expected, rtol=1e-6 if dtype != "float16" else 1e-2)
+
+
+@several
+def test_what_nccl_does_otherwise_than_the_host_is_staged(strategy: Any, cupy: Any) -> None:
+    def how_often(op: str, dtype: str) -> int:
+        before = nccl_double.calls.count("allReduce")
+        arrays = [cupy.asarray(np.ones(size, dtype)) for size in (5, 0)]
+        in_step(strategy, lambda ctx: ctx.all_reduce(op, arrays))
+        return nccl_double.calls.count("allReduce") - before
+
+    how_often("SUM", "float32")
+    found = {(op, dtype): how_often(op, dtype) for op in ("SUM", "MAX", "PROD") for dtype in (*DTYPES, "float16")
+             if (op, dtype[:7]) != ("MAX", "complex")}  # fmt: skip
+    staged = {key for key, count in found.items() if not count}
+    floats = {("MAX", dtype) for dtype in ("float64", "float32", "float16")}
+    assert staged == floats | {("PROD", "complex64"), ("PROD", "complex128")}
+    lost = cupy.asarray(np.array([1.0, np.nan]) if RANK == 0 else np.array([np.nan, 2.0]))
+    assert np.isnan(in_step(strategy, lambda ctx: ctx.all_reduce("MAX", lost)).get()).all()
+
+
+def test_nothing_is_waited_for(strategy: Any, cupy: Any) -> None:
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3))))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gradients = [cupy.asarray(np.full(1000, RANK + 1.0)) * 2 for _ in range(3)]
+        before = dict(cupy_double.counts)
+        sums = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", gradients))
+        doubled = [each * 2 for each in sums]
+        waits = [cupy_double.counts[each] - before[each] for each in ("synchronize", "event", "device")]
+        assert waits == [0, 0, 0]
+        assert all(map(cupy_double.pending, sums))
+    expected = 4.0 * sum(range(1, SIZE + 1))
+    assert all((each.get(stream=stream) == expected).all() for each in doubled)
+
+
+@several
+def test_collectives_on_two_streams_come_one_after_the_other(strategy: Any, cupy: Any) -> None:
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    results = []
+    for step in range(6):
+        with streams[step % 2]:
+            array = cupy.asarray(np.full(9, step + 1.0))
+            results.append(in_step(strategy, lambda ctx, array=array: ctx.all_reduce("SUM", array)))
+    with streams[1]:
+        assert (results[-1].get() == 6.0 * SIZE).all()
+    assert not any(map(cupy_double.pending, results))
+    assert path_of(strategy)._in_flight._under_way() == 0
+
+
+def test_num_packs_and_options(cupy: Any) -> None:
+    arrays = [cupy.asarray(np.full(10, float(index))) for index in range(4)]
+    for ops, expected in ((ms.NcclAllReduce(), 1), (ms.NcclAllReduce(2), 2), (ms.NcclAllReduce(0), 4)):
+        with ms.MirroredStrategy(cross_device_ops=ops) as strategy:
+            options = ms.CommunicationOptions(bytes_per_pack=80)
+            in_step(strategy, lambda ctx: ctx.all_reduce("SUM", arrays, options))  # noqa: B023
+            before = nccl_double.calls.count("allReduce")
+            found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", arrays, options))  # noqa: B023
+            assert nccl_double.calls.count("allReduce") - before == (expected if SIZE > 1 else 0)
+            assert [each.get()[0] for each in found] == [0.0, SIZE, 2.0 * SIZE, 3.0 * SIZE]
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ms.errors.OptionError, match="num_packs"):
+            ms.NcclAllReduce(wrong)
+    with pytest.raises(ms.errors.OptionTypeError, match="NcclAllReduce"):
+        ms.NcclAllReduce("1")
+
+
+@several
+def test_options_ask_for_it_and_wire_goes_by_the_host(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = []
+    with ms.MirroredStrategy() as strategy:
+        options = ms.CommunicationOptions(implementation="NCCL")
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3)), options))
+        path, communicator = path_of(strategy), strategy.extended.communicator
+        assert communicator.device_paths.reasons["nccl"] == "as asked for"
+        monkeypatch.setattr(communicator, "rounds", True, raising=False)
+        by_host = SimpleNamespace(allreduce=lambda *args: staged.append(args), free=lambda: None)
+        monkeypatch.setattr(path, "_staged", by_host)
+        path.allreduce(communicator, cupy.asarray(np.ones(3)), "SUM")
+        assert len(staged) == 1
+
+
+@several
+@pytest.mark.parametrize("fault", ["no_id", "no_start", "wrong"])
+def test_an_nccl_that_does_not_work_gives_way_on_all_ranks(cupy: Any, fault: str) -> None:
+    setattr(nccl_double.faults, fault, (0 if fault == "no_id" else SIZE - 1) == RANK)
+    with warnings.catch_warnings(record=True) as caught, ms.MirroredStrategy() as strategy:
+        warnings.simplefilter("always")
+        found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3))))
+        assert found.get().tolist() == [SIZE] * 3
+        paths = strategy.extended.communicator.device_paths
+        assert list(paths.by_name) == ["ipc"] or list(paths.by_name) == ["staged"]
+        assert strategy.extended.communicator.guard.in_flight is None
+        word = {"no_id": "no network", "no_start": "SYSTEM_ERROR|REMOTE_ERROR", "wrong": "a wrong sum"}[fault]
+        assert re.search(word, paths.reasons["auto"])
+    told = [str(each.message) for each in caught if each.category is ms.errors.FallbackWarning]
+    assert len(told) == (RANK == 0)
+    if fault == "wrong":
+        assert nccl_double.calls.count("abort") == 1
+
+
+@several
+def test_a_failure_found_later_is_raised_on_all_ranks_before_they_go_on(strategy: Any, cupy: Any) -> None:
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3)))).get()
+    nccl_double.faults.later = "remote process exited" if RANK == 0 else ""
+    for _ in range(2):
+        with pytest.raises(ms.errors.DeviceError, match="remote process exited"):
+            in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3))))
+    strategy.close()
+    assert nccl_double.calls.count("abort") == 1
+    assert "destroy" not in nccl_double.calls
+
+
+@several
+def test_arrays_on_another_gpu_than_before_are_refused_on_all_ranks(strategy: Any, cupy: Any) -> None:
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3))))
+    with cupy.cuda.Device(int(RANK == 0)):
+        elsewhere = cupy.asarray(np.ones(2))
+    with pytest.raises(ms.errors.DeviceError, match="GPU:1"):
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", elsewhere))
+
+
+@several
+def test_close_waits_for_the_gpus_and_then_gives_nccl_back(cupy: Any) -> None:
+    with ms.MirroredStrategy(cross_device_ops=ms.NcclAllReduce()) as strategy:
+        result = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3))))
+        assert cupy_double.pending(result)
+    assert nccl_double.calls.count("destroy") == 1
+    assert not cupy_double.pending(result)
+
+
+@several
+def test_a_wait_of_ours_has_a_limit(strategy: Any, cupy: Any) -> None:
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3)))).get()
+    path, buffer = path_of(strategy), cupy.asarray(np.ones(3))
+    nccl_double.faults.stuck = True
+    path.allreduce(strategy.extended.communicator, buffer, "SUM")
+    began = time.monotonic()
+    with pytest.raises(ms.errors.DeviceError, match=r"no result within 0\.2 s"):
+        path._wait_for_all(0.2)
+    assert 0.2 <= time.monotonic() - began < 5
+    assert nccl_double.calls[-1] == "abort"
+    cupy_double.forget_all()
+
+
+@several
+def test_no_more_is_under_way_than_can_be_counted(strategy: Any, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "MOST", 4)
+    buffer = cupy.asarray(np.ones(3))
+    for _ in range(10):
+        result = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", buffer))
+        assert path_of(strategy)._in_flight._under_way() <= 4
+    assert (result.get() == SIZE).all()
+
+
+def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
+    trouble: list[str] = []
+
+    def check() -> None:
+        if trouble:
+            raise RuntimeError(trouble[0])
+
+    flight = InFlight(cupy, check)
+    stream, may_end, may_begin = cupy.cuda.get_current_stream(), [False], [False]
+    flight.look(1.0)
+    assert (flight.entry, flight.in_words(1.0), flight.waited(9.0, 0.0)) == (None, "", 0.0)
+    stream.put(int, ready=lambda: may_begin[0])
+    flight.begin([7, type("", (), {"where": "all_reduce", "timeout": 3.0}), 0.0, 0.0])
+    stream.put(int, ready=lambda: may_end[0])
+    flight.given()
+    flight.look(2.0)
+    assert flight.in_words(2.0) == "on its way: its GPU is still at what comes before #7 all_reduce"
+    assert (flight.waited(50.0, 0.0), flight.limit(600.0)) == (0.0, 3.0)
+    may_begin[0] = True
+    assert not flight.is_over
+    flight.look(5.0)
+    flight.look(9.0)
+    assert (flight.waited(9.0, 0.0), flight.waited(9.0, 8.0)) == (4.0, 1.0)
+    assert flight.in_words(9.0) == "in #7 all_reduce on its GPU for 4.0 s"
+    trouble.append("remote process exited")
+    flight.look(9.0)
+    assert flight.has_failed
+    assert flight.in_words(9.0).endswith("4.0 s, which has failed: remote process exited")
+    may_end[0] = True
+    assert flight.is_over
+    flight.look(10.0)
+    assert (flight.entry, flight.has_failed, flight.waited(10.0, 0.0)) == (None, False, 0.0)
+
+
+HANGS = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import cupy_double, nccl_double, numpy as np
+import mpistrategy as ms
+kind = {kind!r}
+with cupy_double.installed(nccl_double.made()) as cupy:
+    strategy = ms.MirroredStrategy(communication_options=ms.CommunicationOptions(timeout_seconds={seconds}))
+    rank = strategy.extended.communicator.rank
+    def step():
+        return ms.get_replica_context().all_reduce("SUM", cupy.asarray(np.ones(3)))
+    strategy.run(step).get()
+    nccl_double.faults.stuck = rank == 1
+    result = strategy.run(step)
+    if rank == 1:
+        time.sleep(60)
+    if kind == "failed":
+        import mpi4py.MPI as MPI
+        nccl_double.faults.later = "NCCL_ERROR_REMOTE_ERROR: remote process exited"
+    result.get()  # here
+    print("went on")
+"""
+
+
+@pytest.mark.parametrize("kind", ["hangs", "failed"])
+def test_a_result_that_never_comes_ends_the_job_with_a_roll_call(launch: Any, kind: str) -> None:
+    job = launch(2, HANGS.format(tests=str(Path(__file__).parent), kind=kind, seconds=1 if kind == "hangs" else 300))
+    assert job.returncode
+    assert job.seconds < 30
+    assert "went on" not in job.stdout
+    headline = "a collective is late: rank 0" if kind == "hangs" else "a collective has failed on a GPU: rank 0"
+    assert f"roll call: {headline}" in job.stderr
+    rows = [line.partition("]")[2].strip() for line in job.stderr.splitlines() if "on a GPU[3] (24 B)" in line]
+    assert len(rows) == 2
+    assert rows[0].startswith("rank 0: waits in #3 ReplicaContext.all_reduce SUM float64 on a GPU[3]")
+    assert ("on its GPU for 1." in rows[0]) == (kind == "hangs")
+    assert ("s, which has failed: NCCL_ERROR_REMOTE_ERROR: remote" in rows[0]) == (kind == "failed")
+    assert rows[1].startswith("rank 1: has not come, is on its way: its GPU is still at what comes before #3 Replica")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([Abilities(gpu="a", nccl=23203), Abilities(gpu="b", nccl=23207)], "the fastest"),
+        ([Abilities(gpu="a", nccl=23203), Abilities(gpu="a", nccl=23203)], "one GPU"),
+        ([Abilities(gpu="a", nccl=23203), Abilities(gpu="b", nccl=0)], "CuPy has no NCCL on rank 1"),
+        ([Abilities(gpu="a", nccl=23203), Abilities(gpu="b", nccl=22707)], "different versions"),
+    ],
+)
+def test_who_can_have_it(ranks: Any, reason: str) -> None:
+    found = choose(ranks)
+    assert (found.name == "nccl") == (reason == "the fastest")
+    assert reason in found.reason
+    asked = choose(ranks, "nccl")
+    assert asked.is_second_best == (found.name != "nccl")
+    failed = choose(ranks, "auto", (), {"nccl": "it does not start"})
+    assert (failed.name, failed.is_second_best) == ("staged", True)
+    assert choose([each for each in ranks], "auto", ["mpi"]).name == "staged"  # noqa: C416
+
+
+def test_a_cupy_without_nccl_has_version_0(cupy: Any) -> None:
+    assert nccl_path.version(cupy) == nccl_double.VERSION
+    cupy.cuda.nccl.available = False
+    assert nccl_path.version(cupy) == 0
+    assert staged_path.CHUNK_BYTES
+
+
+def test_every_name_that_we_use_is_in_cupy() -> None:
+    real = pytest.importorskip("cupy_backends.cuda.libs.nccl", exc_type=ImportError)
+    for name in nccl_path._DTYPES:
+        assert isinstance(getattr(real, f"NCCL_{name.upper()}"), int)
+    for name in ("SUM", "PROD", "MIN", "MAX"):
+        assert isinstance(getattr(real, f"NCCL_{name}"), int)
+    for name in ("allReduce", "check_async_error", "abort", "destroy"):
+        assert callable(getattr(real.NcclCommunicator, name))
