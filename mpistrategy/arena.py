@@ -26,7 +26,7 @@ from mpistrategy.mpi import wire
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.replicas import broadcast_replicas, reduce_replicas
 from mpistrategy.mpi.signature import Signature
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.values import contribution
 
 if TYPE_CHECKING:
@@ -225,7 +225,14 @@ class Arena:
         on_device = self._device_reduction(chosen, into_result=not in_place) if self.on_device else None
         call.agree_on(
             self.signature(
-                op, call.where, call.place, in_place=in_place, destination=destination, sent=sent, name=call.name
+                op,
+                call.where,
+                call.place,
+                in_place=in_place,
+                destination=destination,
+                sent=sent,
+                path=path_word(chosen) if self.on_device else "",
+                name=call.name,
             ),
             sparingly=True,
         )
@@ -253,10 +260,11 @@ class Arena:
         in_place: bool,
         destination: str = "",
         sent: str | None = None,
+        path: str = "",
         name: str = "",
     ) -> Signature:
         """Return what the ranks compare before they reduce the arena."""
-        options = f"arena {self._number}, {in_place=}, wire={sent}"
+        options = f"arena {self._number}, {in_place=}, wire={sent}{path and f', path={path}'}"
         text = self._structure.text
         return Signature("reduce an arena", op.value, text, self._summary, destination, options, name, where, place)
 

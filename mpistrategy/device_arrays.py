@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -117,6 +118,15 @@ def to_host(array: DeviceArray) -> Array:
     with array.device:
         copied: Array = array.get()
     return copied
+
+
+def on_device_of(array: Any) -> AbstractContextManager[Any]:
+    """Return what makes the GPU of an array the current one in a with block; nothing, for an array on the host."""
+    device: AbstractContextManager[Any] = array.device if is_on_device(array) else _NOWHERE
+    return device
+
+
+_NOWHERE: AbstractContextManager[Any] = nullcontext()
 
 
 def host_array(value: Any) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.device_arrays import is_on_device, may_share_memory
+from mpistrategy.device_arrays import is_on_device, may_share_memory, on_device_of
 
 #: The most bytes of one array that a kernel is given at once.  The arrays of a step then stay in the cache between its
 #: operations; smaller pieces cost more calls and shorter streams than they save (measured, 64 KiB to 4 MiB).
@@ -192,7 +192,8 @@ class DeviceUpdate(FlatUpdate):
 
     def run(self, kernel: Kernel, gradient: Array) -> None:
         """Make one step with `gradient`, on the current stream."""
-        if any(may_share_memory(gradient, array) for array in self._memory):
-            gradient = gradient.copy()
-        scratch = [np.empty_like(self._parameter) for _ in range(SCRATCH_ARRAYS)]
-        kernel(self._parameter, gradient, self._slots, scratch)
+        with on_device_of(self._parameter):
+            if any(may_share_memory(gradient, array) for array in self._memory):
+                gradient = gradient.copy()
+            scratch = [np.empty_like(self._parameter) for _ in range(SCRATCH_ARRAYS)]
+            kernel(self._parameter, gradient, self._slots, scratch)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, to_array
-from mpistrategy.device_arrays import as_device_array, host_array, is_on_device, may_share_memory, placed_as
+from mpistrategy.device_arrays import (
+    as_device_array,
+    host_array,
+    is_on_device,
+    may_share_memory,
+    on_device_of,
+    placed_as,
+)
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.foreign_arrays import is_foreign
 from mpistrategy.values import ArrayLike, IndexedSlices, local_component
@@ -96,6 +103,10 @@ class Write:
 
     def apply(self, storage: Array, change: Array | IndexedSlices) -> None:
         """Change `storage` in place, with what `checked` returned or a combination of several replicas' such."""
+        with on_device_of(storage):
+            self._apply(storage, change)
+
+    def _apply(self, storage: Array, change: Array | IndexedSlices) -> None:
         if isinstance(change, IndexedSlices):
             where = host_array(storage)  # of one on a GPU, a copy: of repeated rows the last must stay there, too
             SPARSE[self.method](where, host_array(change.indices), host_array(change.values))

@@ -261,3 +261,25 @@ def test_the_example_of_the_readme(gpus: ms.MirroredStrategy) -> None:
         names["strategy"].run(names["step"], args=(x, on_gpu(np.arange(3.0))))
         assert np.allclose(names["weights"].numpy(), 0.006 * SIZE * np.arange(3))
         names["strategy"].close()
+
+
+def test_a_thread_with_another_device_updates_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.ones(4))
+    optimizer = SGD(1.0, momentum=0.5)
+    seen: list[int] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(cupy_double.cupy.cuda.runtime.getDevice())
+        return of_all(*args, **kwargs)
+
+    gpus.run(lambda: optimizer.apply_gradients([(on_gpu(np.ones(4)), v)]))
+    of_all = cupy_double._later
+    try:
+        cupy_double._later = watched
+        with cupy_double.cupy.cuda.Device(5):
+            gpus.extended.update(v, lambda copy: copy.assign_sub(np.ones(4)))
+    finally:
+        cupy_double._later = of_all
+    assert set(seen) == {RANK}
+    assert v.numpy().tolist() == [-SIZE] * 4
