@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy import nest
 from mpistrategy.arena_layout import belongs_on_device, buckets_for, check_dtypes, laid_out, layouts_of
 from mpistrategy.arrays import Array, dtype_name
-from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce
+from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce, NcclAllReduce
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK, resolve
 from mpistrategy.errors import (
     ContextError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpistrategy.strategy import Strategy
 
 #: Algorithms whose result is that of a sum in rank order; what others do is their own business.
-_OWN_ALGORITHMS = (MpiAllReduce, HierarchicalCopyAllReduce)
+_OWN_ALGORITHMS = (MpiAllReduce, HierarchicalCopyAllReduce, NcclAllReduce)
 
 
 class Arena:
@@ -222,7 +222,8 @@ class Arena:
         call.wait_as(chosen.timeout_seconds)
         sent = chosen.wire
         wire.check(sent)
-        on_device = self._device_reduction(chosen, into_result=not in_place) if self.on_device else None
+        path = self.path(extended, chosen)
+        on_device = self._device_reduction(path, into_result=not in_place) if self.on_device else None
         call.agree_on(
             self.signature(
                 op,
@@ -231,7 +232,7 @@ class Arena:
                 in_place=in_place,
                 destination=destination,
                 sent=sent,
-                path=path_word(chosen) if self.on_device else "",
+                path=path,
                 name=call.name,
             ),
             sparingly=True,
@@ -246,10 +247,15 @@ class Arena:
         communicator.node_barrier()
         return self._values if in_place else self.result
 
-    def _device_reduction(self, options: CommunicationOptions, *, into_result: bool) -> BucketReduction:
+    def path(self, extended: StrategyExtended, options: CommunicationOptions) -> str:
+        """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
+        chosen: str = getattr(extended.cross_device_ops, "device_path", "")
+        return (chosen or path_word(options)) if self.on_device else ""
+
+    def _device_reduction(self, path: str, *, into_result: bool) -> BucketReduction:
         from mpistrategy.device_arena import BucketReduction  # here, for the quick import
 
-        return BucketReduction(self.communicator, self.buckets, options, into_result=into_result)
+        return BucketReduction(self.communicator, self.buckets, path, into_result=into_result)
 
     def signature(
         self,

@@ -14,7 +14,7 @@ from mpistrategy.mpi.device_path import communication_memory
 from mpistrategy.mpi.device_paths import device_path
 from mpistrategy.mpi.replicas import Replicas
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.options import ReduceOp
 
 
 def device_buckets(
@@ -42,18 +42,13 @@ class BucketReduction:
     Args:
         ranks: the strategy's.
         buckets: made by `device_buckets`.
-        options: hints; `implementation` names the path.
+        path: which one is asked for; see `mpistrategy.options.path_word`.
         into_result: write the results, and leave the buckets as they are.
-
-    Raises:
-        OptionError: for a path that there is not.
     """
 
-    def __init__(
-        self, ranks: Communicator, buckets: Sequence[Replicas], options: CommunicationOptions, *, into_result: bool
-    ) -> None:
+    def __init__(self, ranks: Communicator, buckets: Sequence[Replicas], path: str, *, into_result: bool) -> None:
         cupy = cupy_for("an arena in GPU memory")
-        self._ranks, self._word = ranks, path_word(options)
+        self._ranks, self._word = ranks, path
         first: DeviceArray = buckets[0].mine
         self._device = first.device
         #: What each bucket holds, what travels in its place, and where the result goes.

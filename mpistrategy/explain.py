@@ -132,7 +132,7 @@ def _of_arena(extended: StrategyExtended, arena: Arena, op: ReduceOp, options: C
     wire.check(options.wire)
     communicator = wire.on(extended.communicator, options.wire)
     if arena.on_device:
-        lines = lines_of(communicator, arena.leaves, path_word(options), options)
+        lines = lines_of(communicator, arena.leaves, arena.path(extended, options), options)
         return _Found(arena.leaves, [], arena.nbytes, [line.replace("packed on", "ready on") for line in lines])
     counts = [sum(place.bucket == number for place in arena.places) for number in range(len(arena.buckets))]
     buffers = []

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpistrategy.arrays import Array, to_reducible
-from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce
+from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce, NcclAllReduce
 from mpistrategy.device_arrays import is_on_device
 from mpistrategy.extended import StrategyExtended
 from mpistrategy.mpi.call import Call
@@ -30,7 +30,7 @@ Slots = Mapping[str, Variable]
 #: Dtypes that are added in themselves, and whose sums do not depend on where the arrays lie.
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 #: Algorithms that add in rank order on one node; what others do is their own business.
-_IN_RANK_ORDER = (MpiAllReduce, HierarchicalCopyAllReduce)
+_IN_RANK_ORDER = (MpiAllReduce, HierarchicalCopyAllReduce, NcclAllReduce)
 #: How many arenas an optimizer makes by itself: the second serves variables that had no gradients at first.
 _MOST_ARENAS = 2
 

@@ -333,3 +333,16 @@ def test_every_name_that_we_use_is_in_cupy() -> None:
         assert isinstance(getattr(real, f"NCCL_{name}"), int)
     for name in ("allReduce", "check_async_error", "abort", "destroy"):
         assert callable(getattr(real.NcclCommunicator, name))
+
+
+@several
+def test_an_arena_goes_by_nccl(strategy: Any, cupy: Any) -> None:
+    with strategy.scope():
+        arena = strategy.arena({"w": cupy.asarray(np.ones(6, np.float32)), "b": cupy.asarray(np.ones(2, np.float32))})
+    arena.values["w"][...] = RANK + 1.0
+    before = len(nccl_double.calls)
+    found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", arena))
+    assert found["w"].get().tolist() == [SIZE * (SIZE + 1) / 2] * 6
+    assert list(strategy.extended.communicator.device_paths.by_name) == ["nccl"]
+    assert len(nccl_double.calls) > before
+    assert "by NCCL" in strategy.explain(arena)
