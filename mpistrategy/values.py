@@ -19,8 +19,6 @@ from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, Unsu
 class ArrayLike(NDArrayOperatorsMixin):
     """Arithmetic, comparison, indexing and conversion for anything with a `_read` method."""
 
-    __array_priority__ = 1000  # CuPy's arrays have 100, and leave operators to what has more
-
     def _read(self) -> Any:
         raise NotImplementedError
 
