@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrategy.arrays import Array
-from mpistrategy.device_arrays import cupy_for, host_array, is_on_device, like_given, on_device
+from mpistrategy.device_arrays import host_array, is_on_device, like_given, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
 
@@ -43,13 +43,11 @@ class ArrayLike(NDArrayOperatorsMixin):
                 fix="Write v.assign_add(x), v.assign_sub(x) or v.assign(...).",
             )
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
+        # CuPy gives a ufunc of its arrays and something else to the other's __array_ufunc__, unless that has
+        # __cuda_array_interface__ or __cupy_get_ndarray__: then it does it itself, and fails for products of matrices.
         if any(map(is_on_device, plain)):
             return on_device(ufunc, method, plain, kwargs)
         return getattr(ufunc, method)(*plain, **kwargs)
-
-    def __cupy_get_ndarray__(self) -> Any:  # what CuPy asks for in its own functions
-        value = self._read()
-        return value if is_on_device(value) else cupy_for("an array for CuPy").asarray(value)
 
     def __getitem__(self, key: Any) -> Any:
         return self._read()[key]

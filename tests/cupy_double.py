@@ -286,7 +286,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
         outs = out if isinstance(out, tuple) else (out,)
-        if method != "__call__" or (ufunc.signature is not None and any(_is_foreign(value) for value in inputs)):
+        if method != "__call__" or any(_is_foreign(value) for value in inputs):
             return NotImplemented  # as CuPy's
         return _later(ufunc, inputs, kwargs, outs[0] if outs else None)
 
@@ -432,9 +432,7 @@ def _is_view(found: Any) -> bool:
 def _strict(value: Any) -> Any:
     if isinstance(value, ndarray):
         return value._view
-    if hasattr(type(value), "__cupy_get_ndarray__"):
-        return value.__cupy_get_ndarray__()._view
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) or _is_foreign(value):
         raise TypeError("Unsupported type <class 'numpy.ndarray'>")
     if isinstance(value, (list, tuple)):
         return type(value)(map(_strict, value))

@@ -54,6 +54,11 @@ def test_a_variable_is_on_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None
 def test_arithmetic_stays_on_the_gpu(gpus: ms.MirroredStrategy) -> None:
     with gpus.scope():
         v, rate = ms.Variable(np.arange(3.0)), ms.Variable(0.5)
+    x = on_gpu(np.eye(3))
+    assert (x @ v).get().tolist() == (v @ x).get().tolist() == [0, 1, 2]
+    assert (x[0] + v).get().tolist() == [1, 1, 2]
+    assert (x[1] * rate).get().tolist() == [0, 0.5, 0]
+    assert float(np.sum(v)) == 3
     for result, expected in [(v * 2, [0, 2, 4]), (v + v, [0, 2, 4]), (rate * v, [0, 0.5, 1]), (np.sqrt(v), None)]:
         assert type(result) is ndarray
         assert expected is None or result.get().tolist() == expected
