@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpistrategy import nest
-from mpistrategy.arrays import Array, dtype_name, to_reducible
-from mpistrategy.device_arrays import is_on_device, to_reducible_on_device
+from mpistrategy.arrays import Array, dtype_name
+from mpistrategy.device_arrays import is_on_device, reducible
+from mpistrategy.devices import gpu_of
 from mpistrategy.errors import DTypeError, MpiStrategyError
 from mpistrategy.mpi.replicas import Replicas, joined, typed
 from mpistrategy.mpi.shared_memory import ALIGNMENT, aligned, private_memory
@@ -57,14 +58,13 @@ def layouts_of(leaves: Sequence[Any], like: Any, where: str) -> list[Layout]:
 
 
 def _layout(leaf: Any, where: str, path: str = "") -> Layout:
-    array = (to_reducible_on_device if is_on_device(leaf) else to_reducible)(leaf, where, path)
+    array = reducible(leaf, where, path)
     return array.dtype, array.shape
 
 
 def belongs_on_device(communicator: Communicator, leaves: Sequence[Any]) -> bool:
     """Return whether an arena of these leaves is in GPU memory: this rank drives a GPU, or one of them is there."""
-    drives = bool(communicator.devices) and communicator.devices[communicator.rank].kind == "GPU"
-    return drives or any(map(is_on_device, leaves))
+    return gpu_of(communicator.devices, communicator.rank) is not None or any(map(is_on_device, leaves))
 
 
 def laid_out(layouts: Sequence[Layout]) -> tuple[tuple[Place, ...], list[np.dtype[Any]], list[int]]:

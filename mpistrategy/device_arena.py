@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrategy.arrays import wire_dtype
 from mpistrategy.device_arrays import DeviceArray, cupy_for, placed_as, to_host
+from mpistrategy.devices import gpu_of
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.device_path import communication_memory
 from mpistrategy.mpi.device_paths import device_path
@@ -22,9 +23,8 @@ def device_buckets(
 ) -> tuple[Replicas, ...]:
     """Return zeroed arrays of these dtypes and sizes on this rank's GPU, and as many for results where asked for."""
     cupy = cupy_for("an arena in GPU memory")
-    device = communicator.devices[communicator.rank] if communicator.devices else None
-    index = device.index if device is not None and device.kind == "GPU" else cupy.cuda.runtime.getDevice()
-    with cupy.cuda.Device(index):
+    mine = gpu_of(communicator.devices, communicator.rank)
+    with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if mine is None else mine):
         made = []
         for dtype, size in zip(dtypes, sizes, strict=True):
             mine, *result = (communication_memory(cupy, size, dtype) for _ in range(1 + shared_result))

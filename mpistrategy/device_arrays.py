@@ -113,6 +113,15 @@ def to_reducible_on_device(value: Any, where: str, path: str = "") -> DeviceArra
     return array
 
 
+def reducible(value: Any, where: str, path: str = "") -> Any:
+    """Return `value` as an array that can be summed, where it is: in GPU memory as CuPy's, else as an ndarray.
+
+    Raises:
+        DTypeError, LeafError, UnsupportedError: as `mpistrategy.arrays.to_reducible`.
+    """
+    return (to_reducible_on_device if is_on_device(value) else to_reducible)(value, where, path)
+
+
 def to_host(array: DeviceArray) -> Array:
     """Return a copy of a CuPy array on the host, once all that was put on the current stream is done."""
     with array.device:

@@ -7,6 +7,7 @@ The task is the rank.  Short forms leave parts out: ``GPU:0`` (a device on whate
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -79,3 +80,8 @@ def _parse_kind(value: str, text: str) -> tuple[str, int | None]:
         raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")
     index = match["index"]
     return match["kind"].upper(), None if index in (None, "*") else int(index)
+
+
+def gpu_of(devices: Sequence[Device], rank: int) -> int | None:
+    """Return the number of the GPU that a rank drives; None for a CPU, and where nothing is known of devices."""
+    return devices[rank].index if devices and devices[rank].kind == "GPU" else None

@@ -11,14 +11,14 @@ import numpy as np
 
 from mpistrategy import context, nest
 from mpistrategy.arena import Arena, has_arenas
-from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype, to_reducible
+from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK
 from mpistrategy.cross_device_ops.device_batch import in_kind, write
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
-from mpistrategy.device_arrays import as_target, check_places, hand_back, is_on_device, to_reducible_on_device
+from mpistrategy.device_arrays import as_target, check_places, hand_back, is_on_device, reducible
 from mpistrategy.errors import (
     DeviceError,
     EmptyBatchError,
@@ -326,10 +326,8 @@ def checked_leaves(
 def _checked(value: DistributedValues, path: str, dense: bool, where: str) -> Any:
     """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
     component = local_component(value)
-    if is_on_device(component):
-        return to_reducible_on_device(component, where, path)
     if not isinstance(component, IndexedSlices):
-        return to_reducible(component, where, path)
+        return reducible(component, where, path)
     if dense:
         raise UnsupportedError.at(
             where, found=f"IndexedSlices at leaf {path} with out= or weight=", expected="arrays", fix="Use to_dense()."

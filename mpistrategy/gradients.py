@@ -7,19 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, to_reducible, wire_dtype
-from mpistrategy.device_arrays import host_array, is_on_device, placed_as, to_reducible_on_device
+from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.device_arrays import host_array, placed_as, reducible
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.values import IndexedSlices
 
 
-def _numbers(array: Any, where: str) -> Any:
-    return to_reducible_on_device(array, where) if is_on_device(array) else to_reducible(array, where)
-
-
 def global_norm(arrays: Sequence[Any]) -> float:
     """Return the Euclidean norm of all elements of all arrays, summed in float64."""
-    dense = (_numbers(array, "global_norm") for array in arrays)
+    dense = (reducible(array, "global_norm") for array in arrays)
     squares = [np.square(np.abs(array), dtype=np.float64).sum() for array in dense]
     return float(np.sqrt(sum(float(square) for square in squares)))
 
@@ -45,7 +41,7 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         raise OptionTypeError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a number")
     if not clip_norm > 0:
         raise OptionError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a positive number")
-    scaled = [_numbers(array, "clip_by_global_norm") for array in arrays]
+    scaled = [reducible(array, "clip_by_global_norm") for array in arrays]
     norm = global_norm(scaled)
     scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
     return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
@@ -87,7 +83,7 @@ class GradientAccumulator:
             LeafError, DTypeError: for what are no numeric arrays.
             Nothing has been added then.
         """
-        given = [_numbers(gradient, "GradientAccumulator.add") for gradient in gradients]
+        given = [reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
         # 16-bit floats add up in 32 bits, as they do between replicas.
         arrays = [array.astype(wire_dtype(array.dtype), copy=False) for array in given]
         if self._count and [array.shape for array in arrays] != [total.shape for total in self._sums]:

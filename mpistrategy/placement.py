@@ -13,6 +13,7 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays import Array
 from mpistrategy.device_arrays import DeviceArray, cupy_for
+from mpistrategy.devices import gpu_of
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.variable_storage import Block, VariableStorage
@@ -98,8 +99,7 @@ class Placement:
     @property
     def drives_gpu(self) -> bool:
         """Whether this rank's device is a GPU."""
-        devices = self.communicator.devices
-        return bool(devices) and devices[self.communicator.rank].kind == "GPU"
+        return gpu_of(self.communicator.devices, self.communicator.rank) is not None
 
     def next_arena_number(self) -> int:
         """Return the number of an arena; the same on every rank, since creation is collective."""

@@ -198,3 +198,13 @@ def pieces_of(strategy: ms.Strategy, max_count: int) -> Iterator[None]:
     finally:
         for part, count in zip(parts, before, strict=True):
             part.max_count = count
+
+
+def in_step(strategy: ms.Strategy, function: Callable[[Any], Any]) -> Any:
+    """Return what `function` makes of the replica context, in a step."""
+    return strategy.run(lambda: function(ms.get_replica_context()))
+
+
+def numbers_of(shape: Any, dtype: str, rank: int = RANK) -> np.ndarray:
+    """Return an array of small numbers, others on each rank."""
+    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 11 + rank + 1).astype(dtype)

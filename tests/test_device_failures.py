@@ -10,7 +10,7 @@ from typing import Any
 import cupy_double
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, outcomes, still_works
+from replicas import RANK, SIZE, in_step, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import device_arena
@@ -34,10 +34,6 @@ def cupy() -> Iterator[ModuleType]:
 def strategy() -> Iterator[ms.MirroredStrategy]:
     with ms.MirroredStrategy() as made:
         yield made
-
-
-def in_step(strategy: ms.Strategy, function: Any) -> Any:
-    return strategy.run(lambda: function(ms.get_replica_context()))
 
 
 def out_of_memory(*args: Any, **options: Any) -> Any:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE
+from replicas import RANK, SIZE, in_step
+from replicas import numbers_of as values
 
 import mpistrategy as ms
 from mpistrategy.mpi import staged_path
@@ -38,14 +39,6 @@ def strategy(request: Any, monkeypatch: pytest.MonkeyPatch, cupy: ModuleType) ->
         monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")  # the double's memory is the host's
     with cupy_here.strategy() as made:
         yield made
-
-
-def in_step(strategy: ms.Strategy, function: Any) -> Any:
-    return strategy.run(lambda: function(ms.get_replica_context()))
-
-
-def values(shape: Any, dtype: str, rank: int = RANK) -> np.ndarray:
-    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 11 + rank + 1).astype(dtype)
 
 
 def total(shape: Any, dtype: str, op: str = "SUM") -> np.ndarray:

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE
+from replicas import RANK, SIZE, in_step
+from replicas import numbers_of as values
 
 import mpistrategy as ms
 from mpistrategy.mpi import gpus, ipc_kernels, ipc_path
@@ -45,16 +46,8 @@ def strategy(cupy: ModuleType) -> Iterator[ms.MirroredStrategy]:
         yield made
 
 
-def in_step(strategy: ms.Strategy, function: Any) -> Any:
-    return strategy.run(lambda: function(ms.get_replica_context()))
-
-
 def reduced(strategy: Any, value: Any, op: str = "SUM") -> Any:
     return in_step(strategy, lambda ctx: ctx.all_reduce(op, value))
-
-
-def values(shape: Any, dtype: str, rank: int = RANK) -> np.ndarray:
-    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 11 + rank + 1).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,8 @@ import cupy_double
 import nccl_double
 import numpy as np
 import pytest
-from replicas import RANK, SIZE
+from replicas import RANK, SIZE, in_step
+from replicas import numbers_of as values
 
 import mpistrategy as ms
 from mpistrategy.mpi import in_flight, nccl_path, staged_path
@@ -41,14 +42,6 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def strategy(cupy: ModuleType) -> Iterator[ms.MirroredStrategy]:
     with ms.MirroredStrategy(cross_device_ops=ms.NcclAllReduce()) as made:
         yield made
-
-
-def in_step(strategy: ms.Strategy, function: Any) -> Any:
-    return strategy.run(lambda: function(ms.get_replica_context()))
-
-
-def values(shape: Any, dtype: str, rank: int = RANK) -> np.ndarray:
-    return (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 11 + rank + 1).astype(dtype)
 
 
 def path_of(strategy: Any) -> NcclPath:

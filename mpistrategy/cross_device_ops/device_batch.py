@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.device_arrays import as_device_array, check_device, is_on_device, like_given, to_host
+from mpistrategy.devices import gpu_of
 from mpistrategy.values import IndexedSlices
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ class DeviceBatch:
     ) -> None:
         self._on_devices = [index for index, value in enumerate(values) if is_on_device(value)]
         arrays = [values[index] for index in self._on_devices]
-        mine = ranks.devices[ranks.rank] if ranks.devices else None
-        check_device(arrays, mine.index if mine is not None and mine.kind == "GPU" else None, where)
+        check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
         self._reduction: DeviceReduction | None = None
         self.values = list(values)
         if path is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, dtype_name, to_reducible
+from mpistrategy.arrays import Array, dtype_name
 from mpistrategy.cross_device_ops import destinations as placing
 from mpistrategy.cross_device_ops import packing, sparse
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
@@ -18,7 +18,7 @@ from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_r
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK, Destination
 from mpistrategy.cross_device_ops.device_batch import DeviceBatch, in_kind
 from mpistrategy.cross_device_ops.mean import finish
-from mpistrategy.device_arrays import is_on_device, layout_of, to_reducible_on_device
+from mpistrategy.device_arrays import is_on_device, layout_of, reducible
 from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi import wire
 from mpistrategy.mpi.call import Call
@@ -207,7 +207,7 @@ def _checked(value: Any, op: ReduceOp, where: str) -> Any:
         return value
     if isinstance(value, IndexedSlices):
         return sparse.checked(value, op, where)
-    array = (to_reducible_on_device if is_on_device(value) else to_reducible)(value, where)
+    array = reducible(value, where)
     if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
         raise DTypeError.at(
             where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"

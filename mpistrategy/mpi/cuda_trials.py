@@ -7,16 +7,13 @@ thresholds; strategies read it.  The library is known by all that it says about 
 from __future__ import annotations
 
 import json
-import os
-import re
-import tempfile
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpistrategy.mpi.cuda_aware import NO, UNVERIFIED, YES, Answer
-from mpistrategy.mpi.path_files import library_name
+from mpistrategy.mpi.path_files import kept_file, library_name, replace_whole
 
 _FORMAT = 1
 _VERDICTS = {"right": YES, "wrong": NO, "died": NO}
@@ -37,9 +34,7 @@ class Outcome:
 
 def file_of(version: str) -> Path:
     """Return where the outcome for a library is kept, by what it says about itself."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    name = re.sub(r"[^a-z0-9.]+", "-", library_name(version).lower()).strip("-.")
-    return Path(cache).expanduser() / "mpistrategy" / f"{name}-{zlib.crc32(version.encode()):08x}-gpu.json"
+    return kept_file(library_name(version), f"{zlib.crc32(version.encode()):08x}-gpu")
 
 
 def save(version: str, found: Outcome) -> Path:
@@ -51,9 +46,7 @@ def save(version: str, found: Outcome) -> Path:
     file = file_of(version)
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"format": _FORMAT, "library": version, "outcome": found.outcome, "reason": found.reason}
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as draft:
-        draft.write(json.dumps(content) + "\n")
-    os.replace(draft.name, file)
+    replace_whole(file, json.dumps(content) + "\n")
     return file
 
 

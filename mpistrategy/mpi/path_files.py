@@ -66,9 +66,14 @@ class Machine:
     @property
     def file(self) -> Path:
         """Where its thresholds are kept."""
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        name = re.sub(r"[^a-z0-9.]+", "-", self.library.lower()).strip("-.")
-        return Path(cache).expanduser() / "mpistrategy" / f"{name}-{self.ranks_on_node}x{self.nodes}.json"
+        return kept_file(self.library, f"{self.ranks_on_node}x{self.nodes}")
+
+
+def kept_file(library: str, of_what: str) -> Path:
+    """Return where something that was found out about an MPI library is kept from one job to the next."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = re.sub(r"[^a-z0-9.]+", "-", library.lower()).strip("-.")
+    return Path(cache).expanduser() / "mpistrategy" / f"{name}-{of_what}.json"
 
 
 def library_name(version: str) -> str:
@@ -82,6 +87,18 @@ def check_can_save(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
         pass
+
+
+def replace_whole(file: Path, text: str) -> None:
+    """Write a file that others may read meanwhile, maybe on another node with the same home: the old one, or the new.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as draft:
+        draft.write(text)
+    os.chmod(draft.name, 0o644)
+    os.replace(draft.name, file)
 
 
 def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
@@ -99,11 +116,7 @@ def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
         "rates": asdict(paths.rates),
     }
     check_can_save(file)
-    # A strategy that starts meanwhile, maybe on another node with the same home, reads the old file or the new one.
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as draft:
-        draft.write(json.dumps(content, indent=1) + "\n")
-    os.chmod(draft.name, 0o644)
-    os.replace(draft.name, file)
+    replace_whole(file, json.dumps(content, indent=1) + "\n")
     return file
 
 
