@@ -249,8 +249,7 @@ class Arena:
 
     def path(self, extended: StrategyExtended, options: CommunicationOptions) -> str:
         """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
-        chosen: str = getattr(extended.cross_device_ops, "device_path", "")
-        return (chosen or path_word(options)) if self.on_device else ""
+        return path_word(options, getattr(extended.cross_device_ops, "device_path", "")) if self.on_device else ""
 
     def _device_reduction(self, path: str, *, into_result: bool) -> BucketReduction:
         from mpistrategy.device_arena import BucketReduction  # here, for the quick import

@@ -182,7 +182,7 @@ def _of_leaves(
     sparse = sum(part.values.nbytes + part.indices.nbytes for part in slices)
     others = [f"{len(slices)} IndexedSlices, {size_in_words(sparse)}: gathered on all ranks by MPI"] if slices else []
     placed = [part for part in parts if is_on_device(part)]
-    word = (algorithm.device_path or path_word(options)) if placed and algorithm.reduces_on_devices else None
+    word = path_word(options, algorithm.device_path) if placed and algorithm.reduces_on_devices else None
     others += lines_of(communicator, placed, word, options, algorithm.num_packs)
     mirrored = len(parts) - len(dense) - len(slices) - len(placed)
     if mirrored:

@@ -163,11 +163,12 @@ _PATH_WORDS = ("auto", "mpi", "staged", "nccl", "ipc")
 _BY_IMPLEMENTATION = {CommunicationImplementation.RING: "ring", CommunicationImplementation.NCCL: "nccl"}
 
 
-def path_word(options: CommunicationOptions) -> str:
+def path_word(options: CommunicationOptions, chosen: str = "") -> str:
     """Return the path that is asked for, for arrays in GPU memory.
 
     Args:
         options: whose `implementation` asks for "ring" (what MPI carries: "mpi" or "staged") or "nccl".
+        chosen: what the algorithm asks for, which comes first; "" for one that does not.
 
     Returns:
         That, or what the variable MPISTRATEGY_GPU_PATH says: "auto", "mpi", "staged", "nccl" or "ipc".
@@ -175,8 +176,8 @@ def path_word(options: CommunicationOptions) -> str:
     Raises:
         OptionError: for another word in the variable.
     """
-    chosen: Any = options.implementation
-    word = _BY_IMPLEMENTATION.get(chosen) or os.environ.get(GPU_PATH, "").lower() or "auto"
+    implementation: Any = options.implementation
+    word = chosen or _BY_IMPLEMENTATION.get(implementation) or os.environ.get(GPU_PATH, "").lower() or "auto"
     if word not in (*_PATH_WORDS, *_BY_IMPLEMENTATION.values()):
         raise OptionError.at(GPU_PATH, found=repr(word), expected=" or ".join(map(repr, _PATH_WORDS)))
     return word

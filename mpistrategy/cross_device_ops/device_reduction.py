@@ -46,7 +46,7 @@ class DeviceReduction:
         num_packs: float = 0,
     ) -> None:
         self._ranks, self._arrays, self._op = ranks, arrays, op
-        self._word = word or path_word(options)
+        self._word = path_word(options, word)
         self._packs = packing.plan(arrays, options.bytes_per_pack, num_packs)
         self._device = arrays[0].device
         self._buckets: list[DeviceArray] = []

@@ -37,6 +37,27 @@ class Listener(Protocol):
         """It has ended."""
 
 
+class Switched:
+    """What is on between `start` and `stop`, or in a with block."""
+
+    def start(self) -> None:
+        """Switch it on."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Switch it off."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
 _listeners: tuple[Listener, ...] = ()
 _step: Callable[..., Any] = getattr(StrategyExtended, _STEP)
 

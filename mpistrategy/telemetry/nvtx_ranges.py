@@ -11,8 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.call import Call
@@ -59,7 +58,7 @@ def find() -> Ways | None:
     return Ways(lambda text: push(text.encode()), pop, _LIBRARY)
 
 
-class Nvtx:
+class Nvtx(listening.Switched):
     """Ranges for collectives, steps and spans, made by `nvtx`; a context manager.
 
     What makes them is looked for when the first is wanted: the program may import CuPy until then.
@@ -121,15 +120,6 @@ class Nvtx:
             self.source = self._ways.source
         if self._ways is not None:
             self._ways.push(text)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 _by_environment: list[Nvtx] = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.telemetry.listening import Switched
 from mpistrategy.telemetry.recorder import Recorder
 
 #: The environment variable that says in which folder to record.
@@ -18,7 +18,7 @@ _by_environment: list[Trace] = []
 _registered: list[bool] = []
 
 
-class Trace:
+class Trace(Switched):
     """A recording of this rank, made by `trace`; a context manager.
 
     Args:
@@ -63,15 +63,6 @@ class Trace:
         """Forget the recording, in a child of the rank."""
         if self._recorder is not None:
             self._recorder.abandon()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def trace(directory: str | os.PathLike[str]) -> Trace:
