@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import launching  # noqa: E402
 import slurm_bed  # noqa: E402
+from preempted import runs_in  # noqa: E402
 
 from mpistrategy.slurm.render import render  # noqa: E402
 from mpistrategy.slurm.spec import JobSpec  # noqa: E402
@@ -36,12 +37,6 @@ TRAINING = ROOT / "tests" / "preempted.py"
 PAUSE, SAVE_EVERY = 0.01, 7
 PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 AGAIN = 75
-
-
-def runs_of(folder: Path) -> tuple[list[int], list[int]]:
-    """Return after which step each run of a training has begun, and the last step that it has made."""
-    runs = (folder / "journal").read_text().split("from ")[1:]
-    return [int(run.split()[0]) for run in runs], [int(run.split()[-1]) for run in runs]
 
 
 def ends_of(folder: Path, ranks: int) -> list[str]:
@@ -71,9 +66,9 @@ def under_mpiexec(ranks: int, stops: int, plan: random.Random) -> str:
             statuses.append(done.returncode)
             saved += [int(step) for step in re.findall(r"saved step (\d+)", done.stderr)]
             assert len(statuses) < 3 * wanted + 10, done
-        begun, ended = runs_of(folder)
-        assert begun == [0, *saved], (begun, saved)
-        assert ended == [*saved, steps], (ended, saved)
+        begun, ended, _ = zip(*runs_in(folder), strict=True)
+        assert begun == (0, *saved), (begun, saved)
+        assert ended == (*saved, steps), (ended, saved)
         assert ends_of(folder, ranks) == ends_of(whole, ranks)
     return (
         f"{ranks} ranks: {len(saved)} stops at steps {saved}, status 75 each; ends bit for bit as the uninterrupted run"
@@ -171,20 +166,21 @@ def deliveries(bed: slurm_bed.SlurmBed, folder: Path, stops: int, plan: random.R
     bed.run("scontrol", "update", f"jobid={run.job}", "timelimit=60")
     done = bed.wait(run.job, run.output, timeout=600)
     assert (done.state, done.status) == ("COMPLETED", 0), done.output[-5000:]
-    begun, ended = runs_of(folder)
+    runs = runs_in(folder)
     failed_starts = done.output.count("mpi/pmi2: value not properly") // 2
     kept = {0, steps, *(int(step) for step in re.findall(r"saved step (\d+)", done.output))}
-    for start, (first, before) in zip(begun[1:], zip(begun, ended, strict=True), strict=False):
-        periodic = max(first, before // SAVE_EVERY * SAVE_EVERY)
-        # Nothing that was saved is lost: it goes on after the last step; after a crash, after the last that was saved.
-        assert start == before or (start == periodic and before - start < SAVE_EVERY), (begun, ended)
-        assert start == periodic or start in kept, (begun, ended)
-    assert ended[-1] == steps, (begun, ended, done.output[-3000:])
+    for run, last in zip(runs[1:], runs, strict=False):
+        # Nothing that was saved is lost: it goes on after the last step, or after a crash from what surely was saved,
+        # or from what was being saved.
+        being_saved = max(last.saved, last.made // SAVE_EVERY * SAVE_EVERY)
+        assert run.begun in ({last.made} & kept) | {last.saved, being_saved}, runs
+        assert last.made - run.begun <= SAVE_EVERY, runs
+    assert runs[-1].made == steps, (runs, done.output[-3000:])
     told = ", ".join(f"{count} {name}" for name, count in sorted(what.items()))
-    repeated = sum(before - start for start, before in zip(begun[1:], ended, strict=False))
+    repeated = sum(last.made - run.begun for run, last in zip(runs[1:], runs, strict=False))
     statuses = Counter(re.findall(r"the program stopped with status (\d+)", done.output))
     return (
-        f"Slurm, 2 nodes, 4 ranks: {told}; statuses {dict(statuses)}; {len(begun)} runs, {repeated} steps made twice "
+        f"Slurm, 2 nodes, 4 ranks: {told}; statuses {dict(statuses)}; {len(runs)} runs, {repeated} steps made twice "
         f"(after crashes), no saved step lost; {failed_starts} starts failed in MPI; {time.monotonic() - began:.0f} s"
     )
 
@@ -208,7 +204,7 @@ def limit(bed: slurm_bed.SlurmBed, folder: Path) -> str:
     run = SlurmRun(bed, folder, 900, {"time": "1", "signal_lead": 30})
     done = bed.wait(run.job, run.output, timeout=600)
     assert (done.state, done.status) == ("COMPLETED", 0), done.output[-5000:]
-    begun, ended = runs_of(folder)
+    begun, ended, _ = zip(*runs_in(folder), strict=True)
     # A signal that comes while a program ends that has made all steps may make it start once more.
     assert begun[1:] == ended[:-1] or (begun[1:-1] == ended[:-2] and ended[-2] == run.steps), (begun, ended)
     told = done.output.count("the time is nearly up")

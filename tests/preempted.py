@@ -2,8 +2,8 @@
 
 mpiexec -n 3 python tests/preempted.py FOLDER [--steps 20] [--tell STEP:RANK:SIGNAL[:launcher]] [--after SECONDS:RANK]
 
-In FOLDER: `journal`, a line for each start ("from STEP") and step ("made STEP", by rank 0, before it can be saved), and
-`end-RANK.txt` once all steps are made.
+In FOLDER: `journal`, a line for each start ("from STEP"), step ("made STEP", by rank 0, before it can be saved) and
+checkpoint that it saves by itself ("saved STEP", once it is there); and `end-RANK.txt` once all steps are made.
 """
 
 from __future__ import annotations
@@ -14,12 +14,33 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from checkpoints import Training
 
 import mpistrategy as ms
 
 LAUNCHERS = ("mpiexec", "mpirun", "prterun")
+
+
+class Run(NamedTuple):
+    """What the journal says of one start: after which step, the last step made, and the last that surely is saved."""
+
+    begun: int
+    made: int
+    saved: int
+
+
+def runs_in(folder: Path) -> list[Run]:
+    """Read the journal."""
+    runs = []
+    for text in (folder / "journal").read_text().split("from ")[1:]:
+        begun, *rest = text.split()
+        made, saved = (
+            [int(rest[i + 1]) for i in range(0, len(rest), 2) if rest[i] == word] for word in ("made", "saved")
+        )
+        runs.append(Run(int(begun), max(made, default=int(begun)), max(saved, default=int(begun))))
+    return runs
 
 
 def launcher() -> int:
@@ -68,6 +89,7 @@ def main() -> None:
         handler.run(step)
         if handler.total_run_calls % given.save_every == 0:
             manager.save(handler.total_run_calls)
+            print(f"saved {handler.total_run_calls}", file=journal, flush=True)
     (given.folder / f"end-{rank}.txt").write_text(repr(training.everything()))
     manager.close()
     strategy.close()

@@ -23,6 +23,7 @@ import pytest
 import slurm_bed
 from hypothesis import HealthCheck, given, settings
 from mpi4py import MPI
+from preempted import runs_in
 from slurm_bed import Job, SlurmBed
 from slurm_statements import good
 
@@ -311,13 +312,13 @@ def test_requeue(user: User) -> None:
     assert done.output.count("the program stopped with status 75; back to the queue") == len(told)
     assert "restart 2 of 10" in done.output
     assert "made all steps" in done.output
-    runs = (user.folder / "journal").read_text().split("from ")[1:]
-    begun, ended = [int(run.split()[0]) for run in runs], [int(run.split()[-1]) for run in runs]
-    saved = saved_by(output)
-    if crashes:  # the last that was saved, by the program itself
-        saved.append(max(begun[1], ended[1] // 5 * 5))
-        assert ended[1] - saved[1] < 6
-    assert (begun, ended[0], ended[2]) == ([0, *saved], saved[0], steps)
+    runs, saved = runs_in(user.folder), saved_by(output)
+    assert ([run.begun for run in runs[:2]], runs[0].made, runs[2].made) == ([0, saved[0]], saved[0], steps)
+    if crashes:  # what it had saved by itself; and what it was saving may be there, or not
+        assert runs[2].begun in (runs[1].saved, runs[1].made // 5 * 5)
+        assert runs[1].made - runs[1].saved <= 5
+    else:
+        assert runs[2].begun == saved[1] == runs[1].made
 
 
 def saved_by(output: Path) -> list[int]:
