@@ -20,7 +20,8 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.guard import OF_ANOTHER_RANK, PATIENCE_SECONDS, Guard, growing_pauses
+from mpistrategy.mpi.channel import growing_pauses
+from mpistrategy.mpi.guard import OF_ANOTHER_RANK, PATIENCE_SECONDS, Guard
 
 #: The status of a program that Ctrl-C has ended, as shells count.
 INTERRUPTED = 130

@@ -21,9 +21,10 @@ from mpistrategy.mpi.across_nodes import LEAST_BYTES, allreduce_across, lanes_of
 from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool, divide_by
 from mpistrategy.mpi.cells import Cells
+from mpistrategy.mpi.channel import ControlChannel
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.device_path import DevicePaths
-from mpistrategy.mpi.guard import ControlChannel, Guard
+from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.launch import Introduction, introductions
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
 from mpistrategy.mpi.node_peers import NodePeers

@@ -17,22 +17,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.call_sites import Site, call_site
+from mpistrategy.mpi.channel import ControlChannel, all_equal_patiently, growing_pauses
 from mpistrategy.mpi.check_level import ALWAYS, Sparingly
+from mpistrategy.mpi.digests import Digests
 from mpistrategy.mpi.flight_record import WHAT, FlightRecord
 from mpistrategy.mpi.mismatch_report import LEFT, Report, is_late, table
 from mpistrategy.mpi.signature import Signature
 from mpistrategy.mpi.timeout import DEFAULT_SECONDS
-
-_CACHED_DIGESTS = 4096
 
 _SETTLED = "_mpistrategy_settled_with"
 #: Marks an error that another rank has met, and raises as well.
@@ -40,28 +40,9 @@ OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
 _HAND = 1 << 62  # digests are smaller
 #: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
 PATIENCE_SECONDS = 2.0
-_LONG_FIELD = 64
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
-_LOOKS = 8
 
 E = TypeVar("E", bound=BaseException)
 _LEAVING = Signature("exit")
-
-
-class ControlChannel(Protocol):
-    """Tiny collectives on a communicator that never carries data."""
-
-    def all_equal(self, digest: int) -> bool:
-        """Wait for every rank's digest; return whether all are equal."""
-
-    def start(self, digest: int) -> None:
-        """Begin `all_equal` without waiting."""
-
-    def finished(self) -> bool | None:
-        """Return the answer to `start`, or None while ranks are missing."""
-
-    def allgather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in rank order."""
 
 
 class Guard:
@@ -82,9 +63,7 @@ class Guard:
         self._rank = rank
         self.size = size
         self.thread = 0
-        #: With each digest its signature, so that the flight record holds one object for all equal calls.
-        self._digests: dict[Signature, tuple[int, Signature]] = {}
-        self._long_fields: dict[Any, str] = {}
+        self._digests = Digests()
         self.current: Call | None = None
         self.record = FlightRecord()
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
@@ -102,9 +81,8 @@ class Guard:
         self.in_flight: Any = None
         #: Ends the job with an error that the peers cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
-        #: Set when the communicator has been given back, or takes no calls any more since
         self._closed = False
-        #: messages of calls that differed may be under way.
+        #: Set when messages of calls that differed may be under way; no call is taken any more.
         self.is_spoiled = False
         #: Whether calls must come here: the guard is closed, or this rank's hand is up.
         self.takes_no_short_way = False
@@ -171,7 +149,7 @@ class Guard:
 
     def digest(self, signature: Signature) -> int:
         """Return the number that stands for a signature."""
-        return self._known(signature)[0]
+        return self._digests.of(signature)[0]
 
     def check_as(self, level: str) -> None:
         """Compare calls as often as a level of `mpistrategy.mpi.check_level` says, where they cost a message.
@@ -204,7 +182,7 @@ class Guard:
         """
         if self._channel is None:
             return
-        digest, kept = self._known(signature)
+        digest, kept = self._digests.of(signature)
         if self.current is not None:
             self.record.entries[-1][WHAT].signature = kept
         self.since = time.monotonic()
@@ -263,7 +241,7 @@ class Guard:
         """Begin to tell the peers that this rank has come to its end."""
         self.leaving, self.since = True, time.monotonic()
         if self._channel is not None:
-            digest, sparingly = self._known(_LEAVING)[0], self._sparingly
+            digest, sparingly = self._digests.of(_LEAVING)[0], self._sparingly
             if sparingly is not None:  # calls at the end that were not compared are found here
                 digest = sparingly.number_to_leave_with(digest)
             self._channel.start(digest)
@@ -285,27 +263,8 @@ class Guard:
             raise CollectiveMismatchError(table(reports))  # all have left; what they did before differed
         self.start_leaving()
 
-    def _known(self, signature: Signature) -> tuple[int, Signature]:
-        found = self._digests.get(signature)
-        if found is not None:
-            return found
-        if len(self._digests) >= _CACHED_DIGESTS:
-            self._digests.clear()
-            self._long_fields.clear()
-        # What is long (the variables of a step, say) stays the same while what is short (its number) changes.
-        fields = [self._field_digest(field) if len(field) > _LONG_FIELD else field for field in signature]
-        digest = int.from_bytes(_hashed(repr(fields)), "little") >> 2
-        found = self._digests[signature] = (digest, signature)
-        return found
-
-    def _field_digest(self, field: Any) -> str:
-        known = self._long_fields.get(field)
-        if known is None:
-            known = self._long_fields[field] = _hashed(repr(field)).hex()
-        return known
-
     def _report(self, signature: Signature) -> Report:
-        digest = self._known(signature)[0]
+        digest = self._digests.of(signature)[0]
         if self._sparingly is not None:
             digest = self._sparingly.number_compared(digest)
         return Report(signature.describe(), self.here().text, "", "", self._pending(), self._unseen, digest)
@@ -373,28 +332,3 @@ class Guard:
 def _went_past(reports: Sequence[Report]) -> bool:
     """Return whether ranks have made calls that others have not, before they heard of it."""
     return len({report.unseen for report in reports}) > 1
-
-
-def _hashed(text: str) -> bytes:
-    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
-
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-
-def all_equal_patiently(channel: ControlChannel, digest: int) -> bool:
-    """Do `ControlChannel.all_equal` without keeping a core busy."""
-    channel.start(digest)
-    for pause in growing_pauses():
-        for _ in range(_LOOKS):  # an MPI may need several to get on
-            if (answer := channel.finished()) is not None:
-                return answer
-        time.sleep(pause)
-    raise AssertionError("pauses end")
-
-
-def growing_pauses() -> Iterator[float]:
-    """Yield the seconds to sleep between two looks at something: short at first, never long."""
-    pause = _SHORTEST_PAUSE
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE)

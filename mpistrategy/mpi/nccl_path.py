@@ -21,8 +21,8 @@ import numpy as np
 
 from mpistrategy.device_arrays import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
+from mpistrategy.mpi.channel import growing_pauses
 from mpistrategy.mpi.device_path import PathName, communication_memory
-from mpistrategy.mpi.guard import growing_pauses
 from mpistrategy.mpi.in_flight import InFlight
 from mpistrategy.mpi.staged_path import StagedPath
 from mpistrategy.mpi.transport import Communicator

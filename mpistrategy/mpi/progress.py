@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi import faults
 from mpistrategy.mpi.across_nodes import Manner, across_nodes
-from mpistrategy.mpi.guard import ControlChannel, all_equal_patiently, growing_pauses
+from mpistrategy.mpi.channel import ControlChannel, all_equal_patiently, growing_pauses
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
 

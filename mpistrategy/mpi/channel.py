@@ -1,0 +1,45 @@
+"""How a guard reaches the other ranks, and how to wait for them without keeping a core busy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
+_LOOKS = 8
+
+
+class ControlChannel(Protocol):
+    """Tiny collectives on a communicator that never carries data."""
+
+    def all_equal(self, digest: int) -> bool:
+        """Wait for every rank's digest; return whether all are equal."""
+
+    def start(self, digest: int) -> None:
+        """Begin `all_equal` without waiting."""
+
+    def finished(self) -> bool | None:
+        """Return the answer to `start`, or None while ranks are missing."""
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order."""
+
+
+def all_equal_patiently(channel: ControlChannel, digest: int) -> bool:
+    """Do `ControlChannel.all_equal` without keeping a core busy."""
+    channel.start(digest)
+    for pause in growing_pauses():
+        for _ in range(_LOOKS):  # an MPI may need several to get on
+            if (answer := channel.finished()) is not None:
+                return answer
+        time.sleep(pause)
+    raise AssertionError("pauses end")
+
+
+def growing_pauses() -> Iterator[float]:
+    """Yield the seconds to sleep between two looks at something: short at first, never long."""
+    pause = _SHORTEST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)
