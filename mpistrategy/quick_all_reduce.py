@@ -35,7 +35,6 @@ WHERE = "ReplicaContext.all_reduce"
 
 _REMEMBERED = 1024
 _LONG, _FEW = 64, 8
-_NO_NUMBERS: Any = ((), None)
 _ndarray = np.ndarray
 _KINDS = "fiuc"
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
@@ -88,11 +87,14 @@ class QuickAllReduce:
                 place = places.of(frame)
             kind = type(value)
             # Most places in a program only ever see one kind of value.
-            if kind is place.kind and reduce_op is place.op:
-                if kind is not _ndarray or (value.dtype is place.dtype and value.shape == place.shape):
-                    known = place.run
-                else:
-                    known = find(place, reduce_op, value)
+            if kind is not place.kind or reduce_op is not place.op:
+                known = find(place, reduce_op, value)
+            elif (
+                (value.dtype is place.dtype and value.shape == place.shape)
+                if kind is _ndarray
+                else kind is not dict or ([*value] == place.names and [*map(type, value.values())] == place.kinds)
+            ):
+                known = place.run
             else:
                 known = find(place, reduce_op, value)
             if known is None:
@@ -119,10 +121,8 @@ class QuickAllReduce:
                 run: Run | None = known.get(key, NOT_QUICK)
             elif kind is dict:
                 names = tuple(value)
-                kinds, run = place.of_numbers.get((reduce_op, names), _NO_NUMBERS)
-                if tuple(map(type, value.values())) != kinds:  # dtypes and shapes matter, too
-                    key = (reduce_op, names, self._same_layouts((reduce_op, names), value.values()))
-                    run = known.get(key, NOT_QUICK)
+                key = (reduce_op, names, self._same_layouts((reduce_op, names), value.values()))
+                run = known.get(key, NOT_QUICK)
             elif kind is list or kind is tuple:
                 key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
                 run = known.get(key, NOT_QUICK)
@@ -139,6 +139,9 @@ class QuickAllReduce:
         if run is not None and (kind is _ndarray or kind in NUMBERS):
             place.kind, place.op, place.run = kind, reduce_op, run
             place.dtype, place.shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        elif run is not None and kind is dict and all(map(NUMBERS.__contains__, map(type, value.values()))):
+            place.kind, place.op, place.run = kind, reduce_op, run
+            place.names, place.kinds = [*value], [*map(type, value.values())]
         return run
 
     def _same_layouts(self, what: Any, leaves: Any) -> Any:
@@ -161,7 +164,6 @@ class QuickAllReduce:
     def _learn(self, place: Place, key: Any, reduce_op: Any, value: Any) -> Run | None:
         if len(place.known) >= _REMEMBERED:
             place.known.clear()
-            place.of_numbers.clear()
             self._long.clear()
         try:
             op = ReduceOp.parse(reduce_op, WHERE)
@@ -174,13 +176,6 @@ class QuickAllReduce:
         except MpiStrategyError:
             return None  # the general way says what is wrong
         place.known[key] = run
-        if (
-            run is not None
-            and type(value) is dict
-            and type(key[2]) is tuple
-            and all(kind in NUMBERS for kind in key[2])
-        ):
-            place.of_numbers[key[:2]] = (key[2], run)
         return run
 
     def _worked_out(self, op: ReduceOp, value: Any, place: str) -> Run | None:

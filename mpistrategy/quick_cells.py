@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -127,12 +126,10 @@ def numbers_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed, where: 
     slots = []
     for slot, (parts,) in zip(cells.slots, program.parts, strict=True):
         slots.append((slot.mine, slot.peers, parts[cells.local_rank].data.cast("B"), parts))
-    take, build, mean = where.take, where.build, op is ReduceOp.MEAN
-    # A few Python floats add up faster, to the same bits, where no array is made of them.
-    in_python = dtype == np.float64 and op in (ReduceOp.SUM, ReduceOp.MEAN)
-    divisor, result = float(cells.size), np.float64
-    names = where.names
-    lists = [[part.data.tolist for part in parts] for (parts,) in program.parts]
+    build, mean, quiet, total_of = where.build, op is ReduceOp.MEAN, program.quiet, program.total
+    divide, divisor = np.true_divide, None if dtype.kind in "iu" else dtype.type(cells.size)
+    # A run is only called with dictionaries whose keys come in the same order.
+    take: Callable[[Any], Any] = dict.values if where.in_order else where.take
 
     def run(value: Any, out: Any) -> Any:
         if out is not None:
@@ -150,16 +147,11 @@ def numbers_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed, where: 
             if peer[0] != sequence or peer[1] != digest:
                 _meet(cells, sequence, peers, agreed)
                 break
-        if in_python:
-            first, second, *others = lists[sequence & 1]
-            sums = map(add, first(), second())
-            for other in others:
-                sums = map(add, sums, other())
-            if mean:
-                return build([result(total / divisor) for total in sums])
-            # A dict in the order of its leaves is built while they are made.
-            return dict(zip(names, map(result, sums))) if names else build([*map(result, sums)])  # noqa: B905
-        total = program.total(parts)
-        return build(list(finish(total, dtype, op, cells.size) if mean else total))
+        total = total_of(parts)
+        if mean and divisor is None:
+            total = finish(total, dtype, op, cells.size)
+        elif mean:
+            quiet(divide, total, divisor, out=total)
+        return build(total.flat)  # whose elements are made in half the time of the array's own
 
     return run

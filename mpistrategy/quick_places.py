@@ -28,21 +28,22 @@ class Place:
         text: what the ranks compare.
         code: that of the caller; its identity is a key, so it must live.
         known: the all-reduces, by operation, kind and layouts.
-        of_numbers: for dictionaries of numbers, by operation and keys: the types of the numbers.
-        kind, op, dtype, shape, run: the latest all-reduce of one array or number, and of what.
+        kind, op, dtype, shape, names, kinds, run: the latest all-reduce of one array, one number or a dictionary of
+            numbers, and of what: its keys, and the types of the numbers.
     """
 
-    __slots__ = ("code", "dtype", "kind", "known", "of_numbers", "op", "run", "shape", "text")
+    __slots__ = ("code", "dtype", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
 
     def __init__(self, text: str, code: CodeType | None) -> None:
         self.text = text
         self.code = code
         self.known: dict[Any, Run | None] = {}
-        self.of_numbers: dict[Any, tuple[tuple[type, ...], Run]] = {}
         self.kind: type | None = None
         self.op: Any = None
         self.dtype: Any = None
         self.shape: Any = None
+        self.names: list[str] | None = None
+        self.kinds: list[type] | None = None
         self.run: Run | None = None
 
 

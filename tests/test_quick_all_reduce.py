@@ -151,6 +151,7 @@ NESTS: list[Callable[[list[Any], int], Any]] = [
     lambda parts, rank: [(parts[0], parts[1:]), {1: parts[0]}],
     lambda parts, rank: ({"only": parts[0]},),
     lambda parts, rank: {"only": parts[0]},
+    lambda parts, rank: {"it's \n\"\\{0}": (parts[0],), "\ud800": {"": parts[1:], "leaf_0": []}, "a": parts[0]},
 ]
 
 
@@ -408,6 +409,27 @@ def test_keys_that_are_equal_but_not_the_same(strategy: ms.Strategy) -> None:
             result = call(strategy, "SUM", value)
             assert list(map(repr, result)) == list(map(repr, keys))
             assert [float(v) for v in result.values()] == [sum(RANKS) + SIZE * i for i in range(len(keys))]
+
+
+def test_one_place_in_the_program_that_sees_many_kinds(strategy: ms.Strategy) -> None:
+    """What it saw last is at hand there, and is not taken for what it only resembles."""
+    floats, whole = {"a": 1.5, "b": 2.0}, {"a": 1, "b": 2}
+    others = [{"b": 2.0, "a": 1.5}, {"a": 1.5, "c": 2.0}, {"a": 1.5}, {**floats, "c": 3.0}, {"a": 1.5, "b": 2}]
+    seen = [
+        floats,
+        whole,
+        1.5,
+        np.ones(2),
+        floats,
+        *others,
+        whole,
+        {"a": np.float32(1.5), "b": np.float32(2.0)},
+        floats,
+    ]
+    for op in ("SUM", "MEAN"):
+        for value in [*seen, *reversed(seen)]:
+            found, right = (nest.flatten(way(strategy, op, value))[0] for way in (quick, general))
+            assert [(type(leaf), bits(leaf)) for leaf in found] == [(type(leaf), bits(leaf)) for leaf in right]
 
 
 def test_equal_dictionaries_that_were_filled_in_another_order(strategy: ms.Strategy) -> None:
