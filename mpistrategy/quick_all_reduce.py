@@ -27,7 +27,14 @@ from mpistrategy.mpi.signature import Signature
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.quick_arena import arena_in_place
-from mpistrategy.quick_cells import NOT_QUICK, Agreed, array_in_cells, number_in_cells, numbers_in_cells
+from mpistrategy.quick_cells import (
+    NOT_QUICK,
+    Agreed,
+    array_in_cells,
+    lone_element_in_cells,
+    number_in_cells,
+    numbers_in_cells,
+)
 from mpistrategy.quick_nests import Leaves, direct_targets, leaves_of
 from mpistrategy.quick_places import Place, Places, Run, described
 
@@ -216,9 +223,11 @@ class QuickAllReduce:
         reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
         program = reduction.program
         if program is not None and program.cells.fence is None and len(program.packs) == 1:
-            if where.single and kinds == {np.ndarray} and layouts[0][0] == program.packs[0].dtype:
-                return array_in_cells(program, op, agreed)
-            if kinds in ({float}, {np.float64}) and where.single and op in (ReduceOp.SUM, ReduceOp.MEAN):
+            pack, adds = program.packs[0], op in (ReduceOp.SUM, ReduceOp.MEAN)
+            if where.single and kinds == {np.ndarray} and layouts[0][0] == pack.dtype:
+                is_lone = adds and pack.size == 1 and pack.dtype.char in "fd"
+                return (lone_element_in_cells if is_lone else array_in_cells)(program, op, agreed)
+            if kinds in ({float}, {np.float64}) and where.single and adds:
                 return number_in_cells(program, op, agreed)
             if len(kinds) == 1 and kinds <= NUMBERS.keys():
                 return numbers_in_cells(program, op, agreed, where)

@@ -1,4 +1,4 @@
-"""The shortest ways through the cells: one array, one number, a few numbers of one kind.
+"""The shortest ways through the cells: one array, one element, one number, a few numbers of one kind.
 
 Each function returns a ``run(value, out)`` that writes the value next to the digest of the call, waits for the
 peers' cells, compares, and adds up; it returns NOT_QUICK before anything has been shown, when `value` or `out` is not
@@ -78,11 +78,54 @@ def array_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callab
             if integers:
                 total = finish(total, dtype, op, cells.size)
             else:
-                quiet(divide, total, divisor, out=total)
+                quiet(divide, total, divisor, total)
         if out is not None and total is not out:
             out[...] = total
             return out
         return total
+
+    return run
+
+
+def lone_element_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callable[[Any, Any], Any]:
+    """Return the sum or the mean of an array of one float; that of a loss is made in every step.
+
+    Python adds float32 as float64, and what is rounded to float32 after each sum is what NumPy gives.
+    """
+    cells, pack, digest = program.cells, program.packs[0], agreed[1]
+    dtype, shape = pack.dtype, pack.members[0].shape
+    slots = []
+    for slot, (parts,) in zip(cells.slots, program.parts, strict=True):
+        elements = [part.data for part in parts]
+        slots.append((slot.mine, slot.peers, elements[cells.local_rank], elements[0], elements[1], elements[2:]))
+    divisor = float(cells.size) if op is ReduceOp.MEAN else None
+    empty, at = np.empty, (0,) * len(shape)
+    rounded: Any = np.empty(1, dtype).data  # memory warns of no overflow
+
+    def run(value: Array, out: Array | None) -> Any:
+        if out is None:
+            result = empty(shape, dtype)
+        elif type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and out.flags.writeable:
+            result = out
+        else:
+            return NOT_QUICK
+        sequence = cells.sequence + 1
+        mine, peers, place, first, second, others = slots[sequence & 1]
+        mine[1] = digest
+        place[0] = value.item()
+        cells.sequence = sequence
+        mine[0] = sequence
+        for peer in peers:
+            if peer[0] != sequence or peer[1] != digest:
+                _meet(cells, sequence, peers, agreed)
+                break
+        rounded[0] = first[0] + second[0]
+        for other in others:
+            rounded[0] += other[0]
+        if divisor is not None:
+            rounded[0] /= divisor
+        result[at] = rounded[0]
+        return result
 
     return run
 
@@ -151,7 +194,7 @@ def numbers_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed, where: 
         if mean and divisor is None:
             total = finish(total, dtype, op, cells.size)
         elif mean:
-            quiet(divide, total, divisor, out=total)
+            quiet(divide, total, divisor, total)
         return build(total.flat)  # whose elements are made in half the time of the array's own
 
     return run
