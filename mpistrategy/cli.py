@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +15,9 @@ from mpistrategy.bench import command as bench
 from mpistrategy.doctor import command as doctor
 from mpistrategy.slurm import command as slurm
 from mpistrategy.telemetry import command as trace
+
+#: What a shell makes of SIGPIPE.
+_NOBODY_READS = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -46,4 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         command.add_options(subparsers.add_parser(name, help=command.summary, description=command.summary))
     options = parser.parse_args(arguments)
-    return COMMANDS[options.command].run(options)
+    if options.command == "run":
+        return run.run(options)
+    try:
+        status = COMMANDS[options.command].run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has seen enough, as `head` has. What is still to be written goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _NOBODY_READS
+    return status

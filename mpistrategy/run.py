@@ -111,6 +111,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             type=setting.check,
             help=f"{setting.summary}; sets {setting.variable}",
         )
+    parser.add_argument(
+        "--unfinished",
+        metavar="FILE",
+        help="take this file away, on rank 0, once the program has ended with status 0; for job scripts",
+    )
     rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "default": []}
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does", **rest)
     parser.add_argument("-c", dest="text", metavar="CODE", help="run a text, as python -c does", **rest)
@@ -130,10 +135,12 @@ def run(options: argparse.Namespace) -> int:
     start_from_environment()
     _show_stacks_of_crashes()
     try:
-        _start_mpi()
+        rank = _start_mpi()
     except LaunchError as error:
         sys.stderr.write(f"{error}\n")
         return _COULD_NOT
+    # The program may go to another folder, and finalize MPI.
+    unfinished = os.path.abspath(options.unfinished) if options.unfinished and rank == 0 else ""
     _hide_frames_of_ours()
     try:
         if options.module:
@@ -144,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
             program = _file(*options.program)
         exec(program.code, _main_of(program))
     except SystemExit as error:
-        _note_exit(error)
+        _note_exit(error, unfinished)
         raise
     except BaseException as error:
         # An excepthook of the program's own may hide the error; the peers must still learn of the end.
@@ -152,19 +159,22 @@ def run(options: argparse.Namespace) -> int:
         abort.note_end(status, abort.in_words(type(error), error, _without_ours(error.__traceback__)))
         raise
     abort.note_end(0)
+    _take_away(unfinished)
     return 0
 
 
 # ------------------------------------------------------------------------------------- before the program
 
 
-def _start_mpi() -> None:
+def _start_mpi() -> int:
+    """Start MPI, and return this rank's number among all ranks."""
     try:
         from mpistrategy.mpi import world  # starts MPI
     except (ImportError, RuntimeError) as error:
         raise no_mpi(_WHERE, error) from error
     world.check(_WHERE)
     world.watch_from_now_on()
+    return world.rank_in_job()
 
 
 def _show_stacks_of_crashes() -> None:
@@ -271,10 +281,21 @@ def _refuse(text: str, status: int) -> NoReturn:
 # ------------------------------------------------------------------------------------- the end
 
 
-def _note_exit(error: SystemExit) -> None:
+def _note_exit(error: SystemExit, unfinished: str) -> None:
     status = abort.status_of(error.code)
     trace = _without_ours(error.__traceback__)
     abort.note_end(status, abort.in_words(SystemExit, error, trace) if status else "")
+    if status == 0:
+        _take_away(unfinished)
+
+
+def _take_away(unfinished: str) -> None:
+    """Take the file away that says that the program has not come to a good end."""
+    try:
+        if unfinished:
+            os.unlink(unfinished)
+    except OSError as error:
+        sys.stderr.write(f"{_WHERE} --unfinished: {error}\n")
 
 
 def _hide_frames_of_ours() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -69,3 +70,15 @@ def test_the_module_is_the_command() -> None:
         [sys.executable, "-m", "mpistrategy", "--version"], capture_output=True, text=True, check=False
     )
     assert (job.returncode, job.stdout) == (0, f"mpistrategy {mpistrategy.__version__}\n")
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """As `mpistrategy slurm multi_node | head -1`: no traceback, and the status that a shell makes of SIGPIPE."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mpistrategy", "slurm", "multi_node"]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

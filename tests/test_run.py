@@ -282,3 +282,25 @@ def test_all_ranks_exit_together_without_a_word(launch: Launch, tmp_path: Path) 
 def test_a_normal_end_is_status_0_and_says_nothing(launch: Launch, tmp_path: Path, source: str) -> None:
     job, _ = start(launch, tmp_path, source, 3)
     assert (job.returncode, job.stderr.strip()) == (0, ""), job
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        ("import os\nos.chdir('/')\nfrom mpi4py import MPI\nMPI.Finalize()\n", 0),
+        ("import sys\nsys.exit(0)\n", 0),
+        ("import sys\nsys.exit(75)\n", 75),
+        ("1 / 0\n", 1),
+    ],
+)
+def test_a_file_that_is_taken_away_at_a_good_end(launch: Launch, tmp_path: Path, source: str, status: int) -> None:
+    (tmp_path / "mark").touch()
+    (tmp_path / "job.py").write_text(source)
+    job = launch(2, ["-m", "mpistrategy", "run", "--unfinished", "mark", "job.py"], cwd=tmp_path)
+    assert (job.returncode, (tmp_path / "mark").exists()) == (status, status != 0), job
+
+
+def test_a_file_that_cannot_be_taken_away(launch: Launch, tmp_path: Path) -> None:
+    job = alone(*RUN, "--unfinished", "lost", "-c", "pass", cwd=tmp_path)
+    assert job.returncode == 0, "how the program has ended"
+    assert "mpistrategy run --unfinished: [Errno 2] No such file or directory" in job.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import resource
 import shutil
 import signal
@@ -476,3 +477,30 @@ def test_where_there_can_be_no_slurm_the_tests_say_why(monkeypatch: pytest.Monke
 def test_the_command_starts_no_mpi() -> None:
     code = "import sys, mpistrategy.cli as c; c.main(['slurm', '--list']); sys.exit('mpi4py.MPI' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------------------- a shell runs it
+
+
+@pytest.mark.parametrize(
+    ("srun", "told", "status"),
+    [
+        ("rm -f .mpistrategy-7.unfinished", "the program is done", 0),
+        ("true", "the program stopped with status 75; back to the queue", 75),
+        ("exit 75", "the program stopped with status 75; back to the queue", 75),
+        ("rm -f .mpistrategy-7.unfinished; exit 3", "the program failed with status 3; not requeued", 3),
+    ],
+    ids=["a good end", "nothing was started", "it was told to stop", "it fails"],
+)
+def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: str, status: int) -> None:
+    """Slurm 22.05's srun may return 0 where nothing was started: only the program's own word ends the cycle."""
+    for name, text in {"srun": srun, "scontrol": 'echo "scontrol $*"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job").write_text(text_of("requeue"))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"}
+    done = subprocess.run(["bash", "job"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done
+    assert told in done.stdout + done.stderr
+    assert ("scontrol requeue 7" in done.stdout) == (status == 75)
+    assert not (tmp_path / ".mpistrategy-7.unfinished").exists()

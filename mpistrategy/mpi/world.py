@@ -31,6 +31,11 @@ def check(where: str, comm: Any = None) -> None:
         launch.check_world(MPI.COMM_WORLD.size, library_name(MPI.Get_library_version()), where)
 
 
+def rank_in_job() -> int:
+    """Return this rank's number among all ranks of the job."""
+    return int(MPI.COMM_WORLD.rank)
+
+
 def watch(guard: Guard, free: Any) -> None:
     """Make the end of this rank the end of the job; say goodbye to the peers of `guard` first."""
     world = MPI.COMM_WORLD

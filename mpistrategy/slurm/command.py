@@ -49,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
         return _one(options)
     except OptionError as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        raise  # of the screen, not of a file
     except OSError as error:
         return _fail(f"mpistrategy slurm: {error}")
 
