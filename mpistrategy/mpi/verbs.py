@@ -1,0 +1,167 @@
+"""The verbs that move data over real MPI: one MPI collective, or the shared memory of a node.
+
+Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrategy.arrays import Array
+from mpistrategy.mpi import buffers
+from mpistrategy.mpi.across_nodes import allreduce_across
+from mpistrategy.mpi.buffers import divide_by
+from mpistrategy.mpi.operations import operation
+from mpistrategy.mpi.paths import Paths, Way
+from mpistrategy.mpi.window import NodeWindow
+
+#: Open MPI announces messages of 64 KiB and more over TCP, and sends them when the receiver answers; but the answer
+#: stands in line behind what is on its way: 16 MiB both ways at 1 Gbit/s take 160-200 ms so, and 142 in shorter ones.
+_MESSAGE_BYTES = 60 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MAX_COUNT
+
+
+class Verbs:
+    """The verbs of `mpistrategy.mpi.transport.Communicator` that carry arrays, on ranks that have agreed on the call.
+
+    Attributes:
+        rank: this rank's number.
+        size: how many ranks there are.
+        local_rank, local_size: the same among the ranks of this node.
+        node_of: the node of each rank.
+        window: the memory that the ranks of this node share; None where they share none.
+        paths: from how many bytes on which way is taken.
+        least_across: from how many bytes on a buffer takes two levels, within the nodes and between them.
+        max_count: how many elements one MPI call may carry.
+        across: the state of the two-level exchange, once `mpistrategy.mpi.across_nodes` has made it.
+    """
+
+    _comm: MPI.Intracomm
+    _inside: MPI.Comm
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_of: tuple[int, ...]
+    window: NodeWindow | None
+    paths: Paths
+    least_across: int
+    max_count: int
+    across: Any
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way `allreduce` takes with so many bytes."""
+        if self.window is not None and self.local_size == self.size and nbytes >= self.paths.window_bytes:
+            return "window"
+        return "across" if nbytes >= self.least_across and max(self.node_of) > 0 else "mpi"
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
+
+        What this rank brings is in `source`, which stays as it is; None means in `buffer`.  The result is divided by
+        `divisor`, which must be 1 unless the dtype is a floating one.
+        """
+        way = self.way(buffer.nbytes, buffer.dtype, op)
+        if self.window is not None and way == "window":
+            flat = buffer.reshape(-1)
+            self.window.allreduce(flat if source is None else source.reshape(-1), flat, op, divisor)
+            return
+        if way == "across":
+            allreduce_across(self, buffer, op, source=source)
+            divide_by(divisor, buffer)
+            return
+        if source is not None:
+            np.copyto(buffer, source)
+        count = min(self.max_count, max(1, self.paths.piece_bytes // buffer.itemsize))
+        for piece in buffers.pieces(buffer, count):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
+        divide_by(divisor, buffer)
+
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype.
+
+        They are part of a list of `nbytes`, which goes through the window of a node as a whole or not at all.
+        """
+        if self.window is not None and self.way(nbytes, pairs[0][1].dtype, op) == "window":
+            self.window.allreduce_many(pairs, op, divisor)
+            return
+        for source, target in pairs:
+            self.allreduce(target, op, source, divisor)
+
+    def allreduce_device_memory(self, buffer: Any, op: str) -> None:
+        """Do `allreduce` with a contiguous array in GPU memory that no stream works on; for CUDA-aware MPIs only."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
+
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            if self.rank == root:
+                self._comm.Reduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype), root)
+            else:
+                self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
+
+    def bcast(self, buffer: Array, root: int) -> None:
+        """Replace `buffer` on every rank by that of `root`; any dtype."""
+        for piece in buffers.pieces(buffers.as_bytes(buffer), self.max_count):
+            self._comm.Bcast(piece, root)
+
+    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`; any dtype, sizes may differ."""
+        if self.rank != root:
+            for piece in buffers.pieces(buffers.as_bytes(block), self.max_count):
+                self._comm.Send(piece, root)
+            return
+        assert blocks is not None
+        for rank, target in enumerate(blocks):
+            if rank == root:
+                target[...] = block
+                continue
+            for piece in buffers.pieces(buffers.as_bytes(target), self.max_count):
+                self._comm.Recv(piece, rank)
+
+    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on every rank; any dtype, sizes may differ."""
+        counts = [target.nbytes for target in blocks]
+        if sum(counts) <= self.max_count:
+            together = np.empty(sum(counts), np.uint8)
+            self._comm.Allgatherv(buffers.as_bytes(block), [together, counts])
+            for target, piece in zip(blocks, np.split(together, np.cumsum(counts)[:-1]), strict=True):
+                buffers.as_bytes(target)[...] = piece
+            return
+        blocks[self.rank][...] = block
+        for root, target in enumerate(blocks):
+            self.bcast(target, root)
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+        """Send ``counts[r]`` elements of `sent`, one part after another, to rank r; any dtype.
+
+        The row of `received` with a rank's number gets what that rank sends here: ``counts[rank]`` elements each.
+        """
+        # Not MPI's Alltoallv: on a node MPICH's takes 30 times as long for megabytes.
+        parts = np.split(sent, np.cumsum(counts)[:-1])
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        requests = [request for other in others for request in self.irecv(received[other], other, 0)]
+        requests += [request for other in others for request in self.isend(parts[other], other, 0)]
+        received[self.rank] = parts[self.rank]
+        MPI.Request.Waitall(requests)
+
+    def isend(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
+        """Begin to send `block`, of any dtype; it must stay as it is until the requests are done."""
+        return [self._comm.Isend(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)]
+
+    def irecv(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
+        """Begin to receive into `block`, of any dtype."""
+        return [self._comm.Irecv(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)]
+
+    def node_barrier(self) -> None:
+        """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
+        if self.window is not None:
+            self.window.barrier()
+        elif self.local_size > 1:
+            self._inside.Barrier()
