@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -159,7 +160,7 @@ def alone(folder: Path, *, told: dict[str, str], run: bool = False, shell: bool 
     program = launching.program(PROGRAM, folder)
     command = [sys.executable, "-W", "ignore", *(["-m", "mpistrategy", "run"] if run else []), str(program)]
     if shell:
-        command = ["sh", "-c", f"{' '.join(command)}; exit $?"]
+        command = ["sh", "-c", f"{shlex.join(command)}; exit $?"]
     kept = {k: v for k, v in launching.environment().items() if not k.startswith("SLURM_")}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     # This process has MPI in it, but was not told the same: it is taken for a launcher.
