@@ -113,7 +113,7 @@ def dtype_of(name: str) -> Any:
 def wrong_results(cupy: Any, missing: str = "") -> int:
     """Return how many of several calls, on several streams in turn, give wrong numbers on some rank.
 
-    In each call rank 0 writes, and does what it can, before the others write.
+    In each call rank 0 writes, and does what it can, before the others write; and so it does at the end.
     """
     with ms.MirroredStrategy() as strategy:
         communicator = strategy.extended.communicator
@@ -148,7 +148,11 @@ def wrong_results(cupy: Any, missing: str = "") -> int:
                 buffer = cupy.asarray(np.full(100, 1.0 + call)) * (RANK + 1.0)
                 path.allreduce(communicator, buffer, "SUM")
                 buffers.append(buffer)
+        if RANK > 0:
+            communicator.allgather_text("it has done all")
         cupy_double.device_synchronize()
+        if RANK == 0:
+            communicator.allgather_text("it has done all")
         right = SIZE * (SIZE + 1) / 2
         wrong = sum(int((buffer.get() != (1.0 + call) * right).any()) for call, buffer in enumerate(buffers))
         path._ranks = ranks
