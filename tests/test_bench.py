@@ -191,6 +191,8 @@ def test_what_follows_from_figures() -> None:
     }  # fmt: skip
     case = {"variants": [{"name": name, "median_us": time} for name, time in rows.items()]}
     assert steps.communication(case) == {"NumPy, mpi4py in place": 50, "torch DDP gloo": 60}
+    case["variants"] = [row for row in case["variants"] if row["name"] != "torch, no communication"]
+    assert steps.communication(case) == {"NumPy, mpi4py in place": 50}
     rows = {nodes.COMPUTATION: 100, nodes.COMMUNICATION: 50, nodes.AFTER: 150, nodes.BEHIND: 110}
     assert nodes.hidden({"variants": [{"name": name, "median_us": time} for name, time in rows.items()]}) == 0.8
     assert nodes.on_the_line(16 * 2**20, 2, 1.0) == pytest.approx(134_217.7, rel=1e-5)

@@ -39,6 +39,7 @@ class Variant:
         check: does it once and says whether the result is right here; None means that it is a sum of the operands.
         load: brings rewritten operands to where the call takes them from, when they are no arrays of its own.
         close: gives back what the variant holds.  Collective.
+        within: what is entered for the variant's turn, and left before the others'; not counted.  Collective.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Variant:
     check: Callable[[], bool] | None = None
     load: Callable[[], object] | None = None
     close: Callable[[], object] | None = None
+    within: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def writer(self) -> Callable[[float], object]:
         """Return what rewrites every operand; as little Python as possible, for it stands between short calls."""
@@ -111,6 +113,11 @@ class Case:
 
 def is_right(variant: Variant, ranks: Ranks) -> bool:
     """Sum a pattern over the ranks; say whether every rank has the right result, and all the same bits.  Collective."""
+    with variant.within:
+        return _is_right(variant, ranks)
+
+
+def _is_right(variant: Variant, ranks: Ranks) -> bool:
     if variant.check is not None:
         return not ranks.greatest(np.array([float(not variant.check())]))[0]
     for index, operand in enumerate(variant.operands):

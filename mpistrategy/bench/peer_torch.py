@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpistrategy.arrays import Array
+from mpistrategy.bench import torch_network
 from mpistrategy.bench.cases import Variant
 from mpistrategy.bench.peers import TrainingStep
 from mpistrategy.bench.raw import RawRanks
@@ -82,30 +83,11 @@ class TorchGloo:
     ) -> Iterator[TrainingStep]:
         """Yield the step of the network with these weights and biases, apart and with DistributedDataParallel."""
         torch = self.torch
-        rows, targets = torch.from_numpy(inputs), torch.from_numpy(classes)
         for name, apart in (("torch, no communication", True), ("torch DDP gloo", False)):
-            network = self._network(parameters)
+            network = torch_network.network(parameters)
             model = network if apart else torch.nn.parallel.DistributedDataParallel(network)
             optimizer = torch.optim.SGD(model.parameters(), rate)
-
-            def step(model: Any = model, optimizer: Any = optimizer) -> None:
-                optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(rows), targets).backward()
-                optimizer.step()
-
-            views = [parameter.detach().numpy().T for parameter in network.parameters()]
-            yield TrainingStep(name, step, views, apart)
-
-    def _network(self, parameters: Sequence[Array]) -> Any:
-        torch = self.torch
-        layers: list[Any] = []
-        for weights, bias in zip(parameters[::2], parameters[1::2], strict=True):
-            layer = torch.nn.Linear(*weights.shape)
-            with torch.no_grad():
-                layer.weight.copy_(torch.from_numpy(weights).T)
-                layer.bias.copy_(torch.from_numpy(bias))
-            layers += [layer, torch.nn.ReLU()]
-        return torch.nn.Sequential(*layers[:-1])
+            yield torch_network.training_step(name, model, optimizer, inputs, classes, apart=apart)
 
     def close(self) -> None:
         """Leave the process group.  Collective."""

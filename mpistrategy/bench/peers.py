@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpistrategy.arrays import Array
 
@@ -27,12 +28,14 @@ class TrainingStep:
         call: makes one.
         parameters: views of the weights and biases as it changes them.
         apart: whether it does without communication.
+        within: as a `Variant`'s.
     """
 
     name: str
     call: Callable[[], None]
     parameters: list[Array]
-    apart: bool
+    apart: bool = False
+    within: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
 class Peer(Protocol):
@@ -56,6 +59,7 @@ class Peer(Protocol):
 #: What `--peers` takes: the package that must be there, and the class here that runs it.
 PEERS = {
     "torch": ("torch", "mpistrategy.bench.peer_torch", "TorchGloo"),
+    "horovod": ("horovod", "mpistrategy.bench.peer_horovod", "Horovod"),
     "mpi4jax": ("mpi4jax", "mpistrategy.bench.peer_mpi4jax", "Mpi4Jax"),
     "tensorflow": ("tensorflow", "mpistrategy.bench.peer_tensorflow", "MultiWorker"),
 }

@@ -46,13 +46,16 @@ def training_steps(bench: Bench) -> Iterator[Case]:
 
 
 def communication(case: dict[str, Any]) -> dict[str, float]:
-    """Return how much longer than without communication a step takes with it, in microseconds, by variant."""
+    """Return how much longer than without communication a step takes with it, in microseconds, by variant.
+
+    Steps by a library whose step without it was not run are left out: Horovod's, where torch is no peer.
+    """
     median = {row["name"]: row["median_us"] for row in case["variants"]}
     alone = {name.partition(",")[0]: time for name, time in median.items() if name.endswith(ALONE)}
     return {
-        name: round(time - alone["torch" if name.startswith("torch") else "NumPy"], 1)
+        name: round(time - alone[library], 1)
         for name, time in median.items()
-        if not name.endswith(ALONE)
+        if not name.endswith(ALONE) and (library := "torch" if name.startswith("torch") else "NumPy") in alone
     }
 
 
@@ -165,4 +168,4 @@ def _by_peer(
 ) -> Iterator[Variant]:
     for step in peer.training_steps(network.initial(widths), inputs, classes, network.RATE):
         check = (lambda: True) if step.apart else _Check(bench, step.call, step.parameters, expected)
-        yield Variant(step.name, step.call, [], check=check)
+        yield Variant(step.name, step.call, [], check=check, within=step.within)

@@ -132,7 +132,8 @@ def _time(
 ) -> tuple[Array, Array, list[int]]:
     """Return the seconds of one call, by variant and round; which were disturbed; how many calls each batch has."""
     for variant in variants:
-        _alone(variant, ranks, 1)  # first touch of buffers, plans that are cached
+        with variant.within:
+            _alone(variant, ranks, 1)  # first touch of buffers, plans that are cached
     once = ranks.greatest(np.array([_probe(variant, ranks) for variant in variants]))
     # From here on the same numbers everywhere: the ranks decide alike.
     batches = [batch or 1] * len(variants)
@@ -148,11 +149,13 @@ def _time(
         some = np.zeros((2, len(variants), wanted))
         for number in range(wanted):
             for index in order.sample(range(len(variants)), len(variants)):
-                variant, switches = variants[index], _switches()
-                some[0, index, number] = (
-                    _in_batch(variant, ranks, batches[index], number) if short else _alone(variant, ranks, number)
-                )
-                some[1, index, number] = _switches() > switches
+                variant = variants[index]
+                with variant.within:
+                    switches = _switches()
+                    some[0, index, number] = (
+                        _in_batch(variant, ranks, batches[index], number) if short else _alone(variant, ranks, number)
+                    )
+                    some[1, index, number] = _switches() > switches
         some = ranks.greatest(some)
         seconds = np.concatenate([seconds, some[0]], axis=1)
         disturbed = np.concatenate([disturbed, some[1] > 0], axis=1)
@@ -168,8 +171,9 @@ def _switches() -> int:
 
 def _probe(variant: Variant, ranks: Ranks) -> tuple[float, float]:
     """Return the seconds of a call, and those of rewriting and reading."""
-    seconds = [_alone(variant, ranks, number) for number in range(3)]
-    result = variant.call()
+    with variant.within:
+        seconds = [_alone(variant, ranks, number) for number in range(3)]
+        result = variant.call()
     write, read = variant.writer(), variant.reader(result)
     return min(seconds), max(min(_touches(write, read, result, 1, 0) for _ in range(3)), 1e-7)
 
