@@ -303,7 +303,7 @@ def _one_array(
 
 
 def _arrays(
-    reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: Sequence[np.dtype[Any]], only_arrays: bool
+    reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: list[np.dtype[Any]], only_arrays: bool
 ) -> Run:
     guard, digest, signature = agreed
     some_go_alone = any(len(pack.members) == 1 for pack in reduction.packs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from mpistrategy import nest
 from mpistrategy.arrays import Array, span
 
 _CONTAINERS = (dict, list, tuple)
+_dtype_of, _is_writeable = attrgetter("dtype"), attrgetter("flags.writeable")
 #: Larger nests are seldom made of numbers, and the way back from them matters less.
 _FEW = 64
 
@@ -91,22 +92,28 @@ def _display(value: Any, names: Iterator[str]) -> str:
 
 
 def direct_targets(
-    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[Any], useful: bool
+    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: list[np.dtype[Any]], useful: bool
 ) -> list[Array | None] | None:
     """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
 
     None in the place of a leaf means that its result must be copied there at the end (everywhere, unless `useful`);
     None altogether, that `out` needs the checks of the general way.
     """
-    alike = out is value or (where.single and type(out) is np.ndarray)
-    if not alike and (not _plain(out) or nest.flatten(out)[1].text != where.text):
-        return None
-    targets = where.take(out)
-    for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
-        fits = type(target) is np.ndarray and target.dtype == dtype and target.shape == array.shape
-        if not fits or not target.flags.writeable or not target.dtype.isnative:
+    if out is value:
+        targets: Sequence[Any] = where.take(out)
+        if {*map(type, targets)} != {np.ndarray} or [*map(_dtype_of, targets)] != dtypes:
             return None
-    if len({id(target) for target in targets}) < len(targets):
+    else:
+        alike = where.single and type(out) is np.ndarray
+        if not alike and (not _plain(out) or nest.flatten(out)[1].text != where.text):
+            return None
+        targets = where.take(out)
+        for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
+            if type(target) is not np.ndarray or target.dtype != dtype or target.shape != array.shape:
+                return None
+            if not target.dtype.isnative:
+                return None
+    if not all(map(_is_writeable, targets)) or len({*map(id, targets)}) < len(targets):
         return None
     if not useful:
         return [None] * len(targets)
