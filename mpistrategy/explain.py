@@ -24,7 +24,7 @@ from mpistrategy.explain_ways import Buffer, Ground, in_words, seconds_of, size_
 from mpistrategy.extended import checked_leaves
 from mpistrategy.mpi import wire
 from mpistrategy.mpi.paths import Rates
-from mpistrategy.mpi.replicas import is_in_place
+from mpistrategy.mpi.replicas import is_in_place, is_seen_across
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.values import IndexedSlices, Mirrored, PerReplica, contribution
 
@@ -143,7 +143,10 @@ def _of_arena(extended: StrategyExtended, arena: Arena, op: ReduceOp, options: C
             nbytes = bucket.mine.size * wide.itemsize
             way = communicator.way(nbytes, wide, op.on_the_wire)
             converted = wide != dtype and way != "none"
-            buffer = replace(buffer, dtype=wide if converted else dtype, nbytes=nbytes, way=way, converted=converted)
+            seen = is_seen_across(communicator, bucket, op.on_the_wire)
+            buffer = replace(
+                buffer, dtype=wide if converted else dtype, nbytes=nbytes, way=way, converted=converted, is_seen=seen
+            )
         buffers.append(buffer)
     return _Found(arena.leaves, buffers, arena.nbytes, [])
 

@@ -27,6 +27,7 @@ class Buffer:
         converted: whether they have another dtype.
         in_place: whether the result is written over it, and not elsewhere.
         rounds: whether float32 is bfloat16 between nodes.
+        is_seen: whether the ranks of a node see each other's.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Buffer:
     converted: bool = False
     in_place: bool = False
     rounds: bool = False
+    is_seen: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
                 f"within each node, between the {ground.nodes} nodes as {'bfloat16' if rounded else first.dtype.name}, "
                 f"and back, in {_pieces(alike, piece, 'piece')}"
             )
-            if local > 1:
+            if local > 1 and not first.is_seen:
                 copies += (
                     [(1, "all into the node's memory"), (1, "the result out of it")] if ground.is_shared else result
                 )
@@ -164,7 +166,8 @@ def _seconds(buffer: Buffer, ground: Ground) -> float:
     copy = nbytes / rates.copy_bytes_per_second
     before = copy * (buffer.is_copy + buffer.converted)
     link = ground.sent_between_nodes(buffer) / rates.link_bytes_per_second
-    through_window = nbytes / rates.window_bytes_per_second
+    through_window, in_arena = nbytes / rates.window_bytes_per_second, nbytes / rates.arena_bytes_per_second
+    within = 0 if ground.local_size == 1 else in_arena if buffer.is_seen else through_window
     match buffer.way:
         case "cells":
             return ground.size * copy
@@ -175,7 +178,7 @@ def _seconds(buffer: Buffer, ground: Ground) -> float:
         case "blocks":
             return before + copy * (1 - 1 / ground.local_size) + nbytes / rates.arena_bytes_per_second
         case "across":  # one piece is on the network while the node works on the next
-            return before + rates.message_seconds + max(link, through_window if ground.local_size > 1 else 0)
+            return before + rates.message_seconds + max(link, within)
         case "mpi" | "root" | "exchange":
             by_mpi = nbytes / rates.mpi_bytes_per_second if ground.nodes == 1 else rates.message_seconds + link
             return (before or copy) + by_mpi * (2 if buffer.way == "root" else 1)

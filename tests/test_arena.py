@@ -39,6 +39,14 @@ from mpistrategy.arrays import COMBINE, Array
 
 pytestmark = pytest.mark.mpi
 
+
+def in_two_levels(node_of: list[int]) -> ms.Strategy:
+    """Let the smallest buffers go within the nodes, between them and back, as large ones do."""
+    made = OnNodes(node_of, ms.MpiAllReduce())
+    made.extended.communicator.least_across = 1
+    return made
+
+
 STRATEGIES: dict[str, Callable[[], ms.Strategy]] = {
     "one node": ms.MirroredStrategy,
     "hierarchical": lambda: ms.MirroredStrategy(cross_device_ops=ms.HierarchicalCopyAllReduce()),
@@ -46,6 +54,8 @@ STRATEGIES: dict[str, Callable[[], ms.Strategy]] = {
     "every rank a node": lambda: OnNodes(list(RANKS), ms.MpiAllReduce()),
     "odd and even ranks": lambda: OnNodes([r % 2 for r in RANKS], ms.MpiAllReduce()),
     "one alone, the rest together": lambda: OnNodes([min(r, 1) for r in RANKS], ms.MpiAllReduce()),
+    "odd and even ranks, in two levels": lambda: in_two_levels([r % 2 for r in RANKS]),
+    "one alone, the rest together, in two levels": lambda: in_two_levels([min(r, 1) for r in RANKS]),
 }
 
 
@@ -136,6 +146,29 @@ def test_a_reduction_in_an_arena_is_that_of_other_arrays(
                 assert bits(mine) == bits(value_of(RANK, mine.dtype, mine.shape, seed + number))
         assert same_everywhere(result)
     arena.close()
+
+
+@pytest.mark.parametrize("node_of", [[r % 2 for r in RANKS], [min(r, 1) for r in RANKS], [r // 2 for r in RANKS]])
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_large_arenas_on_several_nodes_between_other_reductions(node_of: list[int], wire: str | None) -> None:
+    """Pieces of arenas are counted with those of other arrays; the bits are those of the latter."""
+    strategy, size = OnNodes(node_of, ms.MpiAllReduce()), 1_300_001  # five pieces
+    options = ms.CommunicationOptions(wire=wire)
+    arenas = [strategy.arena({"w": np.empty(size, np.float32), "b": np.empty(3)}, shared) for shared in (False, True)]
+    plain = {"w": np.empty(size, np.float32), "b": np.empty(3)}
+    for seed in range(3):
+        random = np.random.default_rng([seed, RANK])
+        plain["w"][:], plain["b"][:] = random.standard_normal(size, np.float32), RANK
+        for op in ("SUM", "MEAN", "MAX"):
+            for arena in arenas:
+                for name, array in plain.items():
+                    arena.values[name][...] = array
+            right = strategy.run(lambda op=op: context().all_reduce(op, plain, options=options))
+            for arena in arenas:
+                found = strategy.run(lambda op=op, arena=arena: context().all_reduce(op, arena, options=options))
+                assert all(bits(found[name]) == bits(right[name]) for name in plain), (op, seed)
+            np.testing.assert_array_equal(arenas[1].values["w"], plain["w"])
+    strategy.close()
 
 
 def test_the_result_is_in_place_or_one_for_the_node(strategy: ms.Strategy) -> None:

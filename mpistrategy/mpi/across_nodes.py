@@ -20,12 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.mpi import bfloat16, counters
-from mpistrategy.mpi.counters import Counter
-from mpistrategy.mpi.exchange import Flight, Link, Space, blocks_of, combined, exact
+from mpistrategy.mpi import bfloat16
+from mpistrategy.mpi.exchange import Flight, Link, Space, exact
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.mpi.window import share
+from mpistrategy.mpi.within_node import Alone, Messages, Visible, Window, WithinNode
 
 #: From here on `MpiCommunicator.allreduce` comes here; one call of MPI is faster with less (measured at 1 Gbit/s).
 LEAST_BYTES = 256 * 2**10
@@ -37,9 +36,6 @@ _LEAST_BLOCK_BYTES = 32 * 2**10
 _LARGEST_PIECE_BYTES = 2**22
 #: How many pieces may be on the network at a time.
 FLIGHTS = 4
-# Besides the pieces on the network, the node works on one before and one after.
-_MORE_SLOTS = 2
-_COUNTERS = 3
 _TAGS = 2**12
 
 
@@ -89,12 +85,17 @@ def allreduce_across(communicator: Any, buffer: Array, op: str = "SUM", *, sourc
     """
     flat = buffer.reshape(-1)
     brought = flat if source is None else source.reshape(-1)
-    rounds = getattr(communicator, "rounds", False) and bfloat16.travels(buffer.dtype, op)
+    rounds = is_rounded(communicator, buffer.dtype, op)
     with np.errstate(all="ignore"):
         if hasattr(communicator, "links"):
             across_nodes(communicator).allreduce(brought, flat, op, rounds)
         else:
             _in_turn(communicator, brought, flat, op, rounds)
+
+
+def is_rounded(communicator: Any, dtype: np.dtype[Any], op: str) -> bool:
+    """Return whether sums travel between the nodes with fewer digits."""
+    return getattr(communicator, "rounds", False) and bfloat16.travels(dtype, op)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def _in_turn(communicator: Communicator, source: Array, target: Array, op: str, 
 @dataclass
 class _Piece:
     number: int
+    node: WithinNode
     target: Array
     flight: Flight
 
@@ -165,26 +167,42 @@ class AcrossNodes:
         # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.
         self._spaces = [Space(2 * slice_bytes + 2 * ALIGNMENT * nodes) for _ in range(manner.flights)]
         self._number = 0
-        self._node: _Alone | _Window | _Messages = _Alone()
-        memory = communicator.shared(_Window.bytes_of(self.piece_bytes, manner.flights))
+        self._node: WithinNode = Alone()
+        memory = communicator.shared(Window.bytes_of(self.piece_bytes, manner.flights))
         if node.size > 1:
             self._node = (
-                _Window(memory, self.piece_bytes, manner.flights, self.lanes, self._until)
+                Window(memory, self.piece_bytes, manner.flights, self.lanes, self._until)
                 if memory.is_shared
-                else _Messages(node, self.lanes)
+                else Messages(node, self.lanes)
             )
 
     def allreduce(self, source: Array, target: Array, op: str, rounds: bool) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same."""
+        self._exchange(self._node, source, target, op, rounds)
+
+    def within(
+        self, arrays: Sequence[Array], targets: Sequence[Array], finish: Callable[[Array], object]
+    ) -> Visible | None:
+        """Return how the arrays of a node are combined where they are, for `allreduce_visible`; see `Visible`.
+
+        None where the ranks of this node cannot tell each other how far they are; the other nodes need not know.
+        """
+        return Visible(self._node, arrays, targets, finish) if isinstance(self._node, Window) else None
+
+    def allreduce_visible(self, within: Visible, like: Array, op: str, rounds: bool) -> None:
+        """Do `allreduce` with the arrays of `within`; `like` is this rank's own, or has its size and dtype."""
+        self._exchange(within, like, like, op, rounds)
+
+    def _exchange(self, node: WithinNode, source: Array, target: Array, op: str, rounds: bool) -> None:
         elements = self.piece_bytes // target.itemsize
         for start in range(0, target.size, elements):
             piece = target[start : start + elements]
             self._number += 1
-            self._node.bring(self._number, source[start : start + elements], piece)
+            node.bring(self._number, source[start : start + elements], piece)
             if len(self._flights) == self._manner.flights:
                 self._land()
-            brought, mine = self._node.add_up(self._number, piece, op)
-            self._flights.append(_Piece(self._number, piece, self._take_off(brought, mine, op, rounds)))
+            brought, mine = node.add_up(self._number, piece, op)
+            self._flights.append(_Piece(self._number, node, piece, self._take_off(brought, mine, op, rounds)))
             self._advance()
         while self._flights:
             self._land()
@@ -205,7 +223,7 @@ class AcrossNodes:
         piece = self._flights[0]
         self._until(lambda: piece.flight.is_over)
         self._flights.popleft()
-        self._node.hand_out(piece.number, piece.target)
+        piece.node.hand_out(piece.number, piece.target)
 
     def _advance(self) -> bool:
         moved = False
@@ -221,111 +239,3 @@ class AcrossNodes:
                 self._manner.pause(looks)
                 for _ in range(self._manner.nudges if self._flights else 0):
                     self._flights[0].flight.nudge()
-
-
-class _Alone:
-    """The only rank of its node."""
-
-    def bring(self, number: int, source: Array, target: Array) -> None:
-        self._source = source
-
-    def add_up(self, number: int, target: Array, op: str) -> tuple[Array, Array]:
-        return self._source, target
-
-    def hand_out(self, number: int, target: Array) -> None:
-        pass
-
-
-class _Messages:
-    """The node's ranks by MPI's Reduce and Bcast, where they share no memory."""
-
-    def __init__(self, node: Communicator, lanes: int) -> None:
-        self._node = node
-        self._lanes = lanes
-
-    def bring(self, number: int, source: Array, target: Array) -> None:
-        if source is not target:
-            target[...] = source
-
-    def add_up(self, number: int, target: Array, op: str) -> tuple[Array, Array]:
-        slices = self._slices(target)
-        for lane, part in enumerate(slices):
-            if part.size:
-                self._node.reduce(part, lane, op)
-        mine = slices[self._node.rank] if self._node.rank < self._lanes else target[:0]
-        return mine, mine
-
-    def hand_out(self, number: int, target: Array) -> None:
-        for lane, part in enumerate(self._slices(target)):
-            if part.size:
-                self._node.bcast(part, lane)
-
-    def _slices(self, target: Array) -> list[Array]:
-        return blocks_of(target, self._lanes)
-
-
-class _Window:
-    """The node's ranks through memory that all of them see.
-
-    A slot holds what each rank has brought of one piece, and afterwards, in the owner's segment, each lane's result.
-    Each rank counts the pieces that it has brought, those whose result it has shown, and those it is done with.
-    """
-
-    def __init__(
-        self,
-        memory: SharedMemory,
-        piece_bytes: int,
-        flights: int,
-        lanes: int,
-        until: Callable[[Callable[[], bool]], None],
-    ) -> None:
-        self._me, self._ranks = memory.local_rank, len(memory.segments)
-        self._lanes = lanes
-        self._until = until
-        self._brought, self._shown, self._done = (Counter(memory, line) for line in range(_COUNTERS))
-        start = counters.bytes_of(_COUNTERS)
-        self._slots = [
-            [segment[start + slot * piece_bytes :][:piece_bytes] for segment in memory.segments]
-            for slot in range(flights + _MORE_SLOTS)
-        ]
-
-    @staticmethod
-    def bytes_of(piece_bytes: int, flights: int) -> int:
-        return counters.bytes_of(_COUNTERS) + (flights + _MORE_SLOTS) * piece_bytes
-
-    def bring(self, number: int, source: Array, target: Array) -> None:
-        self._wait_for(self._done, number - len(self._slots), self._ranks)
-        self._slot(number, source)[self._me][...] = source
-        self._brought.tell(number)
-
-    def add_up(self, number: int, target: Array, op: str) -> tuple[Array, Array]:
-        begin, end = self._borders(target)[self._me] if self._me < self._lanes else (0, 0)
-        mine = target[begin:end]
-        if mine.size:
-            self._wait_for(self._brought, number, self._ranks)
-            combined([brought[begin:end] for brought in self._slot(number, target)], op, out=mine)
-        return mine, mine
-
-    def hand_out(self, number: int, target: Array) -> None:
-        slot, borders = self._slot(number, target), self._borders(target)
-        if self._me < self._lanes:
-            begin, end = borders[self._me]
-            slot[self._me][begin:end] = target[begin:end]
-            self._shown.tell(number)
-        self._wait_for(self._shown, number, self._lanes)
-        for lane, (begin, end) in enumerate(borders):
-            if lane != self._me:
-                target[begin:end] = slot[lane][begin:end]
-        self._done.tell(number)
-
-    def _borders(self, target: Array) -> list[tuple[int, int]]:
-        return [share(target.size, lane, self._lanes, target.itemsize) for lane in range(self._lanes)]
-
-    def _slot(self, number: int, like: Array) -> list[Array]:
-        return [part[: like.nbytes].view(like.dtype) for part in self._slots[number % len(self._slots)]]
-
-    def _wait_for(self, counter: Counter, number: int, ranks: int) -> None:
-        """Wait until the first `ranks` of the node have come to `number`."""
-        self._until(lambda: all(theirs[0] >= number for theirs in counter.numbers[:ranks]))
-        if counter.fence is not None:
-            counter.fence()

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import COMBINE, Array, wire_dtype
+from mpistrategy.mpi.across_nodes import across_nodes, is_rounded
 from mpistrategy.mpi.shared_memory import SharedMemory
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.window import share
@@ -75,6 +76,21 @@ def is_in_place(communicator: Communicator, replicas: Replicas) -> bool:
     return replicas.is_shared and max(communicator.node_of) == 0
 
 
+def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
+    """Return whether `reduce_replicas` combines a node's arrays where they are, and sends the sums to other nodes.
+
+    Smaller buffers are left to one call of MPI, and others travel in another dtype.
+    """
+    mine = replicas.mine
+    return (
+        replicas.is_shared
+        and len(replicas.arrays) > 1
+        and hasattr(communicator, "links")
+        and wire_dtype(mine.dtype) == mine.dtype
+        and communicator.way(mine.nbytes, mine.dtype, op) == "across"
+    )
+
+
 def reduce_replicas(
     communicator: Communicator, replicas: Replicas, op: str = "SUM", divisor: int = 1, *, into_result: bool = False
 ) -> None:
@@ -89,9 +105,12 @@ def reduce_replicas(
     """
     # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
     with np.errstate(all="ignore"):
+        targets = (_result(replicas),) if into_result else replicas.arrays
         if is_in_place(communicator, replicas):
-            targets = (_result(replicas),) if into_result else replicas.arrays
             combine(replicas.arrays, targets, op, divisor, replicas.my_share)
+        elif (within := _within_node(communicator, replicas, targets, op, divisor)) is not None:
+            rounds = is_rounded(communicator, replicas.mine.dtype, op)
+            across_nodes(communicator).allreduce_visible(within, replicas.mine, op, rounds)
         elif not into_result:
             _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
         else:
@@ -189,6 +208,19 @@ def _scale(dtype: np.dtype[Any], divisor: int) -> tuple[np.ufunc, Any] | None:
     if dtype.kind == "f" and divisor & (divisor - 1) == 0:
         return np.multiply, dtype.type(1 / divisor)  # exact, and faster
     return np.true_divide, dtype.type(divisor)
+
+
+def _within_node(communicator: Any, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int) -> Any:
+    """Return how `AcrossNodes` combines the arrays of this node where they are; None where it does not."""
+    if not is_seen_across(communicator, replicas, op):
+        return None
+    scale = _scale(replicas.mine.dtype, divisor)
+
+    def finish(part: Array) -> None:
+        if scale is not None:
+            scale[0](part, scale[1], out=part)
+
+    return across_nodes(communicator).within(replicas.arrays, targets, finish)
 
 
 def _allreduce(communicator: Communicator, source: Array, target: Array, op: str, divisor: int) -> None:
