@@ -48,7 +48,8 @@ class AllReduceHandle:
     def wait(self) -> Any:
         """Return what `all_reduce` would have returned.  Collective: every rank waits, having started equally many.
 
-        A second call returns the same again, and is no collective.
+        A second call returns the same again, and is no collective.  On several nodes, sums below 256 KiB may have
+        been added in another order than by `all_reduce`: still the same bits on all ranks, and in equal runs.
 
         Raises:
             CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or one of them

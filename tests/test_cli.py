@@ -58,6 +58,8 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--sizes", "infMiB"], "'infMiB' is no size"),
         (["bench", "--seconds", "-1"], "'-1' is no positive number"),
         (["bench", "--seconds", "nan"], "'nan' is no positive number"),
+        (["bench", "--json", "no such folder/x.json"], "'no such folder/x.json' cannot be written"),
+        (["bench", "--plot", "/"], "'/' cannot be written"),
         (["bench", "--quik"], "unrecognized arguments: --quik"),
     ],
 )

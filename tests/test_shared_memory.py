@@ -188,6 +188,7 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
                 no_room(patched)
             memory = ranks.shared(10_000)
         assert len(caught) == (RANK == 0)
+        assert all("cannot share more memory" in str(warning.message) for warning in caught)
         assert not memory.is_shared
         memory.mine[:] = 1
         assert ranks.cells is not None

@@ -59,12 +59,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--line-rate", type=_positive, metavar="GBIT", help="of the link between nodes, for the suite nodes"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--markdown", metavar="FILE", default="-", help="write the tables there; default: the screen")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write all figures there")
+    parser.add_argument(
+        "--markdown", type=_file, metavar="FILE", default="-", help="write the tables there; default: the screen"
+    )
     parser.add_argument(
         "--save", action="store_true", help="measure the thresholds of this machine instead, and save them"
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw time by size")
+    parser.add_argument("--plot", type=_file, metavar="FILE.png", help="draw time by size")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -200,6 +202,15 @@ def _names(eligible: Iterable[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def _file(text: str) -> str:
+    """Refuse what cannot be written before anything is measured."""
+    path = Path(text)
+    target = path if path.exists() else path.parent
+    if text != "-" and (path.is_dir() or not os.access(target, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return text
 
 
 def _positive(text: str) -> float:

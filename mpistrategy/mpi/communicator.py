@@ -163,7 +163,7 @@ class MpiCommunicator(Verbs):
         memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
             if not self._has_warned:
-                warn_without_memory(memory, self.rank)
+                warn_without_memory(memory, self.rank, later=self.window is not None)
             self._has_warned = True
             return private_memory(nbytes)
         return memory

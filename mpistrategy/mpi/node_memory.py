@@ -48,12 +48,23 @@ class CellChannel:
         self.allgather_text = allgather_text
 
 
-def warn_without_memory(reason: str, rank: int) -> None:
-    """Say on rank 0 why the ranks of a node share no memory; an empty reason needs no words."""
+def warn_without_memory(reason: str, rank: int, *, later: bool = False) -> None:
+    """Say on rank 0 why the ranks of a node share no memory; an empty reason needs no words.
+
+    Args:
+        reason: in words.
+        rank: this rank's number.
+        later: they share some already, and only more of it cannot be had: for an arena, say.
+    """
     if reason and rank == 0:
+        what = (
+            "the ranks of a node cannot share more memory, and each keeps what is new to itself"
+            if later
+            else "the ranks of a node share no memory, and everything goes through MPI"
+        )
         warnings.warn(
-            f"the ranks of a node share no memory, and everything goes through MPI: {reason}. Results are the same, "
-            "slower. Give the node (or the container: --shm-size, --ipc=host) more room there.",
+            f"{what}: {reason}. Results are the same, slower. "
+            "Give the node (or the container: --shm-size, --ipc=host) more room there.",
             FallbackWarning,
             stacklevel=2,
         )
