@@ -277,7 +277,7 @@ with cupy_double.installed(nccl_double.made()) as cupy:
 
 @pytest.mark.parametrize("kind", ["hangs", "failed"])
 def test_a_result_that_never_comes_ends_the_job_with_a_roll_call(launch: Any, kind: str) -> None:
-    job = launch(2, HANGS.format(tests=str(Path(__file__).parent), kind=kind, seconds=1 if kind == "hangs" else 300))
+    job = launch(2, HANGS.format(tests=str(Path(__file__).parent), kind=kind, seconds=3 if kind == "hangs" else 300))
     assert job.returncode
     assert job.seconds < 30
     assert "went on" not in job.stdout
@@ -286,7 +286,7 @@ def test_a_result_that_never_comes_ends_the_job_with_a_roll_call(launch: Any, ki
     rows = [line.partition("]")[2].strip() for line in job.stderr.splitlines() if "on a GPU[3] (24 B)" in line]
     assert len(rows) == 2
     assert rows[0].startswith("rank 0: waits in #3 ReplicaContext.all_reduce SUM float64 on a GPU[3]")
-    assert ("on its GPU for 1." in rows[0]) == (kind == "hangs")
+    assert ("on its GPU for 3." in rows[0]) == (kind == "hangs")
     assert ("s, which has failed: NCCL_ERROR_REMOTE_ERROR: remote" in rows[0]) == (kind == "failed")
     assert rows[1].startswith("rank 1: has not come, is on its way: its GPU is still at what comes before #3 Replica")
 
