@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -168,6 +169,31 @@ def test_large_arenas_on_several_nodes_between_other_reductions(node_of: list[in
                 found = strategy.run(lambda op=op, arena=arena: context().all_reduce(op, arena, options=options))
                 assert all(bits(found[name]) == bits(right[name]) for name in plain), (op, seed)
             np.testing.assert_array_equal(arenas[1].values["w"], plain["w"])
+    strategy.close()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_on_several_nodes_a_late_rank_is_waited_for() -> None:
+    """Most calls are not compared there: the exchange itself keeps rank 0 from what rank 1 has not written yet."""
+    strategy = in_two_levels([r // 2 for r in RANKS])
+    strategy.extended.communicator.guard.check_as("first")
+    arena = strategy.arena([np.zeros(1000, np.float32)])
+    (values,) = arena.values
+    first_have_come = 0
+    for number in range(12):
+        values[:] = -1e6
+        exchange: Any = strategy.extended.communicator.across
+        if RANK == 1 and exchange is not None:
+            rank_0, end = exchange._node._brought.numbers[0], time.monotonic() + 0.2
+            while rank_0[0] <= exchange._number and time.monotonic() < end:
+                pass  # unless it waits in a comparison, it comes
+            first_have_come += rank_0[0] > exchange._number
+            for _ in range(10_000):
+                os.sched_yield()
+        values[:] = number + RANK
+        strategy.reduce("SUM", arena)
+        assert (values == number * SIZE + sum(RANKS)).all()
+    assert RANK != 1 or first_have_come > 5
     strategy.close()
 
 
