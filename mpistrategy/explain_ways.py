@@ -172,11 +172,11 @@ def _seconds(buffer: Buffer, ground: Ground) -> float:
         case "cells":
             return ground.size * copy
         case "arena":
-            return nbytes / rates.arena_bytes_per_second
+            return in_arena
         case "window":
             return before + through_window
         case "blocks":
-            return before + copy * (1 - 1 / ground.local_size) + nbytes / rates.arena_bytes_per_second
+            return before + copy * (1 - 1 / ground.local_size) + in_arena
         case "across":  # one piece is on the network while the node works on the next
             return before + rates.message_seconds + max(link, within)
         case "mpi" | "root" | "exchange":

@@ -87,6 +87,15 @@ def array_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callab
     return run
 
 
+def _slots_of_one(program: CellProgram) -> list[tuple[memoryview, tuple[memoryview, ...], Any, Any, Any, list[Any]]]:
+    """Return for each slot its cells, and where one number of this rank, of ranks 0 and 1, and of the others is."""
+    slots = []
+    for slot, (parts,) in zip(program.cells.slots, program.parts, strict=True):
+        numbers = [part.data for part in parts]
+        slots.append((slot.mine, slot.peers, numbers[program.cells.local_rank], numbers[0], numbers[1], numbers[2:]))
+    return slots
+
+
 def lone_element_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callable[[Any, Any], Any]:
     """Return the sum or the mean of an array of one float; that of a loss is made in every step.
 
@@ -94,10 +103,7 @@ def lone_element_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) ->
     """
     cells, pack, digest = program.cells, program.packs[0], agreed[1]
     dtype, shape = pack.dtype, pack.members[0].shape
-    slots = []
-    for slot, (parts,) in zip(cells.slots, program.parts, strict=True):
-        elements = [part.data for part in parts]
-        slots.append((slot.mine, slot.peers, elements[cells.local_rank], elements[0], elements[1], elements[2:]))
+    slots = _slots_of_one(program)
     divisor = float(cells.size) if op is ReduceOp.MEAN else None
     empty, at = np.empty, (0,) * len(shape)
     rounded: Any = np.empty(1, dtype).data  # memory warns of no overflow
@@ -132,11 +138,7 @@ def lone_element_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) ->
 
 def number_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callable[[Any, Any], Any]:
     """Return the sum or the mean of one Python float; Python's own arithmetic gives the same bits."""
-    cells, digest = program.cells, agreed[1]
-    slots = []
-    for slot, (parts,) in zip(cells.slots, program.parts, strict=True):
-        numbers = [part.data for part in parts]
-        slots.append((slot.mine, slot.peers, numbers[cells.local_rank], numbers[0], numbers[1], numbers[2:]))
+    cells, digest, slots = program.cells, agreed[1], _slots_of_one(program)
     divisor = float(cells.size) if op is ReduceOp.MEAN else None
     result = np.float64
 

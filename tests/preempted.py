@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import threading
 import time
@@ -35,11 +36,9 @@ def runs_in(folder: Path) -> list[Run]:
     """Read the journal."""
     runs = []
     for text in (folder / "journal").read_text().split("from ")[1:]:
-        begun, *rest = text.split()
-        made, saved = (
-            [int(rest[i + 1]) for i in range(0, len(rest), 2) if rest[i] == word] for word in ("made", "saved")
-        )
-        runs.append(Run(int(begun), max(made, default=int(begun)), max(saved, default=int(begun))))
+        begun = int(text.split()[0])
+        made, saved = (max([begun, *map(int, re.findall(rf"{word} (\d+)", text))]) for word in ("made", "saved"))
+        runs.append(Run(begun, made, saved))
     return runs
 
 

@@ -176,24 +176,21 @@ class AcrossNodes:
                 else Messages(node, self.lanes)
             )
 
-    def allreduce(self, source: Array, target: Array, op: str, rounds: bool) -> None:
-        """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same."""
-        self._exchange(self._node, source, target, op, rounds)
-
     def within(
         self, arrays: Sequence[Array], targets: Sequence[Array], finish: Callable[[Array], object]
     ) -> Visible | None:
-        """Return how the arrays of a node are combined where they are, for `allreduce_visible`; see `Visible`.
+        """Return how the arrays of a node are combined where they are, for `allreduce`; see `Visible`.
 
         None where the ranks of this node cannot tell each other how far they are; the other nodes need not know.
         """
         return Visible(self._node, arrays, targets, finish) if isinstance(self._node, Window) else None
 
-    def allreduce_visible(self, within: Visible, like: Array, op: str, rounds: bool) -> None:
-        """Do `allreduce` with the arrays of `within`; `like` is this rank's own, or has its size and dtype."""
-        self._exchange(within, like, like, op, rounds)
+    def allreduce(self, source: Array, target: Array, op: str, rounds: bool, within: WithinNode | None = None) -> None:
+        """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
 
-    def _exchange(self, node: WithinNode, source: Array, target: Array, op: str, rounds: bool) -> None:
+        With `within`, what it says is combined; both arrays are this rank's own of it then.
+        """
+        node = self._node if within is None else within
         elements = self.piece_bytes // target.itemsize
         for start in range(0, target.size, elements):
             piece = target[start : start + elements]

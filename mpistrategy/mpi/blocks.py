@@ -72,10 +72,8 @@ class Blocks:
     def may_have(self, sizes: Sequence[int]) -> bool:
         """Return whether there are blocks for so many bytes each, or will be when they are asked for again."""
         lengths = {block_bytes_for(nbytes) for nbytes in sizes}
-        known = {length: self._sizes[length] for length in lengths if length in self._sizes}
-        if any(not size.mine and not size.may_grow for size in known.values()):
-            return False
-        return sum(length for length in lengths if length not in known or not known[length].mine) <= self._left
+        missing = {length: size for length in lengths if not (size := self._sizes.get(length, _Size())).mine}
+        return all(size.may_grow for size in missing.values()) and sum(missing) <= self._left
 
     def take(self, sizes: Sequence[int]) -> list[Array] | None:
         """Return free blocks of at least so many bytes, as uint8, and tell the peers in this rank's cell.

@@ -109,8 +109,8 @@ def reduce_replicas(
         if is_in_place(communicator, replicas):
             combine(replicas.arrays, targets, op, divisor, replicas.my_share)
         elif (within := _within_node(communicator, replicas, targets, op, divisor)) is not None:
-            rounds = is_rounded(communicator, replicas.mine.dtype, op)
-            across_nodes(communicator).allreduce_visible(within, replicas.mine, op, rounds)
+            mine = replicas.mine
+            across_nodes(communicator).allreduce(mine, mine, op, is_rounded(communicator, mine.dtype, op), within)
         elif not into_result:
             _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
         else:

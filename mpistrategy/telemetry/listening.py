@@ -7,6 +7,7 @@ listener comes, and taken away with the last.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -37,16 +38,16 @@ class Listener(Protocol):
         """It has ended."""
 
 
-class Switched:
+class Switched(ABC):
     """What is on between `start` and `stop`, or in a with block."""
 
+    @abstractmethod
     def start(self) -> None:
         """Switch it on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self) -> None:
         """Switch it off."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self.start()
