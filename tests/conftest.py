@@ -284,10 +284,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.part:
         _keep_part(config, items)
     ranks = config.stash[RANKS]
+    if ranks.size > 1:
+        _keep_those_of_several_ranks(config, items)
     for item in items:
         handle = getattr(getattr(item, "obj", None), "hypothesis", None)
         if ranks.size > 1 and handle is not None and not hasattr(handle.inner_test, "agreed"):
             handle.inner_test = _agree_on_examples(handle.inner_test, item.nodeid, ranks)
+
+
+def _keep_those_of_several_ranks(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the session on one rank what starts jobs itself, and what is the same on any number of ranks."""
+    dropped = [
+        item
+        for item in items
+        if "launch" in getattr(item, "fixturenames", ())
+        or (item.get_closest_marker("one_rank") and not item.get_closest_marker("mpi"))
+    ]
+    config.hook.pytest_deselected(items=dropped)
+    gone = set(dropped)
+    items[:] = [item for item in items if item not in gone]
 
 
 def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,6 +11,8 @@ from conformance.programs_api import CLASSES, OLD_NAMES, SPECIAL
 
 import mpistrategy as ms
 
+pytestmark = pytest.mark.one_rank
+
 RECORDED = {case["program"]: case["outcome"]["observed"] for case in load_cases(DEFAULT_ORACLE, ("api_surface",))}
 MEMBERS = [(name, member) for name, members in RECORDED["classes"]["members"].items() for member in members]
 

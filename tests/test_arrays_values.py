@@ -14,6 +14,8 @@ import mpistrategy as ms
 from mpistrategy import arrays, errors
 from mpistrategy.values import local_component
 
+pytestmark = pytest.mark.one_rank
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble", BFLOAT16]

@@ -24,6 +24,8 @@ from mpistrategy.mpi.binding import bind, bind_if_possible
 from mpistrategy.mpi.gpus import Gpu, NoGpus, Sight
 from mpistrategy.testing import run_replicas
 
+pytestmark = pytest.mark.one_rank
+
 # ------------------------------------------------------------------------------------- the decision
 
 

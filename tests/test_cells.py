@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, context, still_works
+from replicas import RANK, RANKS, SIZE, context, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy.arrays import Array
@@ -57,7 +57,7 @@ def all_cells(ranks: int, payload: int, fence: Callable[[], object] | None = Non
     return [Cells(SharedMemory(segments, rank, True, fence), payload, NoWaiting()) for rank in range(ranks)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=part_of(100))
 @given(
     ranks=st.integers(2, 5),
     payload=st.sampled_from([16, 48, 64, 100, 1024]),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, RANKS, SIZE, OnNodes, context
+from replicas import RANK, RANKS, SIZE, OnNodes, context, part_of
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -133,7 +133,7 @@ def test_a_call_too_many_is_found(apart: tuple[ms.Strategy, Counting]) -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=150), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=part_of(100), deadline=None)
 def test_ranks_compare_at_the_same_calls_and_find_every_difference(calls: list[int], data: st.DataObject) -> None:
     mine, theirs = Sparingly("first"), Sparingly("first")
     for call in calls:

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import Training
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import SIZE
+from replicas import SIZE, part_of
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -55,7 +55,7 @@ def test_everything_on_another_number_of_ranks(tmp_path: Path, p: int, q: int) -
         np.testing.assert_allclose(totals_there[2], totals[2], rtol=1e-15)
 
 
-@settings(max_examples=60)
+@settings(max_examples=part_of(60))
 @given(
     st.integers(1, 4),
     st.sampled_from(["int8", "uint8", "int32", "int64", "uint64", "bool", "float32", "float64", "float16"]),

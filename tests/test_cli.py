@@ -7,14 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from mpi4py import MPI
 
 import mpistrategy
 from mpistrategy import cli
 
-pytestmark = pytest.mark.skipif(
-    MPI.COMM_WORLD.size > 1, reason="argparse calls sys.exit, which ends a job of several ranks"
-)
+pytestmark = pytest.mark.one_rank  # argparse calls sys.exit, which ends a job of several ranks
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

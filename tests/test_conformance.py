@@ -102,7 +102,7 @@ PROGRAM = Program("p", nothing)
 FIVE = np.array([5.0, 6.0], np.float32)
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("found", "agrees"),
     [
@@ -121,7 +121,7 @@ def test_values_dtypes_and_shapes_are_compared(found: Any, agrees: bool) -> None
     assert (judge(case, PROGRAM, [ok(FIVE), ok(found)]) == []) is agrees
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 @pytest.mark.parametrize("structure", [[FIVE], (FIVE,), {"a": FIVE}, {"b": FIVE}, FIVE])
 def test_structures_are_compared(structure: Any) -> None:
     want = encode({"a": FIVE})
@@ -130,7 +130,7 @@ def test_structures_are_compared(structure: Any) -> None:
     )
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_negative_zero_and_not_a_number() -> None:
     def same(a: float, b: float) -> bool:
         return not list(differences(encode(np.array(a)), encode(np.array(b)), Tolerance(), "x"))
@@ -142,7 +142,7 @@ def test_negative_zero_and_not_a_number() -> None:
     assert not same(np.nan, 1.0)
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_rounding_is_allowed_only_for_floating_sums_of_more_than_two_values() -> None:
     def same(num_values: int, a: Any, b: Any) -> bool:
         return not list(differences(encode(a), encode(b), Tolerance(num_values, 1.0), "x"))
@@ -154,7 +154,7 @@ def test_rounding_is_allowed_only_for_floating_sums_of_more_than_two_values() ->
     assert not same(3, np.int64(10**15), np.int64(10**15 + 1))
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("kind", "found", "agrees"),
     [
@@ -174,13 +174,13 @@ def test_kinds_of_error_are_compared(kind: str, found: Json, agrees: bool) -> No
     assert (judge(case, PROGRAM, [found, found]) == []) is agrees
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_an_error_where_a_value_was_recorded_fails() -> None:
     case = recorded(tensor(5.0))
     assert judge(case, PROGRAM, [ok(np.float32(5.0)), error("ValueError", "Exception")])
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_every_rank_must_fail_unless_the_fault_is_of_some_replicas_only() -> None:
     case, failure = recorded(None, outcome=error("RuntimeError")), error("RuntimeError", "Exception")
     assert judge(case, PROGRAM, [failure, ok(1)])
@@ -188,7 +188,7 @@ def test_every_rank_must_fail_unless_the_fault_is_of_some_replicas_only() -> Non
     assert judge(case, Program("p", nothing, partial=True), [ok(1), ok(1)])
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_a_hang_passes_only_where_every_rank_says_why() -> None:
     hang = {"status": "no_result", "note": "did not return"}
     outcome = {"status": "mixed", "by_rank": [hang, {"status": "ok", "observed": {"result": 1}}]}
@@ -200,7 +200,7 @@ def test_a_hang_passes_only_where_every_rank_says_why() -> None:
     assert judge(case, PROGRAM, [untyped, untyped])
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_a_value_on_one_device_must_live_somewhere() -> None:
     case, elsewhere = recorded(tensor(5.0)), {"status": "ok", "observed": {"result": {"elsewhere": "rank 0"}}}
     assert not judge(case, PROGRAM, [ok(np.float32(5.0)), elsewhere])
@@ -261,7 +261,7 @@ def shift(value: Json) -> Json:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_every_rule_is_about_some_case_and_none_names_one() -> None:
     counts = usage(RULES, CASES)
     assert [name for name, count in counts.items() if count == 0] == []
@@ -271,7 +271,7 @@ def test_every_rule_is_about_some_case_and_none_names_one() -> None:
     assert not re.search("|".join(sorted(names)), text)
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_superseded_means_that_another_environment_recorded_otherwise() -> None:
     """Each such rule is about at least one case whose twin in another environment was recorded differently."""
     by_name: dict[str, list[Json]] = {}
@@ -286,7 +286,7 @@ def test_superseded_means_that_another_environment_recorded_otherwise() -> None:
     assert [rule.name for rule in superseded if not any(map(disagrees, filter(rule.covers, CASES)))] == []
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_a_rule_excuses_only_what_it_describes() -> None:
     rule = Rule(name="r", kind="deviation", programs=("p",), reason="graph", why="", ours=("ok",), only=("result",))
     case = recorded(tensor(5.0))
@@ -296,7 +296,7 @@ def test_a_rule_excuses_only_what_it_describes() -> None:
     assert verdict(case, PROGRAM, [ok(np.float32(5.0))] * 2, [rule]).verdict == "passed"
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_what_is_superseded_must_be_what_the_other_environment_recorded() -> None:
     rule = Rule(name="r", kind="superseded", programs=("p",), reason="semantics: x", why="", when=("env:mirrored",))
     case = recorded(tensor(5.0))
@@ -344,7 +344,7 @@ def test_a_job_that_dies_or_hangs_fails_its_case_only(tmp_path: Path, monkeypatc
 # ------------------------------------------------------------------------------------------------ the report
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 @pytest.mark.parametrize(("worst", "status"), [("passed", 0), ("unsupported", 0), ("failed", 1)])
 def test_the_report_ends_with_one_line(worst: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     cases = [{**recorded(1), "id": f"reduce/{i}", "area": "reduce"} for i in range(3)]
@@ -364,7 +364,7 @@ def test_an_input_that_is_not_known_is_unsupported() -> None:
         assert [result.verdict for result in results] == ["unsupported"]
 
 
-@pytest.mark.mpi
+@pytest.mark.one_rank
 def test_values_survive_the_way_there_and_back() -> None:
     for value in (FIVE, np.float16(1.5), np.array(["a", "b"]), np.array([1 + 2j]), {"k": [1, (2.5, None)]}, True):
         assert encode(decode(encode(value))) == encode(value)

@@ -13,6 +13,8 @@ from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi import mapped_mpi, world
 from mpistrategy.mpi.cuda_aware import NO, UNVERIFIED, VARIABLE, YES, Answer, Evidence, decide, said, weakest
 
+pytestmark = pytest.mark.one_rank
+
 # ------------------------------------------------------------------------------------- the decision
 
 #: What MPI_Get_library_version says.

@@ -16,6 +16,8 @@ from mpistrategy.mpi import cuda_driver, gpus
 from mpistrategy.mpi.cuda_driver import CudaDriver
 from mpistrategy.mpi.gpus import Gpu, NoGpus
 
+pytestmark = pytest.mark.one_rank
+
 #: A driver with a whole GPU, and a part of another one; built with other results by -D.
 SOURCE = """
 #include <stdio.h>

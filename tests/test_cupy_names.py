@@ -21,6 +21,8 @@ from packaging.requirements import Requirement
 
 import mpistrategy as ms
 
+pytestmark = pytest.mark.one_rank
+
 PACKAGE = Path(ms.__file__).parent
 #: How files of ours call the package and its parts.
 ROOTS = {"cupy": "cupy", "_cupy": "cupy", "cuda": "cupy.cuda"}

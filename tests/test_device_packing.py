@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import SIZE
+from replicas import SIZE, part_of
 
 from mpistrategy.bench import shapes
 from mpistrategy.cross_device_ops import device_moves, device_packing, move_kernel, packing
@@ -92,7 +92,7 @@ one_array = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=part_of(60), deadline=None, derandomize=True)
 @given(arrays=st.lists(one_array, min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_the_kernel_copies_and_converts_every_bit(library: Any, arrays: Any, seed: int) -> None:
     sources = [filled(size, dtype, offset, seed) for (dtype, _), size, offset, _ in arrays]
@@ -168,7 +168,7 @@ def packed(cupy: Any, arrays: list[Any]) -> list[np.ndarray]:
     return [bucket.get() for _, bucket in buckets]
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=part_of(30), deadline=None, derandomize=True)
 @given(
     arrays=st.lists(
         st.tuples(

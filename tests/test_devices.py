@@ -13,6 +13,8 @@ from mpistrategy import devices, errors
 from mpistrategy.devices import Device
 from mpistrategy.mpi.topology import Request, requested
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.mark.parametrize(
     ("text", "device"),

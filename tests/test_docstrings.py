@@ -10,6 +10,8 @@ import pytest
 
 import mpistrategy as ms
 
+pytestmark = pytest.mark.one_rank
+
 MODULES = ["mpistrategy", *(module.name for module in pkgutil.walk_packages(ms.__path__, "mpistrategy."))]
 EXAMPLES = [
     pytest.param(example, id=example.name)

@@ -22,6 +22,8 @@ from mpistrategy.doctor.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
 from mpistrategy.doctor.privacy import HIDDEN, covered, veil
 from mpistrategy.mpi.gpus import Gpu, Sight
 
+pytestmark = pytest.mark.one_rank
+
 MIB = 2**20
 SRUN = {"launcher": "srun", "tasks": 4, "said": "SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=0"}
 

@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import DTYPES, RANK, RANKS, SIZE, bits, context, expected, laid_out, pieces_of, same_everywhere, value_of
+from replicas import (
+    DTYPES,
+    RANK,
+    RANKS,
+    SIZE,
+    bits,
+    context,
+    expected,
+    laid_out,
+    part_of,
+    pieces_of,
+    same_everywhere,
+    value_of,
+)
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -28,7 +41,7 @@ def all_reduce(strategy: ms.Strategy, *arguments: Any, **named: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- gather
 
 
-@settings(max_examples=60)
+@settings(max_examples=part_of(60))
 @given(
     dtype=st.sampled_from([*DTYPES, np.dtype(bool), np.dtype("U3"), np.dtype("M8[s]")]),
     shape=st.sampled_from([(3,), (0,), (2, 5), (2, 0, 4), (1, 2, 3, 2)]),

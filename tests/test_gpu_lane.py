@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.one_rank
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_lane.py"
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, RANKS, SIZE, same_everywhere, still_works
+from replicas import RANK, RANKS, SIZE, part_of, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -122,7 +122,7 @@ arrays = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=part_of(50))
 @given(gradients=arrays, limit=st.floats(1e-3, 1e3))
 def test_the_norm_afterwards_is_at_most_the_limit(gradients: list[Any], limit: float) -> None:
     before = [array.copy() for array in gradients]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, in_step
+from replicas import RANK, SIZE, in_step, part_of
 from replicas import numbers_of as values
 
 import mpistrategy as ms
@@ -80,7 +80,7 @@ def test_a_nan_wins_and_all_ranks_get_the_same_bits(strategy: Any, cupy: Any) ->
 
 
 @several
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=part_of(30), deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.integers(0, 3 * SLOT_BYTES // 4 + 3), min_size=1, max_size=6),
     dtype=st.sampled_from(["float32", "float64", "complex128", "int32"]),

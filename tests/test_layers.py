@@ -14,6 +14,8 @@ import pytest
 
 import mpistrategy as ms
 
+pytestmark = pytest.mark.one_rank
+
 PACKAGE = Path(ms.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, RANKS, SIZE, same_everywhere, still_works
+from replicas import RANK, RANKS, SIZE, part_of, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors, metrics
@@ -25,7 +25,7 @@ def mean(strategy: ms.Strategy) -> metrics.Mean:
 lengths = st.lists(st.integers(0, 5), min_size=4, max_size=4)
 
 
-@settings(max_examples=40)
+@settings(max_examples=part_of(40))
 @given(batches=st.lists(lengths, min_size=1, max_size=3), weighted=st.booleans())
 def test_a_mean_over_uneven_parts_counts_every_element_once(
     strategy: ms.Strategy, mean: metrics.Mean, batches: list[list[int]], weighted: bool

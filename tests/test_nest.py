@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from mpistrategy import errors, nest
 
+pytestmark = pytest.mark.one_rank
+
 
 class Point(NamedTuple):
     x: Any

@@ -271,7 +271,7 @@ def test_every_dtype(strategy: ms.Strategy, dtype: Any) -> None:
     assert optimizer.next_step() == 3
 
 
-@settings(max_examples=60)
+@settings(max_examples=part_of(60))
 @given(
     size=st.integers(0, 70_000),
     dtype=st.sampled_from(["float16", "float32", "float64", "complex64"]),

@@ -11,6 +11,8 @@ import pytest
 import mpistrategy as ms
 from mpistrategy import CommunicationImplementation, CommunicationOptions, ReduceOp, VariableAggregation, errors
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.mark.parametrize(
     ("value", "op"),

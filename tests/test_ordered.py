@@ -122,7 +122,7 @@ def on_replicas(contributions: Sequence[Any], op: str = "SUM", bytes_per_pack: i
 
 
 @pytest.mark.usefixtures("alone")
-@settings(max_examples=150)
+@settings(max_examples=part_of(150))
 @given(
     dtype=st.sampled_from(FLOATS),
     kind=st.sampled_from(["all", "finite", "narrow"]),
@@ -154,7 +154,7 @@ def test_the_same_contributions_give_the_same_bits(
 
 
 @pytest.mark.usefixtures("alone")
-@settings(max_examples=150)
+@settings(max_examples=part_of(150))
 @given(
     dtype=st.sampled_from(FLOATS),
     kind=st.sampled_from(["finite", "narrow"]),

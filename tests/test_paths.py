@@ -17,6 +17,8 @@ from mpistrategy.mpi import path_files
 from mpistrategy.mpi.path_files import VARIABLE, Machine
 from mpistrategy.mpi.paths import DEFAULT, Paths, Rates
 
+pytestmark = pytest.mark.one_rank
+
 MEASURED = Paths(64, 2**16, 2**17, 2**12, 2**21, "a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.one_rank
+
 #: A main thread that calls and returns all the time and leaves garbage with finalizers, seen by another thread.
 #: Without `_frames_stay` Python 3.11 ends in a segmentation fault, or finds other objects in the place of frames.
 PROGRAM = """

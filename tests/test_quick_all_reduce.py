@@ -25,6 +25,7 @@ from replicas import (
     context,
     laid_out,
     outcomes,
+    part_of,
     same_everywhere,
     still_works,
 )
@@ -167,7 +168,7 @@ def assert_right(op: str, found: Any, everyones: list[Any]) -> None:
     assert bits(leaf[~nan]) == bits(right[~nan])
 
 
-@settings(max_examples=150)
+@settings(max_examples=part_of(150))
 @given(
     name=st.sampled_from(list(THRESHOLDS)),
     op=st.sampled_from(["SUM", "MEAN", "MIN", "MAX", "PROD", "sum", ms.ReduceOp.MEAN]),
@@ -210,7 +211,7 @@ def out_for(kind: int, op: str, value: list[Array]) -> list[Array]:
     return [np.empty(a.shape, d.newbyteorder(">")) for a, d in zip(value, dtypes, strict=True)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=part_of(100))
 @given(
     name=st.sampled_from(list(THRESHOLDS)),
     op=st.sampled_from(["SUM", "MEAN", "MIN", "PROD"]),

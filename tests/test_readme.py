@@ -20,6 +20,8 @@ from conformance.programs_api import CLASSES, OLD_NAMES
 import mpistrategy as ms
 from mpistrategy.testing import run_replicas
 
+pytestmark = pytest.mark.one_rank
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PORTING = README.partition("## Coming from tf.distribute")[2].partition("### Not there yet")[0]

@@ -22,6 +22,7 @@ from replicas import (
     laid_out,
     made,
     outcomes,
+    part_of,
     same_everywhere,
     still_works,
     value_of,
@@ -79,7 +80,7 @@ def assert_equal(found: Any, right: Array) -> None:
 shapes = st.sampled_from([(), (0,), (1,), (7,), (13, 3), (2, 0, 3)])
 
 
-@settings(max_examples=80)
+@settings(max_examples=part_of(80))
 @given(
     name=st.sampled_from(list(ALGORITHMS)),
     op=st.sampled_from(OPS),
@@ -98,7 +99,7 @@ def test_all_reduce(strategies: dict[str, ms.Strategy], name: str, op: str, plan
         assert_equal(leaf, combined(op, [leaves[i] for leaves in everyone]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=part_of(60))
 @given(
     op=st.sampled_from(OPS),
     dtype=st.sampled_from(DTYPES),

@@ -26,6 +26,7 @@ from replicas import (
     expected,
     laid_out,
     made,
+    part_of,
     pieces_of,
     same_everywhere,
     value_of,
@@ -111,7 +112,7 @@ def assert_equal(found: Any, right: Array) -> None:
     assert found.astype(np.clongdouble).tolist() == right.astype(np.clongdouble).tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=part_of(60))
 @given(
     name=st.sampled_from(list(ALGORITHMS)),
     op=ops,
@@ -162,7 +163,7 @@ def assert_nothing_shared(results: list[Array], inputs: list[Array]) -> None:
             assert not np.shares_memory(result, other)
 
 
-@settings(max_examples=40)
+@settings(max_examples=part_of(40))
 @given(name=st.sampled_from(list(ALGORITHMS)), op=ops, leaf=leaves, seed=st.integers(0, 1000))
 def test_reduce(strategies: dict[str, ms.Strategy], name: str, op: str, leaf: Any, seed: int) -> None:
     dtype, shape, layout = leaf
@@ -174,7 +175,7 @@ def test_reduce(strategies: dict[str, ms.Strategy], name: str, op: str, leaf: An
     assert not np.shares_memory(result, mine)
 
 
-@settings(max_examples=40)
+@settings(max_examples=part_of(40))
 @given(
     name=st.sampled_from(list(ALGORITHMS)),
     op=ops,
@@ -321,7 +322,7 @@ def test_a_mean_that_fits_does_not_overflow(strategy: ms.Strategy, dtype: Any, l
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=20)
+@settings(max_examples=part_of(20))
 def test_the_same_bits_on_every_rank_and_again(strategies: dict[str, ms.Strategy], seed: int) -> None:
     """With values whose sum depends on the order: equal on all ranks, equal in a second call."""
     random = np.random.default_rng([seed, RANK])

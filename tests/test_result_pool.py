@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, bits, context
+from replicas import RANK, SIZE, bits, context, part_of
 
 import mpistrategy as ms
 from mpistrategy import nest
@@ -94,7 +94,7 @@ def test_a_block_is_not_used_again_while_a_part_of_it_is_held(part: str) -> None
     assert where in map(address, again), "and is used again afterwards"
 
 
-@settings(max_examples=60)
+@settings(max_examples=part_of(60))
 @given(steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.sampled_from(list(PARTS))), max_size=60))
 def test_no_two_holders_share_memory(steps: list[tuple[int, int, str]]) -> None:
     pool = Pool()

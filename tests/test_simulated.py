@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
-from replicas import DTYPES, RANK, SIZE, bits, expected, gather_texts, laid_out, value_of
+from replicas import DTYPES, RANK, SIZE, bits, expected, gather_texts, laid_out, part_of, value_of
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -51,7 +51,7 @@ def all_reduce(op: str, value: Any) -> Any:
 
 
 @pytest.mark.usefixtures("alone")
-@settings(max_examples=60)
+@settings(max_examples=part_of(60))
 @given(
     name=st.sampled_from(list(ALGORITHMS)),
     op=st.sampled_from(["SUM", "MEAN"]),

@@ -17,7 +17,6 @@ import pytest
 import slurm_bed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mpi4py import MPI
 from slurm_statements import ARGUMENTS, PATHS, WRONG, bad, good
 
 from mpistrategy import cli
@@ -27,7 +26,7 @@ from mpistrategy.slurm.keys import KEYS, TEMPLATES, keys_of
 from mpistrategy.slurm.render import COMPANIONS, all_files, render
 from mpistrategy.slurm.spec import JobSpec
 
-pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="needs no ranks: runs in the session on 1 rank")
+pytestmark = pytest.mark.one_rank
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "slurm"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, gather_texts, same_everywhere
+from replicas import RANK, SIZE, gather_texts, part_of, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -30,7 +30,7 @@ def test_the_shared_stream_is_equal_everywhere_and_the_replicas_own_are_not(stra
     assert same_everywhere(np.array(numbers(streams.shared))), "drawing from the own stream moves the shared one"
 
 
-@settings(max_examples=30)
+@settings(max_examples=part_of(30))
 @given(seed=st.integers(0, 2**200))
 def test_no_stream_depends_on_the_number_of_replicas(strategy: ms.Strategy, seed: int) -> None:
     """The first replicas of 5 have the numbers of these; a single one has replica 0's."""
@@ -55,7 +55,7 @@ def test_equal_seeds_give_equal_streams_and_different_ones_do_not(strategy: ms.S
     assert len(set(drawn)) == len(drawn)
 
 
-@settings(max_examples=40)
+@settings(max_examples=part_of(40))
 @given(keys=st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=3).map(tuple), min_size=2, max_size=5, unique=True))
 def test_numbered_streams_differ_and_are_equal_everywhere(strategy: ms.Strategy, keys: list[tuple[int, ...]]) -> None:
     streams = strategy.rng(1)

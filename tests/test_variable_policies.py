@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import BFLOAT16, INTEGERS, RANK, RANKS, SIZE, outcomes, same_everywhere, still_works
+from replicas import BFLOAT16, INTEGERS, RANK, RANKS, SIZE, outcomes, part_of, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -172,7 +172,7 @@ def test_synchronization_none_is_refused_in_the_scope_of_several(strategy: ms.St
 # ------------------------------------------------------------------------------------------------- keeping totals
 
 
-@settings(max_examples=40)
+@settings(max_examples=part_of(40))
 @given(dtype=st.sampled_from(INTEGERS), data=st.data())
 def test_an_integer_total_is_kept_exactly(strategy: ms.Strategy, dtype: str, data: st.DataObject) -> None:
     limits = np.iinfo(dtype)
@@ -197,7 +197,7 @@ def test_whole_units_go_to_the_first_ranks(total: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "longdouble", "complex128"])
-@settings(max_examples=30)
+@settings(max_examples=part_of(30))
 @given(data=st.data())
 def test_a_floating_total_is_kept_within_one_ulp(strategy: ms.Strategy, dtype: str, data: st.DataObject) -> None:
     width = 32 if dtype == "float32" else 64

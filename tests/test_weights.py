@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import BFLOAT16, DTYPES, RANK, RANKS, SIZE, outcomes, same_everywhere, still_works, value_of
+from replicas import BFLOAT16, DTYPES, RANK, RANKS, SIZE, outcomes, part_of, same_everywhere, still_works, value_of
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -27,7 +27,7 @@ def weighted_mean(strategy: ms.Strategy, request: pytest.FixtureRequest) -> Any:
     )
 
 
-@settings(max_examples=50)
+@settings(max_examples=part_of(50))
 @given(
     rows=st.lists(st.integers(0, 9), min_size=4, max_size=4),
     columns=st.integers(0, 5),

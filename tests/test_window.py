@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, same_everywhere
+from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, part_of, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy.arrays import COMBINE, Array
@@ -61,7 +61,7 @@ counts = st.sampled_from(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=part_of(100))
 @given(
     chunk=st.sampled_from(CHUNKS),
     dtype=st.sampled_from(WIRE_DTYPES),
@@ -100,7 +100,7 @@ def test_lists(
 SPECIAL = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 5e-324, 1.7e308, 1.1, -3.3]
 
 
-@settings(max_examples=100)
+@settings(max_examples=part_of(100))
 @given(
     chunk=st.sampled_from(CHUNKS),
     dtype=st.sampled_from([dtype for dtype in WIRE_DTYPES if dtype.kind in "fc"]),
@@ -188,7 +188,7 @@ def test_what_was_written_before_a_barrier_is_seen_after_it(strategy: ms.Strateg
         ranks.node_barrier()
 
 
-@settings(max_examples=200)
+@settings(max_examples=part_of(200))
 @given(count=st.integers(0, 5000), parts=st.integers(2, 64), itemsize=st.sampled_from([1, 2, 4, 8, 16, 32]))
 def test_shares_are_whole_and_meet_at_cache_lines(count: int, parts: int, itemsize: int) -> None:
     borders = [window.share(count, part, parts, itemsize) for part in range(parts)]

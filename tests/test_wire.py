@@ -12,7 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
-from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, bits, context, outcomes, same_everywhere, still_works
+from replicas import (
+    BFLOAT16,
+    RANK,
+    RANKS,
+    SIZE,
+    OnNodes,
+    bits,
+    context,
+    outcomes,
+    part_of,
+    same_everywhere,
+    still_works,
+)
 
 import mpistrategy as ms
 from mpistrategy.arrays import Array
@@ -59,7 +71,7 @@ FLOATS = hnp.arrays(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=part_of(40))
 @given(values=FLOATS, op=st.sampled_from(["SUM", "MEAN"]))
 def test_the_error_is_within_the_bound(placed: tuple[ms.Strategy, Sequence[int]], values: Array, op: str) -> None:
     strategy, node_of = placed
