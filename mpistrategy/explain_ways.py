@@ -121,7 +121,7 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
             copies.append(((local - 1) / local, f"{local - 1}/{local} into this rank's block"))
             moved = f"each rank reads {size} and writes {size}, into every block"
         case "across":
-            piece = across_nodes.piece_bytes_for(ground.lanes, ground.nodes)
+            piece = across_nodes.piece_bytes_for(ground.lanes, ground.nodes, paths)
             rounded = first.rounds and bfloat16.travels(first.dtype, "SUM")
             sent = sum(map(ground.sent_between_nodes, alike))
             way = (

@@ -9,7 +9,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +44,8 @@ pytestmark = pytest.mark.mpi
 def in_two_levels(node_of: list[int]) -> ms.Strategy:
     """Let the smallest buffers go within the nodes, between them and back, as large ones do."""
     made = OnNodes(node_of, ms.MpiAllReduce())
-    made.extended.communicator.least_across = 1
+    communicator = made.extended.communicator
+    communicator.paths = replace(communicator.paths, across_bytes=1)
     return made
 
 

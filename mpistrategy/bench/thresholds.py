@@ -37,7 +37,10 @@ LARGE = (_MIB, 16 * _MIB)
 WINDOW_SIZES = tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096))
 CELL_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
 PACK_SIZES = tuple(size * _KIB for size in (1, 4, 16, 64, 256))
+ACROSS_SIZES = tuple(size * _KIB for size in (16, 64, 256, 1024))
 PACKED_ARRAYS = 50
+#: Dtypes whose sums have loops of their own, in NumPy and in MPI; 8 and 16 bits travel in 32.
+DTYPES = ("float64", "int32", "int64", "complex128")
 
 
 class Search:
@@ -72,11 +75,17 @@ class Search:
 
     def run(self) -> Paths:
         """Measure all thresholds, and how fast the ways are with them; return them.  Collective."""
-        if self.share_memory:
-            self._best("chunk_bytes", CHUNKS, replace(DEFAULT, cell_bytes=64, window_bytes=64))
-            self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
-            self._up_to_size("cell_bytes", CELL_SIZES, _one)
-        self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER))
+        if self.nodes > 1:  # what is for a node alone is not used then
+            self._best("across_piece_bytes", PIECES, replace(DEFAULT, across_bytes=64))
+            self._from_size("across_bytes", ACROSS_SIZES, self.paths)
+        else:
+            if self.share_memory:
+                self._best("chunk_bytes", CHUNKS, replace(DEFAULT, cell_bytes=64, window_bytes=64))
+                self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
+                for name in DTYPES:
+                    self._window_of(name)
+                self._up_to_size("cell_bytes", CELL_SIZES, _one)
+            self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER, window_bytes_by_dtype=()))
         self._up_to_size("pack_bytes", PACK_SIZES, _many)
         self.paths = replace(self.paths, rates=self._rates())
         return self.paths
@@ -85,13 +94,13 @@ class Search:
         """Measure how fast the ways are with these thresholds: one small value, and one large one each."""
         rates, size = self.paths.rates, LARGE[-1]
         with _strategies([self.paths, replace(self.paths, window_bytes=NEVER)]) as strategies:
-            [small] = _seconds(self._case("rates", 8, ["small"], strategies[:1], _one, batch=100))
+            [small] = self._seconds(self._case("rates", 8, ["small"], strategies[:1], _one, batch=100))
             if self.nodes > 1:
-                [large] = _seconds(self._case("rates", size, ["between nodes"], strategies[:1], _one))
+                [large] = self._seconds(self._case("rates", size, ["between nodes"], strategies[:1], _one))
                 sent = 2 * (self.nodes - 1) / self.nodes * size
                 # A small value crosses the network twice: for the check of the call, and to be added up.
                 return replace(rates, message_seconds=small / 2, link_bytes_per_second=sent / large)
-            large, by_mpi = _seconds(self._case("rates", size, ["large", "MPI"], strategies, _one))
+            large, by_mpi = self._seconds(self._case("rates", size, ["large", "MPI"], strategies, _one))
             # MPI works on a copy.
             by_mpi = max(by_mpi - size / rates.copy_bytes_per_second, by_mpi / 2)
             rates = replace(rates, cell_seconds=small, mpi_bytes_per_second=size / by_mpi)
@@ -99,8 +108,16 @@ class Search:
                 return rates
             arena = strategies[0].arena(_one(size)[0])
             variant = Variant("arena", _sum(strategies[0], [arena]), [arena.values])
-            [in_arena] = _seconds(measure(Case("rates", "arena", size, [variant]), self.ranks, self.effort))
+            [in_arena] = self._seconds(measure(Case("rates", "arena", size, [variant]), self.ranks, self.effort))
             return replace(rates, window_bytes_per_second=size / large, arena_bytes_per_second=size / in_arena)
+
+    def _seconds(self, case: dict[str, Any]) -> list[float]:
+        """Return the median of each variant; the least where other programs disturbed nearly all rounds."""
+        disturbed = [each["name"] for each in case["variants"] if not each["disturbed_left_out"]]
+        if disturbed:
+            self.tell(f"rates, {', '.join(disturbed)}: other programs kept the cores busy; the fastest round counts")
+        chosen = [("median_us" if each["disturbed_left_out"] else "fastest_us", each) for each in case["variants"]]
+        return [each[name] / 1e6 for name, each in chosen]
 
     def _best(self, name: str, candidates: Sequence[int], base: Paths) -> None:
         """Find the value that is fastest over all large sizes."""
@@ -112,9 +129,28 @@ class Search:
 
     def _from_size(self, name: str, sizes: Sequence[int], base: Paths) -> None:
         """Find the size from which the way that `name` opens is the faster one."""
-        logs = self._with_and_without(name, sizes, _with(base, name, NEVER), _with(base, name, 64), _one)
-        costs = {start: sum(log for size, log in logs.items() if size >= start) for start in (*sizes, NEVER)}
-        self._settle(name, costs)
+        self._settle(name, self._costs_from(name, sizes, _with(base, name, NEVER), _with(base, name, 64), _one))
+
+    def _window_of(self, name: str) -> None:
+        """Find the `window_bytes` of a dtype, if they are others than those of float32."""
+
+        def make(nbytes: int) -> list[Array]:
+            return [np.zeros(nbytes // np.dtype(name).itemsize, name)]
+
+        what, base = f"window_bytes of {name}", replace(self.paths, cell_bytes=64, window_bytes_by_dtype=())
+        costs = self._costs_from(
+            what, WINDOW_SIZES, _with(base, "window_bytes", NEVER), _with(base, "window_bytes", 64), make
+        )
+        value = self._cheapest(what, costs, self.paths.window_bytes)
+        if value != self.paths.window_bytes:
+            others = self.paths.window_bytes_by_dtype
+            self.paths = replace(self.paths, window_bytes_by_dtype=(*others, (name, value)))
+
+    def _costs_from(
+        self, name: str, sizes: Sequence[int], without: Paths, most: Paths, make: _Make
+    ) -> dict[int, float]:
+        logs = self._with_and_without(name, sizes, without, most, make)
+        return {start: sum(log for size, log in logs.items() if size >= start) for start in (*sizes, NEVER)}
 
     def _up_to_size(self, name: str, sizes: Sequence[int], make: _Make) -> None:
         """Find the size up to which the way that `name` opens is the faster one."""
@@ -130,15 +166,17 @@ class Search:
         return dict(zip(sizes, logs[:, 1].tolist(), strict=True))
 
     def _settle(self, name: str, costs: dict[int, float]) -> None:
-        """Take the value of the least cost (a logarithm of time), if it is clearly less than the default's."""
-        default = getattr(DEFAULT, name)
+        self.paths = _with(self.paths, name, self._cheapest(name, costs, getattr(DEFAULT, name)))
+
+    def _cheapest(self, name: str, costs: dict[int, float], default: int) -> int:
+        """Return the value of the least cost (a logarithm of time), if it is clearly less than the default's."""
         # A default between the sizes that were tried behaves, on them, like its neighbour.
         like_default = min(costs, key=lambda value: abs(np.log2(value / default)))
         best = min(costs, key=lambda value: costs[value])
         value = best if costs[best] < costs[like_default] + np.log(CLEARLY) else default
-        self.paths = _with(self.paths, name, value)
-        found = "never" if value == NEVER else size_in_words(value)
-        self.tell(f"{name}: {found} (default {size_in_words(default)})")
+        words = ["never" if size == NEVER else size_in_words(size) for size in (value, default)]
+        self.tell(f"{name}: {words[0]} (default {words[1]})")
+        return value
 
     def _logs(self, name: str, sizes: Sequence[int], tried: dict[str, Paths], make: _Make) -> Array:
         """Return the logarithms of the ratios to the first, by size and what is tried; zeros where others disturbed.
@@ -177,12 +215,6 @@ class Search:
         case = measure(Case(name, size_in_words(size), size, variants, batch=batch), self.ranks, self.effort)
         self.cases.append(case)
         return case
-
-
-def _seconds(case: dict[str, Any]) -> list[float]:
-    """Return the median of each variant; the least where other programs disturbed nearly all rounds."""
-    chosen = [("median_us" if each["disturbed_left_out"] else "fastest_us", each) for each in case["variants"]]
-    return [each[name] / 1e6 for name, each in chosen]
 
 
 def _with(paths: Paths, name: str, value: int) -> Paths:

@@ -22,16 +22,13 @@ import numpy as np
 from mpistrategy.arrays import Array
 from mpistrategy.mpi import bfloat16
 from mpistrategy.mpi.exchange import Flight, Link, Space, exact
+from mpistrategy.mpi.paths import Paths
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.transport import Communicator
 from mpistrategy.mpi.within_node import Alone, Messages, Visible, Window, WithinNode
 
-#: From here on `MpiCommunicator.allreduce` comes here; one call of MPI is faster with less (measured at 1 Gbit/s).
-LEAST_BYTES = 256 * 2**10
 #: More lanes than this do not fill a network better, and make short messages.
 MOST_LANES = 4
-#: How much of the buffer is one piece; more where blocks of it would become short messages.
-PIECE_BYTES = 2**20
 _LEAST_BLOCK_BYTES = 32 * 2**10
 _LARGEST_PIECE_BYTES = 2**22
 #: How many pieces may be on the network at a time.
@@ -44,9 +41,9 @@ def lanes_of(node_of: Sequence[int], most: int = MOST_LANES) -> int:
     return min(most, *map(node_of.count, node_of))
 
 
-def piece_bytes_for(lanes: int, nodes: int) -> int:
-    """Return how much of a buffer is one piece."""
-    return max(PIECE_BYTES, min(lanes * nodes * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
+def piece_bytes_for(lanes: int, nodes: int, paths: Paths) -> int:
+    """Return how much of a buffer is one piece; more than is wanted where blocks of it would become short messages."""
+    return max(paths.across_piece_bytes, min(lanes * nodes * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
 
 
 #: Called between two looks that found nothing new, with how many there have been.
@@ -57,6 +54,7 @@ class Ranks(Communicator, Protocol):
     """What the two-level exchange needs of a communicator besides the verbs."""
 
     across: Any
+    paths: Paths
 
     def links(self, most: int) -> tuple[int, Link | None]:
         """Return how many ranks of each node have counterparts on all nodes, and this rank's counterparts."""
@@ -161,7 +159,7 @@ class AcrossNodes:
         self._link = link if link is not None and link.size > 1 else None
         self._manner = manner
         nodes = max(communicator.node_of) + 1  # the same on ranks that have no counterparts
-        self.piece_bytes = piece_bytes_for(self.lanes, nodes)
+        self.piece_bytes = piece_bytes_for(self.lanes, nodes, communicator.paths)
         self._flights: deque[_Piece] = deque()
         slice_bytes = self.piece_bytes // self.lanes + ALIGNMENT
         # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.

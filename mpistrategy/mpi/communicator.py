@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
 from mpistrategy.mpi import abort, buffers, watch_lines, watchdog, world
-from mpistrategy.mpi.across_nodes import LEAST_BYTES, lanes_of
+from mpistrategy.mpi.across_nodes import lanes_of
 from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool
 from mpistrategy.mpi.cells import Cells
@@ -104,8 +104,6 @@ class MpiCommunicator(Verbs):
         self._node: NodeGroups | None = None
         #: The state of the two-level exchange, once `mpistrategy.mpi.across_nodes` has made it.
         self.across: Any = None
-        #: From how many bytes on a buffer takes that way.
-        self.least_across = LEAST_BYTES
         #: What runs all-reduces in the background, once `mpistrategy.mpi.progress` has made it.
         self.engine: Any = None
         self.device_paths = DevicePaths()
@@ -276,5 +274,4 @@ class _Group(MpiCommunicator):
         self.guard, self.devices = Guard(), ()
         self.across, self.engine, self._links, self.device_paths = None, None, [], DevicePaths()
         self._control = self._node = None
-        self.least_across = LEAST_BYTES
         self.max_count = max_count

@@ -16,20 +16,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.paths import DEFAULT, Paths, Rates
 
 VARIABLE = "MPISTRATEGY_PATHS"
-_FORMAT = 1
+_FORMAT = 2
 _NAMES = tuple(DEFAULT.thresholds())
 _RATES = tuple(field.name for field in fields(Rates))
 _LARGEST = 2**40
 #: Parts of buffers: too small ones would be nothing but overhead, and they are cut at cache lines.
-_LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "cell_bytes": 64}
+_LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "across_piece_bytes": 4096, "cell_bytes": 64}
 #: These are memory that every rank sets aside.
-_MOST = {"chunk_bytes": 2**28, "cell_bytes": 2**20}
+_MOST = {"chunk_bytes": 2**28, "across_piece_bytes": 2**26, "cell_bytes": 2**20}
 
 
 class Ranks(Protocol):
@@ -134,7 +136,11 @@ def load(file: Path) -> Paths:
     values = content.get("paths") if isinstance(content, dict) and content.get("format") == _FORMAT else None
     if not isinstance(values, dict) or set(values) != set(_NAMES):
         raise ValueError(f"it does not have the thresholds {', '.join(_NAMES)} in format {_FORMAT}")
-    for name, value in values.items():
+    by_dtype = values.pop("window_bytes_by_dtype")
+    if not isinstance(by_dtype, dict) or not all(map(_is_dtype, by_dtype)):
+        raise ValueError(f"window_bytes_by_dtype is {by_dtype!r}, expected names of dtypes and their window_bytes")
+    checked = [*values.items(), *((f"window_bytes of {name}", value) for name, value in by_dtype.items())]
+    for name, value in checked:
         least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
         if type(value) is not int or not least <= value <= most or value % 64:
             raise ValueError(f"{name} is {value!r}, expected a multiple of 64 from {least} to {most}")
@@ -144,7 +150,14 @@ def load(file: Path) -> Paths:
     for name, value in rates.items():
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(f"{name} is {value!r}, expected a positive number")
-    return Paths(**values, source=str(file), rates=Rates(**rates))
+    return Paths(**values, window_bytes_by_dtype=tuple(by_dtype.items()), source=str(file), rates=Rates(**rates))
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        return np.dtype(name).name == name
+    except TypeError:
+        return False
 
 
 def agreed(version: str, ranks: Ranks) -> Paths:
@@ -199,5 +212,5 @@ def trying(paths: Paths) -> Iterator[None]:
         _tried.pop()
 
 
-def _values(paths: Paths) -> list[float]:
+def _values(paths: Paths) -> list[Any]:
     return [*paths.thresholds().values(), *asdict(paths.rates).values()]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
 
 #: Which way `Communicator.allreduce` takes: none (one rank), between threads, through the window of the node, within
 #: and between nodes, by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may want instead.
@@ -44,6 +47,11 @@ class Paths:
         chunk_bytes: what each rank has under way in the window at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
         piece_bytes: MPI is given larger buffers in pieces of this.
+        across_bytes: on several nodes a buffer is from here on reduced within the nodes and between them; below it MPI
+            does all.
+        across_piece_bytes: how much of it is one piece; more where its blocks would become short messages.
+        window_bytes_by_dtype: pairs of a dtype's name and its own `window_bytes`.  It is the one threshold between two
+            ways of adding, NumPy's and MPI's; the others say how much travels at a time, or what a network is worth.
         source: where the thresholds come from, in words.
         rates: how fast the ways are.
     """
@@ -53,12 +61,26 @@ class Paths:
     chunk_bytes: int = 512 * 2**10
     pack_bytes: int = 64 * 2**10
     piece_bytes: int = 2**20
+    across_bytes: int = 256 * 2**10
+    across_piece_bytes: int = 2**20
+    window_bytes_by_dtype: tuple[tuple[str, int], ...] = ()
     source: str = "the defaults"
     rates: Rates = Rates()
 
-    def thresholds(self) -> dict[str, int]:
-        """Return the thresholds by name: what decides which way a value takes, and so the bits of its sum."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+    def thresholds(self) -> dict[str, Any]:
+        """Return the thresholds by name, for JSON: what decides which way a value takes, and so the bits of its sum."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: found[name] for name in SIZES} | {"window_bytes_by_dtype": dict(self.window_bytes_by_dtype)}
+
+    def window_bytes_for(self, dtype: np.dtype[Any]) -> int:
+        """Return from how many bytes on a buffer of this dtype is reduced through the node's window."""
+        return self._exceptions.get(dtype, self.window_bytes) if self.window_bytes_by_dtype else self.window_bytes
+
+    @cached_property
+    def _exceptions(self) -> dict[np.dtype[Any], int]:
+        return {np.dtype(name): nbytes for name, nbytes in self.window_bytes_by_dtype}
 
 
+#: The thresholds that are one number each.
+SIZES = tuple(field.name for field in fields(Paths) if field.type == "int")
 DEFAULT = Paths()

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -122,7 +123,8 @@ class Engine(AtOnce):
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         super().__init__(communicator.duplicate(self._patient))
-        self.communicator.least_across = 0
+        # One call of MPI could not be asked to move on.
+        self.communicator.paths = replace(self.communicator.paths, across_bytes=0)
         across_nodes(self.communicator, _PATIENT)
         self._thread = threading.Thread(target=self._run, name="mpistrategy progress", daemon=True)
         self._thread.start()

@@ -34,7 +34,6 @@ class Verbs:
         node_of: the node of each rank.
         window: the memory that the ranks of this node share; None where they share none.
         paths: from how many bytes on which way is taken.
-        least_across: from how many bytes on a buffer takes two levels, within the nodes and between them.
         max_count: how many elements one MPI call may carry.
         across: the state of the two-level exchange, once `mpistrategy.mpi.across_nodes` has made it.
     """
@@ -48,15 +47,14 @@ class Verbs:
     node_of: tuple[int, ...]
     window: NodeWindow | None
     paths: Paths
-    least_across: int
     max_count: int
     across: Any
 
     def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
         """Return which way `allreduce` takes with so many bytes."""
-        if self.window is not None and self.local_size == self.size and nbytes >= self.paths.window_bytes:
+        if self.window is not None and self.local_size == self.size and nbytes >= self.paths.window_bytes_for(dtype):
             return "window"
-        return "across" if nbytes >= self.least_across and max(self.node_of) > 0 else "mpi"
+        return "across" if nbytes >= self.paths.across_bytes and max(self.node_of) > 0 else "mpi"
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
