@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import launching
@@ -39,15 +40,20 @@ FEW = settings(max_examples=25)
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
 def ranks(request: pytest.FixtureRequest) -> Iterator[MpiCommunicator]:
-    made = MpiCommunicator(MPI.COMM_WORLD, node_key=PLACEMENTS[request.param][RANK])
+    made = on_nodes(PLACEMENTS[request.param][RANK])
     yield made
     made.free()
 
 
+def on_nodes(node: int) -> MpiCommunicator:
+    """Return a communicator with this rank on a node, and pieces so short that a test has many of them."""
+    made = MpiCommunicator(MPI.COMM_WORLD, node_key=node)
+    made.paths = replace(made.paths, across_piece_bytes=2**12)
+    return made
+
+
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make pieces so short that a test has many of them."""
-    monkeypatch.setattr(across_nodes, "PIECE_BYTES", 2**12)
     monkeypatch.setattr(across_nodes, "_LARGEST_PIECE_BYTES", 2**12)
 
 
@@ -132,7 +138,7 @@ def test_a_late_rank_does_no_harm(ranks: MpiCommunicator) -> None:
 
 
 def test_without_shared_memory_the_node_talks_by_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = MpiCommunicator(MPI.COMM_WORLD, node_key=RANK % 2)
+    made = on_nodes(RANK % 2)
     monkeypatch.setattr(made, "shared", private_memory)
     values = [value_of(rank, "float64", (9000,), 5) for rank in RANKS]
     result = values[RANK].copy()
@@ -191,7 +197,7 @@ def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finis
 def test_pieces_are_as_long_on_ranks_without_counterparts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(across_nodes, "_LEAST_BLOCK_BYTES", 2**12)
     monkeypatch.setattr(across_nodes, "_LARGEST_PIECE_BYTES", 2**15)
-    made = MpiCommunicator(MPI.COMM_WORLD, node_key=int(RANK == SIZE - 1))
+    made = on_nodes(int(RANK == SIZE - 1))
     result = np.arange(30_000.0)
     allreduce_across(made, result)
     np.testing.assert_array_equal(result, SIZE * np.arange(30_000.0))

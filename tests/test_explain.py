@@ -20,7 +20,7 @@ from mpistrategy.mpi.paths import DEFAULT, Paths
 from mpistrategy.testing import run_replicas
 
 several = pytest.mark.mpi(min_size=2)
-PATHS = Paths(2**15, 2**13, 2**18, 2**16, 2**20, "this test")
+PATHS = Paths(2**15, 2**13, 2**18, 2**16, 2**20, source="this test")
 LARGE = np.zeros(2**20, np.float32)
 SMALL = np.zeros(2**10, np.float32)
 

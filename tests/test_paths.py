@@ -19,7 +19,7 @@ from mpistrategy.mpi.paths import DEFAULT, Paths, Rates
 
 pytestmark = pytest.mark.one_rank
 
-MEASURED = Paths(64, 2**16, 2**17, 2**12, 2**21, "a test")
+MEASURED = Paths(64, 2**16, 2**17, 2**12, 2**21, 2**17, 2**19, (("float64", 4096),), "a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
 
 
@@ -74,6 +74,13 @@ def test_what_is_saved_is_found_by_the_next_strategy() -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+def test_a_dtype_may_have_its_own_threshold() -> None:
+    window_bytes = [MEASURED.window_bytes_for(np.dtype(name)) for name in ("float64", "float32", "int64")]
+    assert window_bytes == [4096, 2**16, 2**16]
+    assert DEFAULT.window_bytes_for(np.dtype("float64")) == DEFAULT.window_bytes
+    assert json.loads(json.dumps(MEASURED.thresholds()))["window_bytes_by_dtype"] == {"float64": 4096}
+
+
 def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     other = path_files.save(replace(MEASURED, pack_bytes=128), Machine.of(VERSION, (0, 0)), cache / "other.json")
@@ -95,6 +102,7 @@ def spoiled(file: Path, **changes: object) -> str:
         ("", "not JSON"),
         ("{", "not JSON"),
         ("[]", "does not have the thresholds"),
+        ('{"format": 1}', "does not have the thresholds"),
         ('{"format": 2}', "does not have the thresholds"),
         ({"chunk_bytes": "many"}, "chunk_bytes is 'many'"),
         ({"chunk_bytes": True}, "chunk_bytes is True"),
@@ -102,6 +110,9 @@ def spoiled(file: Path, **changes: object) -> str:
         ({"cell_bytes": 0}, "cell_bytes is 0"),
         ({"piece_bytes": 4097}, "piece_bytes is 4097, expected a multiple of 64"),
         ({"extra": 64}, "does not have the thresholds"),
+        ({"window_bytes_by_dtype": ["float64"]}, "window_bytes_by_dtype is ['float64'], expected names of dtypes"),
+        ({"window_bytes_by_dtype": {"float65": 64}}, "window_bytes_by_dtype is {'float65': 64}"),
+        ({"window_bytes_by_dtype": {"float64": 63}}, "window_bytes of float64 is 63, expected a multiple of 64"),
     ],
 )
 def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[str, object], what: str) -> None:
@@ -170,7 +181,11 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
     path_files.save(replace(MEASURED, chunk_bytes=4096), machine, file)
     monkeypatch.setenv(VARIABLE, str(file))
     with ms.MirroredStrategy() as strategy:
-        assert strategy.extended.communicator.paths.chunk_bytes == 4096
+        communicator = strategy.extended.communicator
+        assert communicator.paths.chunk_bytes == 4096
+        if communicator.window is not None:
+            ways = [communicator.way(2**15, np.dtype(name), "SUM") for name in ("float64", "float32")]
+            assert ways == ["window", "mpi"]
         total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.arange(50_000.0)))
         np.testing.assert_array_equal(total, comm.size * np.arange(50_000.0))
 
