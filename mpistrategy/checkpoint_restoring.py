@@ -31,6 +31,8 @@ from mpistrategy.strategy import Strategy
 from mpistrategy.variable_policies import share_of
 from mpistrategy.variables import Variable
 
+#: Characters of what has changed since a checkpoint was saved; buckets of gradients are long lists.
+_LONGEST_NOTE = 500
 _MOST_PROBLEMS = 10
 
 
@@ -132,9 +134,18 @@ def _mismatch(where: str, path: str, problems: Sequence[str]) -> CheckpointMisma
 
 
 def _notes(manifest: Manifest, strategy: Strategy) -> list[str]:
-    now = strategy.layout()
-    keys = [key for key in {**manifest.layout, **now} if key != "source" and manifest.layout.get(key) != now.get(key)]
-    return [f"{key}: {manifest.layout.get(key)!r} when it was saved, {now.get(key)!r} now" for key in keys]
+    now, notes = strategy.layout(), []
+    for key, then in manifest.layout.items():
+        # Buckets are often cut only after a checkpoint was restored.
+        if key == "source" or now.get(key) == then or (key == "gradient_buckets" and not now[key]):
+            continue
+        notes.append(f"{key}: {_shown(then)} when it was saved, {_shown(now.get(key))} now")
+    return notes
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]}..."
 
 
 class _Copies:

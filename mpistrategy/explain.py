@@ -72,6 +72,8 @@ class Explained:
     def layout(self) -> dict[str, Any]:
         """Return what the bits of sums depend on besides the values: ranks, nodes, algorithm, options, thresholds.
 
+        With it goes how `Optimizer.gradient_buckets` has cut gradients so far: the numbers of the variables in each
+        bucket, in the order of reduction.
         Two runs of one version with the same layout give the same bits.  It is the same on all ranks and consists of
         what JSON can hold, to be kept beside results; `source` is for people alone.  Never communicates.
         """
@@ -86,6 +88,7 @@ class Explained:
             "bytes_per_pack": int(extended.options.bytes_per_pack),
             "wire": extended.options.wire,
             "thresholds": communicator.paths.thresholds(),
+            "gradient_buckets": [[list(members) for members in order] for order in extended.bucket_orders],
             "source": communicator.paths.source,
         }
 

@@ -76,6 +76,8 @@ class StrategyExtended(Placement):
         #: Whether variables belong to this rank alone (one replica, no synchronization).
         self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
         self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
+        self.bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
 
     def copy_for(self, container_strategy: Strategy) -> Self:
         """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
@@ -83,6 +85,7 @@ class StrategyExtended(Placement):
         result._container_strategy = container_strategy
         result._colocated_with = []
         result._variables = WeakValueDictionary()
+        result.bucket_orders = {}
         result.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
         return result
 

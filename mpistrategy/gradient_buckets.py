@@ -51,7 +51,7 @@ class GradientBuckets:
     ranks have no core to spare for progress, and each can update its share of the variables instead.
 
     Buckets hold the variables from the last to the first, since their gradients are found in that order.  They are
-    cut once, the same on all ranks, so that equal runs give equal bits.
+    cut once, the same on all ranks, so that equal runs give equal bits; `Strategy.layout` and checkpoints tell how.
 
     Args:
         gradients: where the gradients are.
@@ -74,7 +74,9 @@ class GradientBuckets:
         self.buckets = _cut(gradients, bytes_per_bucket)
         self._bucket_of = {number: at for at, bucket in enumerate(self.buckets) for number in bucket.members}
         self._index = {id(var): number for number, var in enumerate(self.variables)}
-        self.starts_early = max(gradients.arena.strategy.extended.communicator.node_of) > 0
+        extended = gradients.arena.strategy.extended
+        extended.bucket_orders[tuple(bucket.members for bucket in self.buckets)] = None
+        self.starts_early = max(extended.communicator.node_of) > 0
         self._handles: list[AllReduceHandle] = []
         self._clear()
 

@@ -1,6 +1,9 @@
 # shellcheck shell=bash
 # Sourced by the scripts beside this file: makes a virtual environment with an MPI in it, starts ranks there.
 
+# Else every process of every job would compile the whole package again, and every session of pytest all tests.
+unset PYTHONDONTWRITEBYTECODE
+
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 MPI=${MPI:-mpich}
 

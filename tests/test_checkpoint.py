@@ -515,6 +515,26 @@ def test_layouts_that_differ_are_noted(folder: Path) -> None:
     assert notes == (f"bytes_per_pack: 0 when it was saved, {1024} now",)
 
 
+def test_the_order_of_gradient_buckets_is_kept(folder: Path) -> None:
+    """Restored before buckets are cut it is no news; afterwards another order is."""
+    orders: dict[int, Any] = {}
+    for run, nbytes in enumerate((64, 64, 2**20)):
+        with ms.MirroredStrategy() as strategy:
+            variables = [variable(strategy, np.zeros(20, np.float32)) for _ in range(3)]
+            optimizer = ms.optimizers.SGD(0.1)
+            checkpoint = checkpoint_of(strategy, x=1)
+            if run:
+                assert checkpoint.restore(folder / "c").notes == ()
+            optimizer.gradient_buckets(variables, bytes_per_bucket=nbytes)
+            orders[run] = strategy.layout()["gradient_buckets"]
+            if not run:
+                checkpoint.save(folder / "c")
+            notes = checkpoint.restore(folder / "c").notes
+    assert orders[0] == orders[1] == [[[2], [1], [0]]]
+    assert orders[2] == [[[2, 1, 0]]]
+    assert notes == ("gradient_buckets: [[[2], [1], [0]]] when it was saved, [[[2, 1, 0]]] now",)
+
+
 @pytest.fixture(autouse=True)
 def _same_everywhere(strategy: ms.MirroredStrategy) -> Iterator[None]:
     yield

@@ -50,9 +50,11 @@ def dotted(node: ast.AST) -> str:
 
 def asked_for() -> Iterator[tuple[str, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        numba = "from numba import cuda" in path.read_text(encoding="utf-8")
-        for node in ast.walk(tree):
+        text = path.read_text(encoding="utf-8")
+        if "cupy" not in text:
+            continue
+        numba = "from numba import cuda" in text
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("cupy", "cupyx"):
                 yield from ((path.name, f"{node.module}.{alias.name}") for alias in node.names)
             name = dotted(node)
