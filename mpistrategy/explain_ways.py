@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.mpi import across_nodes, bfloat16, window
+from mpistrategy.mpi import across_nodes, bfloat16, chunk_choice, window
 from mpistrategy.mpi.paths import Paths
 from mpistrategy.mpi.transport import Communicator
 
@@ -113,6 +113,8 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
         case "window":
             chunk = window.chunk_bytes_for(local, paths.chunk_bytes)
             way = f"through the node's window, in {_pieces(alike, chunk, 'chunk')}"
+            if nbytes >= chunk_choice.LEAST_BYTES and local <= chunk_choice.MOST_RANKS and ground.nodes == 1:
+                way += f", or of {size_in_words(chunk_choice.LARGE_BYTES)} while these are faster"
             copies += [((local - 1) / local, f"{local - 1}/{local} into the window"), (1, "the result out of it")]
             read = size_in_words(2 * (local - 1) / local * nbytes)
             moved = f"each rank writes {size} there and reads {read}"

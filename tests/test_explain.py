@@ -75,6 +75,8 @@ def test_what_is_too_large_for_blocks_goes_through_the_window(
     assert "through the node's window, in 17 chunks of at most 256 KiB" in text
     assert f"{2 - 1 / SIZE:.3g} copies: {SIZE - 1}/{SIZE} into the window, the result out of it" in text
     assert "each rank writes 4 MiB there and reads " in text
+    text = one_node.explain(np.zeros(2**21 + 7, np.float32))
+    assert "in 33 chunks of at most 256 KiB, or of 4 MiB while these are faster" in text
 
 
 @several

@@ -156,8 +156,9 @@ def test_rates_are_kept_and_may_be_missing() -> None:
 
 def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(cache / "none.json"))
-    with pytest.warns(FallbackWarning, match="No such file"):
+    with pytest.warns(FallbackWarning, match="No such file") as caught:
         assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+    assert caught[0].filename == __file__  # where the user's program is, not where we warn
 
 
 @pytest.mark.parametrize(

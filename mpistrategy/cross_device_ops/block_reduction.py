@@ -16,8 +16,8 @@ from mpistrategy.arrays import Array, quiet_runner
 from mpistrategy.cross_device_ops.packing import Pack
 from mpistrategy.mpi.replicas import combine
 from mpistrategy.mpi.shared_memory import aligned
+from mpistrategy.mpi.staging import share
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.mpi.window import share
 
 #: `mpistrategy.mpi.replicas.combine`, or what does the same in another order.
 Combination = Callable[[Sequence[Array], Sequence[Array], str, int, tuple[int, int]], None]

@@ -9,13 +9,13 @@ The same source is C++ but for a few words, and tests run it on the CPU.
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.call_sites import warn
 
 NAME = "mpistrategy_move"
 #: How many arrays go into one launch: with them the argument is just below the 4 KiB that every GPU takes.
@@ -244,9 +244,8 @@ def kernel(cupy: Any) -> Any:
         return module.get_function(NAME)
     except Exception as error:  # of many types: no NVRTC, no headers, a disk that is full
         reason = str(error).strip().partition("\n")[0]
-        warnings.warn(
+        warn(
             f"arrays in GPU memory are packed one by one: the kernel for all of them cannot be compiled ({reason})",
             FallbackWarning,
-            stacklevel=2,
         )
         return None

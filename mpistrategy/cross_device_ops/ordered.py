@@ -18,8 +18,8 @@ from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.buffers import divide_by
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.paths import Way
+from mpistrategy.mpi.staging import share
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.mpi.window import share
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.values import IndexedSlices
 

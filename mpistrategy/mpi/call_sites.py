@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from itertools import islice
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -64,3 +65,13 @@ def site_of(frame: FrameType | None) -> Site:
 def call_site() -> Site:
     """Return the place of the first frame outside this package."""
     return site_of(sys._getframe(1))
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warn of something at the place in the user's program where it began, not somewhere in this package."""
+    frame = outside(sys._getframe(1))
+    if frame is None:  # a thread of ours
+        warnings.warn(text, category, stacklevel=2)
+        return
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)

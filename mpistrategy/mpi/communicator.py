@@ -143,9 +143,11 @@ class MpiCommunicator(Verbs):
         self.shares_memory = shared.is_shared
         if shared.is_shared and self.local_size > 1:
             control = self._control
-            node = NodeMemory(shared, self.paths, Waiting(self.local_size, control.progress, self._cores))
+            alone = self.local_size == self.size
+            waiting = Waiting(self.local_size, control.progress, self._cores)
+            node = NodeMemory(shared, self.paths, waiting, self._shared_if_there_is_room if alone else None)
             self.window = node.window
-            if self.local_size == self.size:
+            if alone:
                 self.cells = node.cells
                 self.blocks = Blocks(node.cells, self._shared_if_there_is_room)
                 return lines, CellChannel(node.cells, control.allgather_text)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 from mpistrategy.device_arrays import cupy_for
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi import cuda_aware, cuda_trials, gpus, ipc_path, nccl_path
+from mpistrategy.mpi.call_sites import warn
 from mpistrategy.mpi.device_choice import Abilities, choose
 from mpistrategy.mpi.device_path import Alone, DevicePath
 from mpistrategy.mpi.direct_path import DirectPath
@@ -52,7 +52,7 @@ def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> Devi
         failed[choice.name] = path
     path.make_room(nbytes)
     if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
-        warnings.warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning, stacklevel=2)
+        warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
     call.agree("use the path of arrays in GPU memory")
     ranks.device_paths.by_name[choice.name] = path
     ranks.device_paths.reasons[word] = choice.reason

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrategy.arrays import COMBINE, Array
 from mpistrategy.mpi.shared_memory import aligned
-from mpistrategy.mpi.window import share
+from mpistrategy.mpi.staging import share
 
 
 class Request(Protocol):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi import cells, window
+from mpistrategy.mpi.call_sites import warn
 from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.paths import Paths
 from mpistrategy.mpi.shared_memory import SharedMemory, aligned, part
@@ -21,13 +21,20 @@ class NodeMemory:
         memory: `bytes_for` the same ranks and paths.
         paths: how large the parts are.
         waiting: how to wait for a peer.
+        more: for the window; see `NodeWindow`.
     """
 
-    def __init__(self, memory: SharedMemory, paths: Paths, waiting: Waiting) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        paths: Paths,
+        waiting: Waiting,
+        more: Callable[[int], SharedMemory | None] | None = None,
+    ) -> None:
         cell_bytes = _cell_bytes(paths)
         chunk_bytes = window.chunk_bytes_for(len(memory.segments), paths.chunk_bytes)
         self.cells = Cells(part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
-        self.window = NodeWindow(part(memory, cell_bytes), chunk_bytes, waiting)
+        self.window = NodeWindow(part(memory, cell_bytes), chunk_bytes, waiting, more)
 
     @staticmethod
     def bytes_for(ranks: int, paths: Paths) -> int:
@@ -62,11 +69,10 @@ def warn_without_memory(reason: str, rank: int, *, later: bool = False) -> None:
             if later
             else "the ranks of a node share no memory, and everything goes through MPI"
         )
-        warnings.warn(
+        warn(
             f"{what}: {reason}. Results are the same, slower. "
             "Give the node (or the container: --shm-size, --ipc=host) more room there.",
             FallbackWarning,
-            stacklevel=2,
         )
 
 

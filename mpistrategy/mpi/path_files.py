@@ -11,7 +11,6 @@ import math
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.call_sites import warn
 from mpistrategy.mpi.paths import DEFAULT, Paths, Rates
 
 VARIABLE = "MPISTRATEGY_PATHS"
@@ -190,11 +190,10 @@ def agreed(version: str, ranks: Ranks) -> Paths:
     if not trouble:
         return paths
     if ranks.rank == 0:
-        warnings.warn(
+        warn(
             f"{trouble}; all ranks use the defaults. Measure anew with `mpistrategy bench --save`, remove the file, or "
             f"give all ranks the same one: {VARIABLE}=FILE.",
             FallbackWarning,
-            stacklevel=2,
         )
     return DEFAULT
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi import faults
 from mpistrategy.mpi.across_nodes import Manner, across_nodes
+from mpistrategy.mpi.call_sites import warn
 from mpistrategy.mpi.channel import ControlChannel, all_equal_patiently, growing_pauses
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
@@ -106,7 +106,7 @@ class AtOnce:
         for job in self._failed:
             if not job.was_waited_for:
                 text = f"an all_reduce_async failed and nobody waited for it: {job.error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                warn(text, RuntimeWarning)
 
 
 class Engine(AtOnce):

@@ -20,8 +20,8 @@ import numpy as np
 from mpistrategy.arrays import COMBINE, Array, wire_dtype
 from mpistrategy.mpi.across_nodes import across_nodes, is_rounded
 from mpistrategy.mpi.shared_memory import SharedMemory
+from mpistrategy.mpi.staging import share
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.mpi.window import share
 
 #: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
 _CACHE_BYTES = 512 * 2**10

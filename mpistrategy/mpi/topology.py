@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from mpistrategy import devices
 from mpistrategy.device_arrays import cupy_for
 from mpistrategy.devices import Device
 from mpistrategy.errors import DeviceError, FallbackWarning, OptionTypeError
+from mpistrategy.mpi.call_sites import warn
 from mpistrategy.mpi.transport import Communicator
 
 _WHERE = "MirroredStrategy"
@@ -87,7 +87,7 @@ def choose_device(request: Request, ranks: Communicator) -> Device:
     if request.word == "auto":
         bound, reason = binding.bind_if_possible(sights, ranks.node_of)
         if reason and ranks.rank == 0:
-            warnings.warn(f'devices="auto": all ranks work on CPUs. {reason}', FallbackWarning, stacklevel=3)
+            warn(f'devices="auto": all ranks work on CPUs. {reason}', FallbackWarning)
     else:
         named = [int(index) if index != "-" else None for index, _, _ in told]
         bound = binding.bind(sights, ranks.node_of, sharing=request.word == "shared", named=named)

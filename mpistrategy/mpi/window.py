@@ -10,20 +10,19 @@ again only after all peers have said that they are done with the chunk after it,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpistrategy.arrays import COMBINE, Array, quiet_runner
-from mpistrategy.mpi import counters
+from mpistrategy.mpi import chunk_choice, counters, staging
+from mpistrategy.mpi.chunk_choice import LARGE_BYTES, LEAST_BYTES, SMALL, ChunkChoice
 from mpistrategy.mpi.counters import Counter
 from mpistrategy.mpi.shared_memory import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.staging import Layout, Staging
 from mpistrategy.mpi.waiting import Waiting
 
 _COUNTERS = 3
-_BUFFERS = 2
-_REMEMBERED = 512
 #: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
 _LEAST_SLICE_BYTES = 16 * 2**10
 _LARGEST_CHUNK_BYTES = 2**20
@@ -36,32 +35,7 @@ def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
 
 def segment_bytes(chunk_bytes: int) -> int:
     """Return how much memory each rank's counters and staging buffers take."""
-    return counters.bytes_of(_COUNTERS) + _BUFFERS * 2 * chunk_bytes
-
-
-def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
-    """Return where share `part` of `count` elements begins and ends; the borders are on cache lines."""
-    step = max(1, ALIGNMENT // itemsize)
-    lines = -(-count // step)
-    return min(count, lines * part // parts * step), min(count, lines * (part + 1) // parts * step)
-
-
-class Layout(NamedTuple):
-    """Where a chunk of one size is, in one of the two staging buffers.
-
-    Attributes:
-        brings: which parts of the source this rank brings, and where they go: all but its own slice.
-        own: this rank's slice; None when it has none.
-        parts: what the ranks brought of that slice, in rank order; None in the place of this rank.
-        total: where it adds them up.
-        outs: the other ranks' slices, and where their sums are.
-    """
-
-    brings: list[tuple[slice, Array]]
-    own: slice | None
-    parts: list[Array | None]
-    total: Array
-    outs: list[tuple[slice, Array]]
+    return counters.bytes_of(_COUNTERS) + staging.bytes_of(chunk_bytes)
 
 
 class NodeWindow:
@@ -71,23 +45,24 @@ class NodeWindow:
         memory: `segment_bytes(chunk_bytes)` for each rank, zeroed.
         chunk_bytes: what a rank stages at a time.
         waiting: how to wait for a peer.
+        more: returns so many bytes more for each rank, None where they cannot be shared; collective.  With them, large
+            calls have larger chunks where these are faster.
     """
 
-    def __init__(self, memory: SharedMemory, chunk_bytes: int, waiting: Waiting) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        chunk_bytes: int,
+        waiting: Waiting,
+        more: Callable[[int], SharedMemory | None] | None = None,
+    ) -> None:
         self.local_rank = memory.local_rank
         self.size = len(memory.segments)
         self._waiting = waiting
-        self._chunk_bytes = chunk_bytes
         self._brought, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
-        start = counters.bytes_of(_COUNTERS)
-        self._stages = [
-            [
-                [segment[start + (2 * b + part) * chunk_bytes :][:chunk_bytes] for segment in memory.segments]
-                for part in (0, 1)
-            ]
-            for b in range(_BUFFERS)
-        ]
-        self._layouts: dict[tuple[np.dtype[Any], int], tuple[Layout, Layout]] = {}
+        self._stagings = [Staging(memory, chunk_bytes, counters.bytes_of(_COUNTERS))]
+        self._choice: ChunkChoice | None = None
+        self._more = more if self.size <= chunk_choice.MOST_RANKS and chunk_bytes < LARGE_BYTES else None
         self._quiet = quiet_runner()
         self._chunks = 0
         self._barriers = 0
@@ -115,29 +90,63 @@ class NodeWindow:
         self._quiet(self._allreduce_many, pairs, COMBINE[op], divisor)
 
     def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], combine: np.ufunc, divisor: int) -> None:
-        elements = self._chunk_bytes // pairs[0][0].dtype.itemsize
+        choice = self._choice_for(pairs, combine)
+        if choice is None:
+            self._through(self._stagings[SMALL], pairs, combine, divisor)
+            return
+        self._through(self._stagings[choice.begin()], pairs, combine, divisor, choice.first_chunk_is_over)
+        choice.end(_bytes_of(pairs))
+
+    def _choice_for(self, pairs: Sequence[tuple[Array, Array]], combine: np.ufunc) -> ChunkChoice | None:
+        """Return what chooses the chunks for these; None where they are small ones."""
+        if self._more is None and self._choice is None:
+            return None
+        # NumPy's products of complex numbers depend on where a slice ends: theirs is always the same.
+        if _bytes_of(pairs) < LEAST_BYTES or (pairs[0][0].dtype.kind == "c" and combine is not np.add):
+            return None
+        if self._more is not None:
+            more, self._more = self._more, None
+            memory = more(ALIGNMENT + staging.bytes_of(LARGE_BYTES))
+            if memory is not None:
+                self._stagings.append(Staging(memory, LARGE_BYTES, ALIGNMENT))
+                self._choice = ChunkChoice(Counter(memory, 0), self.local_rank == 0)
+        return self._choice
+
+    def _through(
+        self,
+        stage: Staging,
+        pairs: Sequence[tuple[Array, Array]],
+        combine: np.ufunc,
+        divisor: int,
+        begun: Callable[[], None] | None = None,
+    ) -> None:
+        """Reduce all pairs in the chunks of `stage`; call `begun` when all ranks have begun and none has ended."""
+        elements = stage.chunk_bytes // pairs[0][0].dtype.itemsize
         last: tuple[Array, Layout] | None = None
         for source, target in pairs:
-            if source.size <= elements:
-                last = self._chunk(source, target, combine, divisor, last)
-                continue
-            for start in range(0, source.size, elements):
-                stop = start + elements
-                last = self._chunk(source[start:stop], target[start:stop], combine, divisor, last)
+            whole = source.size <= elements
+            for start in (0,) if whole else range(0, source.size, elements):
+                part = slice(start, start + elements)
+                brought, result = (source, target) if whole else (source[part], target[part])
+                layout = stage.layout(brought.dtype, brought.size, self._chunks)
+                self._chunk(layout, brought, result, combine, divisor, last)
+                last = (result, layout)
+                if begun is not None:
+                    begun()
+                    begun = None
         if last is not None:
             self._copy_out(*last)
 
     def _chunk(
-        self, source: Array, target: Array, combine: np.ufunc, divisor: int, last: tuple[Array, Layout] | None
-    ) -> tuple[Array, Layout]:
-        """Bring and add up one chunk, and copy the one before it out; return what is to be copied out later."""
-        key = (source.dtype, source.size)
-        layouts = self._layouts.get(key)
-        if layouts is None:
-            if len(self._layouts) >= _REMEMBERED:
-                self._layouts.clear()
-            layouts = self._layouts[key] = (self._layout(*key, 0), self._layout(*key, 1))
-        layout = layouts[self._chunks & 1]
+        self,
+        layout: Layout,
+        source: Array,
+        target: Array,
+        combine: np.ufunc,
+        divisor: int,
+        last: tuple[Array, Layout] | None,
+    ) -> None:
+        """Bring and add up one chunk, and copy the one before it out."""
         number = self._chunks + 1
         for part, place in layout.brings:
             place[...] = source[part]
@@ -147,19 +156,18 @@ class NodeWindow:
         self._chunks = number
         self._wait_for(self._brought, number)
         own = layout.own
-        if own is not None:
-            total, mine = layout.total, source[own]
-            first, second, *others = (mine if theirs is None else theirs for theirs in layout.parts)
-            combine(first, second, out=total)
-            for other in others:
-                combine(total, other, out=total)
-            if divisor != 1:
-                np.true_divide(total, total.dtype.type(divisor), out=total)
+        if own is None:
             self._added.tell(number)
-            target[own] = total
-        else:
-            self._added.tell(number)
-        return target, layout
+            return
+        total, mine = layout.total, source[own]
+        first, second, *others = (mine if theirs is None else theirs for theirs in layout.parts)
+        combine(first, second, out=total)
+        for other in others:
+            combine(total, other, out=total)
+        if divisor != 1:
+            np.true_divide(total, total.dtype.type(divisor), out=total)
+        self._added.tell(number)
+        target[own] = total
 
     def _copy_out(self, target: Array, layout: Layout) -> None:
         """Copy the peers' sums of the chunk that was brought last."""
@@ -167,23 +175,13 @@ class NodeWindow:
         for part, total in layout.outs:
             target[part] = total
 
-    def _layout(self, dtype: np.dtype[Any], count: int, buffer: int) -> Layout:
-        """Return where everything is of a chunk of so many elements in one of the two buffers."""
-        brought, added = ([segment.view(dtype) for segment in part] for part in self._stages[buffer])
-        borders = [slice(*share(count, rank, self.size, dtype.itemsize)) for rank in range(self.size)]
-        me, own = self.local_rank, borders[self.local_rank]
-        around = [part for part in (slice(0, own.start), slice(own.stop, count)) if part.stop > part.start]
-        return Layout(
-            [(part, brought[me][part]) for part in around],
-            own if own.stop > own.start else None,
-            [None if rank == me else brought[rank][own] for rank in range(self.size)],
-            added[me][own],
-            [(part, added[r][part]) for r, part in enumerate(borders) if r != me and part.stop > part.start],
-        )
-
     def _wait_for(self, counter: Counter, number: int) -> None:
         for theirs in counter.numbers:
             if theirs[0] < number:
                 self._waiting.until(theirs, number)
         if counter.fence is not None:
             counter.fence()
+
+
+def _bytes_of(pairs: Sequence[tuple[Array, Array]]) -> int:
+    return sum(source.nbytes for source, _ in pairs)

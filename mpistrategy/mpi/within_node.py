@@ -14,8 +14,8 @@ from mpistrategy.mpi import counters
 from mpistrategy.mpi.counters import Counter
 from mpistrategy.mpi.exchange import blocks_of, combined
 from mpistrategy.mpi.shared_memory import SharedMemory
+from mpistrategy.mpi.staging import share
 from mpistrategy.mpi.transport import Communicator
-from mpistrategy.mpi.window import share
 
 # Besides the pieces on the network, the node works on one before and one after.
 _MORE_SLOTS = 2

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.call_events import described
+from mpistrategy.mpi.call_sites import warn
 from mpistrategy.mpi.flight_record import values_in_words
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.telemetry import listening
@@ -115,7 +115,7 @@ class Nvtx(listening.Switched):
             if self._ways is None:
                 self.stop()
                 words = f"no CuPy that is imported, no package nvtx (pip install nvtx) and no {_LIBRARY}"
-                warnings.warn(f"no NVTX ranges: there is {words}", FallbackWarning, stacklevel=2)
+                warn(f"no NVTX ranges: there is {words}", FallbackWarning)
                 return
             self.source = self._ways.source
         if self._ways is not None:
