@@ -158,6 +158,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="I/N",
         help="run the I-th of N parts: the last has the tests that start no jobs, the others share those that do",
     )
+    parser.addoption(
+        "--second-mpi", action="store_true", help="leave out what came out on another MPI: tests marked one_rank"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -281,28 +284,31 @@ def _tell(accounts: Sequence[Account], told: str | None = None) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ranks = config.stash[RANKS]
+    if ranks.size > 1 or config.option.second_mpi:
+        _drop(config, items, lambda item: _is_of_one_rank(item) and not (ranks.size == 1 and _starts_jobs(item)))
+    if ranks.size > 1:
+        _drop(config, items, _starts_jobs)
     if config.option.part:
         _keep_part(config, items)
-    ranks = config.stash[RANKS]
-    if ranks.size > 1:
-        _keep_those_of_several_ranks(config, items)
     for item in items:
         handle = getattr(getattr(item, "obj", None), "hypothesis", None)
         if ranks.size > 1 and handle is not None and not hasattr(handle.inner_test, "agreed"):
             handle.inner_test = _agree_on_examples(handle.inner_test, item.nodeid, ranks)
 
 
-def _keep_those_of_several_ranks(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to the session on one rank what starts jobs itself, and what is the same on any number of ranks."""
-    dropped = [
-        item
-        for item in items
-        if "launch" in getattr(item, "fixturenames", ())
-        or (item.get_closest_marker("one_rank") and not item.get_closest_marker("mpi"))
-    ]
-    config.hook.pytest_deselected(items=dropped)
-    gone = set(dropped)
-    items[:] = [item for item in items if item not in gone]
+def _is_of_one_rank(item: pytest.Item) -> bool:
+    return item.get_closest_marker("one_rank") is not None and item.get_closest_marker("mpi") is None
+
+
+def _starts_jobs(item: pytest.Item) -> bool:
+    return "launch" in getattr(item, "fixturenames", ())
+
+
+def _drop(config: pytest.Config, items: list[pytest.Item], which: Callable[[pytest.Item], bool]) -> None:
+    dropped = {item for item in items if which(item)}
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
 
 
 def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -311,7 +317,7 @@ def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, parts = map(int, match.groups()) if match else (1, 0)
     if not 1 <= part <= parts or parts < 2:
         raise pytest.UsageError(f"--part takes I/N, I from 1 to N and N from 2 on, not {config.option.part!r}")
-    starters = [item for item in items if "launch" in getattr(item, "fixturenames", ())]
+    starters = [item for item in items if _starts_jobs(item)]
     place = {item: number % (parts - 1) + 1 for number, item in enumerate(starters)}
     mine = [item for item in items if place.get(item, parts) == part]
     config.hook.pytest_deselected(items=[item for item in items if place.get(item, parts) != part])

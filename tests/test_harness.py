@@ -150,6 +150,23 @@ def test_ranks_that_collect_different_tests_are_refused(session: Session) -> Non
     assert "passed" not in job.stdout, job
 
 
+def test_what_has_nothing_to_do_with_ranks_runs_once(session: Session) -> None:
+    source = """
+        @pytest.mark.one_rank
+        def test_alone(): assert world.size == 1
+
+        @pytest.mark.one_rank
+        @pytest.mark.mpi
+        def test_marked(): pass
+
+        def test_common(): pass
+    """
+    again = ("-m", "pytest", "--with-mpi", "--second-mpi")
+    assert "3 passed" in session(1, source).check().stdout
+    for job in (session(2, source), session(1, source, *again), session(2, source, *again)):
+        assert "2 passed, 1 deselected" in job.check().stdout, job
+
+
 def test_a_session_without_with_mpi_is_refused(session: Session) -> None:
     job = session(1, "def test_nothing(): pass", "-m", "pytest")
     assert job.returncode == pytest.ExitCode.USAGE_ERROR, job
