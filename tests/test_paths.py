@@ -81,6 +81,14 @@ def test_a_dtype_may_have_its_own_threshold() -> None:
     assert json.loads(json.dumps(MEASURED.thresholds()))["window_bytes_by_dtype"] == {"float64": 4096}
 
 
+def test_defaults_of_a_library() -> None:
+    intel = path_files.agreed("Intel(R) MPI Library 2021.18 for Linux* OS\n", Ranks("same"))
+    assert intel.window_bytes > DEFAULT.window_bytes
+    assert intel == replace(DEFAULT, window_bytes=intel.window_bytes)
+    assert intel.source == "the defaults"
+    assert path_files.agreed("some other MPI", Ranks("same")) == DEFAULT
+
+
 def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     other = path_files.save(replace(MEASURED, pack_bytes=128), Machine.of(VERSION, (0, 0)), cache / "other.json")

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from mpistrategy.bench.plot import draw
 from mpistrategy.bench.shapes import LISTS, NETWORKS
 from mpistrategy.bench.timing import FULL, QUICK, measure
 from mpistrategy.mirrored_strategy import MirroredStrategy
-from mpistrategy.mpi.path_files import VARIABLE, Machine, check_can_save, save
+from mpistrategy.mpi.path_files import VARIABLE, Machine, check_can_save, save, trying
+from mpistrategy.mpi.paths import DEFAULT, default_for
 from mpistrategy.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks of the job; return the exit status."""
-    strategy = MirroredStrategy()  # starts MPI
+    # What is about to be measured may not be there yet.
+    with trying(DEFAULT) if options.save else nullcontext():
+        strategy = MirroredStrategy()  # starts MPI
     if strategy.num_replicas_in_sync == 1:
         print(
             "mpistrategy bench: found one rank; expected several to measure between. "
@@ -175,7 +178,8 @@ def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, repo
         return 1
     tell = _tell if ranks.rank == 0 else lambda line: None
     effort, trials = (QUICK_SEARCH, 1) if options.quick else (EFFORT, 3)
-    search = Search(ranks, machine.ranks_on_node > 1, machine.nodes, tell, effort, trials)
+    default = default_for(machine.library)
+    search = Search(ranks, machine.ranks_on_node > 1, machine.nodes, tell, default, effort, trials)
     paths = replace(search.run(), source=f"measured {environment['date']} on {environment['cpu']}")
     report["cases"] = search.cases
     report["paths"] = asdict(paths)

@@ -51,6 +51,7 @@ class Search:
         share_memory: whether ranks of a node reduce through shared memory at all.
         nodes: how many nodes there are.
         tell: is given a line about each measurement.
+        default: what is left where nothing else is clearly faster.
         effort: for each case.
         trials: how often each comparison is made, with new strategies.
     """
@@ -61,6 +62,7 @@ class Search:
         share_memory: bool,
         nodes: int,
         tell: Callable[[str], None],
+        default: Paths = DEFAULT,
         effort: Effort = EFFORT,
         trials: int = 3,
     ) -> None:
@@ -70,17 +72,17 @@ class Search:
         self.tell = tell
         self.effort = effort
         self.trials = trials
-        self.paths = DEFAULT
+        self.default = self.paths = default
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Paths:
         """Measure all thresholds, and how fast the ways are with them; return them.  Collective."""
         if self.nodes > 1:  # what is for a node alone is not used then
-            self._best("across_piece_bytes", PIECES, replace(DEFAULT, across_bytes=64))
+            self._best("across_piece_bytes", PIECES, replace(self.default, across_bytes=64))
             self._from_size("across_bytes", ACROSS_SIZES, self.paths)
         else:
             if self.share_memory:
-                self._best("chunk_bytes", CHUNKS, replace(DEFAULT, cell_bytes=64, window_bytes=64))
+                self._best("chunk_bytes", CHUNKS, replace(self.default, cell_bytes=64, window_bytes=64))
                 self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
                 for name in DTYPES:
                     self._window_of(name)
@@ -121,7 +123,7 @@ class Search:
 
     def _best(self, name: str, candidates: Sequence[int], base: Paths) -> None:
         """Find the value that is fastest over all large sizes."""
-        default = getattr(DEFAULT, name)
+        default = getattr(self.default, name)
         ordered = [default, *(value for value in candidates if value != default)]
         tried = {size_in_words(value): _with(base, name, value) for value in ordered}
         logs = self._logs(name, LARGE, tried, _one)
@@ -166,7 +168,7 @@ class Search:
         return dict(zip(sizes, logs[:, 1].tolist(), strict=True))
 
     def _settle(self, name: str, costs: dict[int, float]) -> None:
-        self.paths = _with(self.paths, name, self._cheapest(name, costs, getattr(DEFAULT, name)))
+        self.paths = _with(self.paths, name, self._cheapest(name, costs, getattr(self.default, name)))
 
     def _cheapest(self, name: str, costs: dict[int, float], default: int) -> int:
         """Return the value of the least cost (a logarithm of time), if it is clearly less than the default's."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.call_sites import warn
-from mpistrategy.mpi.paths import DEFAULT, Paths, Rates
+from mpistrategy.mpi.paths import DEFAULT, Paths, Rates, default_for
 
 VARIABLE = "MPISTRATEGY_PATHS"
 _FORMAT = 2
@@ -175,10 +175,11 @@ def agreed(version: str, ranks: Ranks) -> Paths:
     machine = Machine.of(version, ranks.node_of)
     named = os.environ.get(VARIABLE)
     file = machine.file if named is None else Path(named).expanduser()
-    paths, trouble = DEFAULT, ""
+    shipped = default_for(machine.library)
+    paths, trouble = shipped, ""
     if named is not None or file.is_file():
         try:
-            paths = load(file) if named != "" else DEFAULT
+            paths = load(file) if named != "" else shipped
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
             trouble = f"the thresholds in {file} cannot be used: {reason}"
@@ -195,7 +196,7 @@ def agreed(version: str, ranks: Ranks) -> Paths:
             f"give all ranks the same one: {VARIABLE}=FILE.",
             FallbackWarning,
         )
-    return DEFAULT
+    return shipped
 
 
 _tried: list[Paths] = []
