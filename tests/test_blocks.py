@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,17 @@ from replicas import RANK, SIZE, context, expected, value_of
 import mpistrategy as ms
 from mpistrategy.arrays import Array
 from mpistrategy.mpi.blocks import block_bytes_for
+from mpistrategy.mpi.path_files import trying
+from mpistrategy.mpi.paths import DEFAULT
 
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[ms.MirroredStrategy]:
+    """A strategy that leaves nothing of this size to MPI, whatever is best with this one."""
+    with trying(DEFAULT), ms.MirroredStrategy() as made:
+        yield made
 
 
 def arrays_of(rank: int, round_: int, dtype: str = "float32") -> list[Array]:
