@@ -233,7 +233,7 @@ class QuickAllReduce:
                 return numbers_in_cells(program, op, agreed, where)
         dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
         general = _arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
-        only = reduction.only_array() if where.single else None
+        only = reduction.only_array() if where.single and kinds == {np.ndarray} else None
         return general if only is None else _one_array(reduction, only, self._communicator, agreed, layouts[0], general)
 
 

@@ -117,7 +117,7 @@ class DenseReduction:
         if len(self.packs) != 1 or not self._exact:
             return None
         ranks, op, pack = self._communicator, self._op.on_the_wire, self.packs[0]
-        if len(pack.members) > 1 or ranks.way(pack.nbytes, pack.dtype, op) != "window":
+        if len(pack.members) > 1 or ranks.way(pack.nbytes, pack.dtype, op) not in ("window", "mpi"):
             return None
         divisor = self._divisor(pack.dtype)
         return lambda source, target: ranks.allreduce(target, op, source, divisor)
