@@ -27,6 +27,7 @@ FLOORS = [
     {
         "arena",
         "arena_layout",
+        "arena_reductions",
         "device_arena",
         "explain",
         "explain_devices",
