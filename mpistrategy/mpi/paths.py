@@ -86,7 +86,7 @@ SIZES = tuple(field.name for field in fields(Paths) if field.type == "int")
 DEFAULT = Paths()
 #: Where the shipped thresholds differ, by how the library's name begins. Intel's own Allreduce is the faster one up
 #: to there (2 ranks, times raw: 64 KiB 2.4, else 4.7; 512 KiB 1.3, else 1.4; with far cores and `out=` 1.1, else 5).
-_OF_LIBRARIES = {"Intel": replace(DEFAULT, window_bytes=2 * 2**20)}
+_OF_LIBRARIES = {"Intel": replace(DEFAULT, window_bytes=3 * 2**19)}
 
 
 def default_for(library: str) -> Paths:
