@@ -99,11 +99,14 @@ def test_steps(launch: Launch, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif(launching.IS_OPEN_MPI, reason="MPICH alone can pretend to be several nodes")
+TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
+pretends = pytest.mark.skipif(launching.IS_OPEN_MPI, reason="MPICH alone can pretend to be several nodes")
+
+
+@pretends
 def test_nodes(launch: Launch, tmp_path: Path) -> None:
     pytest.importorskip("ml_dtypes")
-    pretend = {"MPIR_CVAR_NUM_CLIQUES": "2"}
-    found = figures(launch, tmp_path, "--only", "nodes", "--line-rate", "1", env=pretend)
+    found = figures(launch, tmp_path, "--only", "nodes", "--line-rate", "1", env=TWO_NODES)
     assert found["environment"]["nodes"] == 2
     check(found["cases"][0], "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=")
     assert found["cases"][0]["line_us"] == pytest.approx(64 * 1024 * 8 / 1000)
@@ -111,19 +114,21 @@ def test_nodes(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "measured"),
+    ("env", "measured"),
     [
-        (1, ("chunk_bytes", "window_bytes", "window_bytes of float64", "cell_bytes", "piece_bytes", "pack_bytes")),
-        (2, ("across_piece_bytes", "across_bytes", "pack_bytes")),
+        pytest.param(
+            {},
+            ("chunk_bytes", "window_bytes", "window_bytes of float64", "cell_bytes", "piece_bytes", "pack_bytes"),
+            id="one node",
+        ),
+        pytest.param(TWO_NODES, ("across_piece_bytes", "across_bytes", "pack_bytes"), marks=pretends, id="two nodes"),
     ],
 )
 def test_save_measures_thresholds_that_the_next_strategy_takes(
-    launch: Launch, tmp_path: Path, nodes: int, measured: tuple[str, ...]
+    launch: Launch, tmp_path: Path, env: dict[str, str], measured: tuple[str, ...]
 ) -> None:
-    if nodes > 1 and launching.IS_OPEN_MPI:
-        pytest.skip("only MPICH pretends to run on several nodes")
     file = tmp_path / "paths.json"
-    where = {"MPISTRATEGY_PATHS": str(file), **({"MPIR_CVAR_NUM_CLIQUES": "2"} if nodes > 1 else {})}
+    where = {"MPISTRATEGY_PATHS": str(file), **env}
     job = launch(2, [*BENCH, "--quick", "--save", "--markdown", tmp_path / "t.md"], env=where).check()
     assert f"saved {file}" in job.stderr
     for name in measured:

@@ -69,8 +69,8 @@ class Paths:
 
     def thresholds(self) -> dict[str, Any]:
         """Return the thresholds by name, for JSON: what decides which way a value takes, and so the bits of its sum."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: found[name] for name in SIZES} | {"window_bytes_by_dtype": dict(self.window_bytes_by_dtype)}
+        sizes = {name: getattr(self, name) for name in SIZES}
+        return sizes | {"window_bytes_by_dtype": dict(self.window_bytes_by_dtype)}
 
     def window_bytes_for(self, dtype: np.dtype[Any]) -> int:
         """Return from how many bytes on a buffer of this dtype is reduced through the node's window."""

@@ -11,6 +11,7 @@ again only after all peers have said that they are done with the chunk after it,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -90,19 +91,18 @@ class NodeWindow:
         self._quiet(self._allreduce_many, pairs, COMBINE[op], divisor)
 
     def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], combine: np.ufunc, divisor: int) -> None:
-        choice = self._choice_for(pairs, combine)
+        nbytes = sum(source.nbytes for source, _ in pairs)
+        choice = self._choice_for(nbytes, pairs[0][0].dtype, combine)
         if choice is None:
             self._through(self._stagings[SMALL], pairs, combine, divisor)
             return
         self._through(self._stagings[choice.begin()], pairs, combine, divisor, choice.first_chunk_is_over)
-        choice.end(_bytes_of(pairs))
+        choice.end(nbytes)
 
-    def _choice_for(self, pairs: Sequence[tuple[Array, Array]], combine: np.ufunc) -> ChunkChoice | None:
-        """Return what chooses the chunks for these; None where they are small ones."""
-        if self._more is None and self._choice is None:
-            return None
+    def _choice_for(self, nbytes: int, dtype: np.dtype[Any], combine: np.ufunc) -> ChunkChoice | None:
+        """Return what chooses the chunks for so many bytes; None where they are small ones."""
         # NumPy's products of complex numbers depend on where a slice ends: theirs is always the same.
-        if _bytes_of(pairs) < LEAST_BYTES or (pairs[0][0].dtype.kind == "c" and combine is not np.add):
+        if nbytes < LEAST_BYTES or (dtype.kind == "c" and combine is not np.add):
             return None
         if self._more is not None:
             more, self._more = self._more, None
@@ -181,7 +181,3 @@ class NodeWindow:
                 self._waiting.until(theirs, number)
         if counter.fence is not None:
             counter.fence()
-
-
-def _bytes_of(pairs: Sequence[tuple[Array, Array]]) -> int:
-    return sum(source.nbytes for source, _ in pairs)
