@@ -18,6 +18,7 @@ EVERY = 1 if ALL or cupy_here.IS_REAL else 20
 
 
 @pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore:the path of arrays in GPU memory is")  # NCCL wants a GPU for each rank
 @pytest.mark.skipif(SIZE > 2, reason="1 and 2 ranks are what a machine with one GPU is asked for")
 def test_recorded_cases_hold_in_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device, "MODE", "cupy" if cupy_here.IS_REAL else "double")
@@ -29,5 +30,6 @@ def test_recorded_cases_hold_in_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> N
     if RANK == 0:
         counts = Counter(result.verdict for result in results)
         print(f"conformance in GPU memory: {dict(counts)}")
-        assert not [result for result in results if result.verdict in ("failed", "unsupported")]
-        assert counts["passed"] > len(cases) / 2
+        wrong = [result for result in results if result.verdict in ("failed", "unsupported")]
+        assert not wrong, "\n".join(f"{result.case_id}: {'; '.join(result.details)}" for result in wrong)
+        assert counts["passed"] > len(results) / 2

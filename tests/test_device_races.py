@@ -37,8 +37,7 @@ def wrong_sums(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch, iterations
     if not cupy_here.IS_REAL:
         monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
     ranks = SIZE * (SIZE + 1) / 2
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with cupy_here.strategy() as strategy, stream:
+    with cupy_here.strategy() as strategy, cupy.cuda.Stream(non_blocking=True) as stream:  # a stream of this rank's GPU
         gradients = [cupy.asarray(np.full(size, -1.0)) for size in SIZES]
         wrong = cupy.asarray(np.zeros(1))
 
