@@ -8,13 +8,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import gpu_doubles
 import pytest
+from replicas import RANK, SIZE
 
 import mpistrategy as ms
 
 IS_REAL = os.environ.get("MPISTRATEGY_TEST_GPU") == "1"
+if IS_REAL:
+    from cupy import asarray, ndarray
+else:
+    from cupy_double import asarray, ndarray
+__all__ = ["IS_REAL", "PATHS", "asarray", "double_only", "gpus", "installed", "ndarray", "number", "strategy"]
 #: Which paths of arrays in GPU memory this machine has: with a real GPU as MPISTRATEGY_TEST_PATHS says.
 PATHS = tuple(os.environ.get("MPISTRATEGY_TEST_PATHS", "staged").split(",")) if IS_REAL else ("staged", "mpi")
 
@@ -42,3 +49,22 @@ def installed() -> Iterator[ModuleType]:
 def strategy() -> ms.MirroredStrategy:
     """Return a strategy whose ranks work on the one GPU."""
     return ms.MirroredStrategy("shared")
+
+
+@contextmanager
+def gpus() -> Iterator[ms.MirroredStrategy]:
+    """Give a strategy whose ranks drive the doubles' GPUs, one each, or the real ones that there are."""
+    if IS_REAL:
+        with installed(), strategy() as made:
+            yield made
+    else:
+        with gpu_doubles.pretended(*(f"GPU-{rank}" for rank in range(SIZE))), ms.MirroredStrategy("gpu") as made:
+            yield made
+
+
+def number(made: ms.MirroredStrategy) -> int:
+    """Return the number of the GPU that this rank of `gpus` drives."""
+    devices: Any = made.run(lambda: ms.get_replica_context().devices)
+    found = int(devices[0].rpartition(":")[2])
+    assert IS_REAL or found == RANK
+    return found

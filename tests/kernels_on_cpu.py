@@ -19,10 +19,10 @@ from mpistrategy.cross_device_ops import device_moves, move_kernel
 
 HAS_COMPILER = shutil.which("g++") is not None
 
-# What CUDA knows and C++ does not; the 16-bit floats by their bits, since g++ has no type for them before version 13.
+# What CUDA knows and C++ does not.
 _SHIM = r"""
-#include <cmath>
 #include <cstring>
+#include "half.hpp"
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -31,27 +31,6 @@ struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct alignas(8) uint2 { unsigned int x, y; };
 struct Place { unsigned int x; };
 static thread_local Place blockIdx, threadIdx;
-
-static float half_to_float(unsigned short bits) {
-    const int exponent = (bits >> 10) & 31, fraction = bits & 1023;
-    float value;
-    if (exponent == 31) value = fraction ? NAN : INFINITY;
-    else if (exponent) value = std::ldexp((float)(1024 + fraction), exponent - 25);
-    else value = std::ldexp((float)fraction, -24);
-    return bits & 0x8000 ? -value : value;
-}
-
-static unsigned short float_to_half(float value) {
-    const unsigned short sign = std::signbit(value) ? 0x8000 : 0;
-    value = std::fabs(value);
-    if (std::isnan(value)) return sign | 0x7e00;
-    if (value >= 65520.0f) return sign | 0x7c00;
-    if (value < 6.103515625e-05f) return sign | (unsigned short)std::nearbyint(std::ldexp(value, 24));
-    int exponent;
-    std::frexp(value, &exponent);  // 2^(exponent - 1) <= value
-    const unsigned int fraction = (unsigned int)std::nearbyint(std::ldexp(value, 11 - exponent));
-    return sign | (unsigned short)(((exponent + 13) << 10) + fraction);  // a fraction of 2048 carries over
-}
 """
 _DRIVER = r"""
 static_assert(sizeof(Moves) == SIZE_OF_MOVES, "as in Python");
@@ -68,7 +47,14 @@ def compiled(folder: Path) -> ctypes.CDLL:
     source, library = folder / "move.cpp", folder / "move.so"
     driver = _DRIVER.replace("SIZE_OF_MOVES", str(move_kernel.MOVES.itemsize))
     source.write_text(_SHIM + move_kernel.SOURCE + driver)
-    flags = ["-std=c++14", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing"]
+    flags = [
+        f"-I{Path(__file__).parent / 'cuda_on_cpu'}",
+        "-std=c++14",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fno-strict-aliasing",
+    ]
     flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(["g++", *flags, "-o", library, source], check=True, timeout=100)
     return ctypes.CDLL(str(library))

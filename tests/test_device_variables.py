@@ -1,4 +1,4 @@
-"""Strategies of GPUs, with doubles: variables and optimizers in GPU memory do what they do on the host."""
+"""Strategies of GPUs, real ones or doubles: variables and optimizers in GPU memory do what they do on the host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import cupy_double
+import cupy_here
 import numpy as np
 import pytest
-from cupy_double import ndarray
+from cupy_here import double_only, ndarray
 from gpu_doubles import pretended
 from replicas import RANK, SIZE
 
@@ -21,7 +22,7 @@ ON_READ = {"synchronization": "ON_READ"}
 
 @pytest.fixture
 def gpus() -> Iterator[ms.MirroredStrategy]:
-    with pretended(*(f"GPU-{rank}" for rank in range(SIZE))), ms.MirroredStrategy("gpu") as strategy:
+    with cupy_here.gpus() as strategy:
         yield strategy
 
 
@@ -32,7 +33,7 @@ def cpus() -> Iterator[ms.MirroredStrategy]:
 
 
 def on_gpu(array: Any) -> Any:
-    return cupy_double.asarray(array)
+    return cupy_here.asarray(array)
 
 
 def test_a_variable_is_on_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None:
@@ -41,7 +42,7 @@ def test_a_variable_is_on_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None
         w = ms.Variable(lambda: on_gpu(np.ones((2, 3), np.float32) * (RANK + 1)))
         count = ms.Variable(0)
     assert type(v.read_value()) is ndarray
-    assert v.read_value().device.id == RANK
+    assert v.read_value().device.id == cupy_here.number(gpus)
     assert v.numpy().tolist() == [0, 1, 2, 3]  # replica 0's
     assert isinstance(v.numpy(), np.ndarray)
     assert np.asarray(w).tolist() == [[1, 1, 1]] * 2
@@ -145,6 +146,7 @@ def test_training_is_that_of_the_host(
     gpus.assert_mirrored()
 
 
+@double_only
 def test_a_step_waits_for_the_gpu_only_in_the_reduction(gpus: ms.MirroredStrategy) -> None:
     with gpus.scope():
         v = ms.Variable(np.ones(1000))
@@ -238,6 +240,7 @@ def test_gathers_and_broadcasts_return_what_they_were_given(gpus: ms.MirroredStr
     assert total.get().tolist() == [2 * SIZE] * 2
 
 
+@double_only
 def test_one_device_may_be_a_gpu() -> None:
     with pretended("GPU-a", "GPU-b"):
         strategy = ms.OneDeviceStrategy("GPU:1")
@@ -249,6 +252,7 @@ def test_one_device_may_be_a_gpu() -> None:
             ms.OneDeviceStrategy("GPU:2")
 
 
+@double_only
 def test_arrays_on_another_gpu_than_the_ranks_are_refused(gpus: ms.MirroredStrategy) -> None:
     with cupy_double.cupy.cuda.Device(7):
         elsewhere = on_gpu(np.ones(2))
@@ -256,6 +260,7 @@ def test_arrays_on_another_gpu_than_the_ranks_are_refused(gpus: ms.MirroredStrat
         gpus.run(lambda: ms.get_replica_context().all_reduce("SUM", elsewhere))
 
 
+@double_only
 def test_the_example_of_the_readme(gpus: ms.MirroredStrategy) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     source = readme.partition("## On GPUs")[2].partition("```text\n")[2].partition("```")[0]
@@ -268,6 +273,7 @@ def test_the_example_of_the_readme(gpus: ms.MirroredStrategy) -> None:
         names["strategy"].close()
 
 
+@double_only
 def test_a_thread_with_another_device_updates_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None:
     with gpus.scope():
         v = ms.Variable(np.ones(4))

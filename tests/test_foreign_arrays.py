@@ -9,15 +9,20 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cupy_double
+import cupy_here
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_doubles import pretended
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
 from mpistrategy.foreign_arrays import library_of
+
+
+def exported(array: Any, **options: Any) -> Any:
+    """Return what DLPack says of an array; the double's own arrays stand for that."""
+    is_double = isinstance(array, cupy_here.ndarray) and not cupy_here.IS_REAL
+    return array if is_double else array.__dlpack__(**options)
 
 
 class Tensor:
@@ -26,7 +31,7 @@ class Tensor:
     def __init__(self, array: Any, *, grad: bool = False, conj: bool = False) -> None:
         self.array, self.grad, self._conj = array, grad, conj
         self.dtype = "torch.bfloat16" if array.dtype.name == "bfloat16" else str(array.dtype)
-        self.is_cuda = isinstance(array, cupy_double.ndarray)
+        self.is_cuda = isinstance(array, cupy_here.ndarray)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +65,7 @@ class Tensor:
     def __dlpack__(self, **options: Any) -> Any:
         if self.grad or self._conj:
             raise BufferError("Can't export tensors that require gradient")
-        return self.array if self.is_cuda else self.array.__dlpack__(**options)
+        return exported(self.array, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, 0) if self.is_cuda else (1, 0)
@@ -85,10 +90,10 @@ class Spoken:
         self.array = array
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.array if isinstance(self.array, cupy_double.ndarray) else self.array.__dlpack__(**options)
+        return exported(self.array, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0) if isinstance(self.array, cupy_double.ndarray) else (1, 0)
+        return (2, 0) if isinstance(self.array, cupy_here.ndarray) else (1, 0)
 
 
 Tensor.__module__ = "torch"
@@ -105,17 +110,17 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def gpu() -> Iterator[ms.MirroredStrategy]:
-    with pretended("GPU-0"), ms.MirroredStrategy("shared") as strategy:
+    with cupy_here.installed(), cupy_here.strategy() as strategy:
         yield strategy
 
 
 def on_gpu(array: Any, **options: Any) -> Tensor:
-    return Tensor(cupy_double.asarray(array), **options)
+    return Tensor(cupy_here.asarray(array), **options)
 
 
 def numbers(value: Any) -> list[Any]:
     array = value.array if isinstance(value, (Tensor, Spoken)) else value
-    return (array.get() if isinstance(array, cupy_double.ndarray) else np.asarray(array)).astype(float).tolist()
+    return (array.get() if isinstance(array, cupy_here.ndarray) else np.asarray(array)).astype(float).tolist()
 
 
 def context() -> ms.ReplicaContext:
@@ -167,8 +172,8 @@ def test_whatever_speaks_dlpack_is_accepted(gpu: ms.MirroredStrategy) -> None:
     host = gpu.run(lambda: context().all_reduce("SUM", Spoken(np.full(2, RANK + 1.0))))
     assert type(host) is np.ndarray
     assert numbers(host) == [TOTAL] * 2
-    device = gpu.run(lambda: context().all_reduce("SUM", Spoken(cupy_double.asarray(np.full(2, RANK + 1.0)))))
-    assert type(device) is cupy_double.ndarray
+    device = gpu.run(lambda: context().all_reduce("SUM", Spoken(cupy_here.asarray(np.full(2, RANK + 1.0)))))
+    assert type(device) is cupy_here.ndarray
     assert numbers(device) == [TOTAL] * 2
 
 

@@ -72,6 +72,14 @@ def test_on_the_double_rows_have_figures(launch: Any, tmp_path: Path) -> None:
     assert (tmp_path / "lane.logs" / "staged.txt").read_text().startswith("$ ")
 
 
+@pytest.mark.skipif(HAS_CUPY, reason="then something can")
+def test_without_cupy_nothing_can_stand_in_for_a_gpu(launch: Any, tmp_path: Path) -> None:
+    status, report, said = run(tmp_path, "--on-cpu", "--only", "gpu,staged")
+    assert status == 3, said
+    assert {row["result"] for row in report["rows"]} == {"not run"}
+    assert said.count("nothing can stand in for a GPU here (no ") == 2
+
+
 def test_bad_arguments_are_status_2(launch: Any, tmp_path: Path) -> None:
     for arguments, told in ((("--only", "no_row"), "no row no_row"), (("--from", "nowhere"), "no folder nowhere")):
         status, _, said = run(tmp_path, *arguments)

@@ -1,0 +1,135 @@
+// NVIDIA's compiler for kernels, by g++: a program becomes a shared library for the processor.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <fstream>
+#include <iterator>
+#include <regex>
+#include <set>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+// As in NVIDIA's nvrtc.h, which only comes with the compiler itself.
+typedef void* nvrtcProgram;
+enum nvrtcResult { NVRTC_SUCCESS = 0, NVRTC_ERROR_INVALID_INPUT = 3, NVRTC_ERROR_COMPILATION = 6 };
+extern "C" nvrtcResult nvrtcVersion(int* major, int* minor);
+
+namespace {
+const char PTX[] = "// CPU in place of a GPU\n";
+
+struct Program {
+    std::string source, log, image;
+};
+
+std::string read(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void write(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+
+std::string quoted(const std::string& text) { return "'" + std::regex_replace(text, std::regex("'"), "'\\''") + "'"; }
+
+// Where this library is, and with it device_code.hpp.
+std::string folder() {
+    Dl_info info;
+    dladdr((void*)&nvrtcVersion, &info);
+    const std::string path = info.dli_fname;
+    return path.substr(0, path.rfind('/'));
+}
+
+// What g++ does not know, in words that it does.
+std::string translated(std::string text) {
+    const auto flags = std::regex::ECMAScript | std::regex::optimize;
+    text = std::regex_replace(
+        text, std::regex(R"re(asm\s+volatile\s*\(\s*"mov\.u64 %0, %%globaltimer;"\s*:\s*"=l"\((\w+)\)\s*\))re", flags),
+        "$1 = standin::global_timer()");
+    return std::regex_replace(text, std::regex(R"(extern\s+__shared__\s+([\w:<> ]+?)\s+(\w+)\[\])", flags),
+                              "$1* $2 = standin_shared<$1*>()");
+}
+
+// Compile; the log is what g++ says.
+bool compile(Program& program, const std::vector<std::string>& options) {
+    char work[] = "/tmp/standin-XXXXXX";
+    if (!mkdtemp(work)) return false;
+    const std::string base = std::string(work) + "/kernel", log = base + ".log";
+    std::string flags = " -std=c++17 -include device_code.hpp -I" + quoted(folder());
+    for (std::size_t i = 0; i < options.size(); ++i) {
+        const std::string& each = options[i];
+        if (each.rfind("-I", 0) == 0 || each.rfind("-D", 0) == 0) flags += " " + quoted(each);
+        if (each.rfind("--include-path=", 0) == 0) flags += " " + quoted("-I" + each.substr(15));
+    }
+    write(base + ".cpp", translated(program.source));
+    const std::string tail = " >" + log + " 2>&1";
+    bool is_right = !std::system(("g++ -E -P" + flags + " " + base + ".cpp -o " + base + ".ii" + tail).c_str());
+    if (is_right) {
+        std::string text = read(base + ".ii");
+        const std::regex kernel(R"(STANDIN_GLOBAL\s+void\s+(\w+)\s*\()");
+        std::set<std::string> names;
+        for (std::sregex_iterator each(text.begin(), text.end(), kernel), end; each != end; ++each)
+            names.insert((*each)[1]);
+        text = std::regex_replace(text, std::regex("STANDIN_GLOBAL"), "");
+        const char* has_barriers = program.source.find("__sync") == std::string::npos ? "false" : "true";
+        for (const auto& name : names)
+            text += "\nextern \"C\" const standin::Kernel standin_kernel_" + name +
+                    ";\nconst standin::Kernel standin_kernel_" + name + " = standin::Entry<&" + name + ", " +
+                    has_barriers + ">::made;";
+        write(base + ".ii", text + "\n");
+        const std::string how =
+            " -x c++-cpp-output -std=c++17 -O1 -w -fPIC -shared -ffp-contract=off -fwrapv -fno-strict-aliasing ";
+        is_right = !std::system(("g++" + how + base + ".ii -o " + base + ".so" + tail).c_str());
+    }
+    program.log = read(log);
+    if (is_right) {
+        const std::string library = read(base + ".so");
+        char head[24];
+        std::snprintf(head, sizeof head, "STANDIN%016zu", library.size());
+        program.image = head + library;
+    } else if (const char* keep = std::getenv("STANDIN_KEEP")) {
+        write(std::string(keep) + "/" + std::to_string(getpid()) + "-" + std::to_string(std::rand()) + ".cu",
+              program.source + "\n/*\n" + program.log + "\n" + flags + "*/\n");
+    }
+    for (const char* end : {".cpp", ".ii", ".so", ".log"}) unlink((base + end).c_str());
+    rmdir(work);
+    return is_right;
+}
+}  // namespace
+
+extern "C" {
+nvrtcResult nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, NVRTC_SUCCESS; }
+const char* nvrtcGetErrorString(nvrtcResult result) { return result ? "NVRTC_ERROR_COMPILATION" : "NVRTC_SUCCESS"; }
+nvrtcResult nvrtcGetNumSupportedArchs(int* count) { return *count = 1, NVRTC_SUCCESS; }
+nvrtcResult nvrtcGetSupportedArchs(int* archs) { return *archs = 90, NVRTC_SUCCESS; }
+nvrtcResult nvrtcCreateProgram(nvrtcProgram* made, const char* source, const char*, int headers, const char* const*,
+                               const char* const*) {
+    if (headers) return NVRTC_ERROR_INVALID_INPUT;
+    *made = (nvrtcProgram) new Program{source, "", ""};
+    return NVRTC_SUCCESS;
+}
+nvrtcResult nvrtcDestroyProgram(nvrtcProgram* program) { return delete (Program*)*program, NVRTC_SUCCESS; }
+nvrtcResult nvrtcCompileProgram(nvrtcProgram program, int count, const char* const* options) {
+    return compile(*(Program*)program, {options, options + count}) ? NVRTC_SUCCESS : NVRTC_ERROR_COMPILATION;
+}
+nvrtcResult nvrtcGetCUBINSize(nvrtcProgram program, size_t* size) {
+    return *size = ((Program*)program)->image.size(), NVRTC_SUCCESS;
+}
+nvrtcResult nvrtcGetCUBIN(nvrtcProgram program, char* image) {
+    const std::string& made = ((Program*)program)->image;
+    std::memcpy(image, made.data(), made.size());
+    return NVRTC_SUCCESS;
+}
+// CuPy asks for this text to tell compilers apart; it runs the other.
+nvrtcResult nvrtcGetPTXSize(nvrtcProgram, size_t* size) { return *size = sizeof PTX, NVRTC_SUCCESS; }
+nvrtcResult nvrtcGetPTX(nvrtcProgram, char* text) { return std::memcpy(text, PTX, sizeof PTX), NVRTC_SUCCESS; }
+nvrtcResult nvrtcGetProgramLogSize(nvrtcProgram program, size_t* size) {
+    return *size = ((Program*)program)->log.size() + 1, NVRTC_SUCCESS;
+}
+nvrtcResult nvrtcGetProgramLog(nvrtcProgram program, char* log) {
+    std::strcpy(log, ((Program*)program)->log.c_str());
+    return NVRTC_SUCCESS;
+}
+nvrtcResult nvrtcAddNameExpression(nvrtcProgram, const char*) { return NVRTC_ERROR_INVALID_INPUT; }
+nvrtcResult nvrtcGetLoweredName(nvrtcProgram, const char*, const char**) { return NVRTC_ERROR_INVALID_INPUT; }
+}
