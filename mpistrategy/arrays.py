@@ -30,7 +30,8 @@ _NOT_FOREIGN = ("builtins", "numpy")
 
 def is_cupy(value: object) -> bool:
     """Return whether `value` is a CuPy array, without importing CuPy."""
-    return type(value).__module__.partition(".")[0] == "cupy"
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:

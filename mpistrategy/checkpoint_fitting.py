@@ -148,7 +148,8 @@ class Fit:
         def restore() -> Any:
             array = self.staged.pop(path)
             if not in_place:
-                return array
+                there = self.state.live.get(path, ABSENT) if fresh else ABSENT
+                return placed_as(array, there) if is_on_device(there) else array
             value[...] = placed_as(array, value)
             return value
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import wire_dtype
-from mpistrategy.device_arrays import DeviceArray, cupy_for, placed_as, to_host
+from mpistrategy.device_arrays import DeviceArray, cupy_for, to_host, write_from_host
 from mpistrategy.devices import gpu_of
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.device_path import communication_memory
@@ -63,7 +63,8 @@ class BucketReduction:
         self._most_bytes = max((travels.nbytes for _, travels, _ in self._parts), default=0)
         known = ranks.device_paths.known.get(self._word)
         if known is not None:
-            known.make_room(self._most_bytes)
+            with self._device:
+                known.make_room(self._most_bytes)
 
     def run(self, communicator: Communicator, op: ReduceOp, call: Call) -> None:
         """Reduce, after the agreement; `communicator` may round what travels."""
@@ -84,4 +85,4 @@ def broadcast_buckets(communicator: Communicator, buckets: Sequence[Replicas]) -
     for bucket in buckets:
         sent = to_host(bucket.mine)
         communicator.bcast(sent, 0)
-        bucket.mine[...] = placed_as(sent, bucket.mine)
+        write_from_host(sent, bucket.mine)

@@ -65,9 +65,10 @@ def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
     except Exception as error:  # of many types
         raise LeafError.at(
             where,
-            found=f"{type(value).__module__}.{type(value).__name__} {f'at leaf {path}' if path else ''} that CuPy "
-            f"cannot look into ({error})",
-            expected="an array of a dtype that CuPy knows",
+            found=f"{type(value).__module__}.{type(value).__name__} {f'at leaf {path} ' if path else ''}that CuPy "
+            f"cannot look into ({str(error).strip().partition(chr(10))[0]})",
+            expected="an array of a dtype that CuPy knows, on a GPU that this process sees",
+            fix="A copy that its own library makes may do; `mpistrategy doctor` tells what is wrong with the GPU.",
         ) from error
 
 
@@ -84,10 +85,22 @@ def as_target(target: Any, where: str, name: str) -> Any:
     elif library_of(target) == "torch":
         return as_device_array(target, where, name) if is_on_device(target) else on_host(target, where, name)
     elif is_on_device(target) and library_of(target) not in _NEVER_WRITTEN:
-        interface = getattr(target, _INTERFACE, None)
-        if not (interface and interface["data"][1]):  # whether it is only to be read
-            return as_device_array(target, where, name)
+        array = None if _is_read_only(target) else as_device_array(target, where, name)
+        if array is not None and not _overlaps_itself(array):
+            return array
     raise ShapeError.at(where, found=f"{name} = {found}", expected="a writeable ndarray, or array in GPU memory")
+
+
+def _is_read_only(array: Any) -> bool:
+    """Return whether an array in GPU memory of any library says that it must not be written."""
+    interface = getattr(array, _INTERFACE, None)
+    data = interface.get("data") if isinstance(interface, dict) else None
+    return isinstance(data, tuple) and len(data) == 2 and bool(data[1])
+
+
+def _overlaps_itself(array: DeviceArray) -> bool:
+    """Return whether elements share memory, as those of ``broadcast_to`` do; NumPy makes such arrays read-only."""
+    return any(stride == 0 and length > 1 for length, stride in zip(array.shape, array.strides, strict=True))
 
 
 def hand_back(written: Any, target: Any) -> None:
@@ -153,10 +166,19 @@ def placed_as(value: Any, place: Any) -> Array:
     """Return an array where another one is: on the host, or on that one's GPU; no copy of what is there already."""
     if not is_on_device(place):
         return host_array(value)
-    with place.device:
-        on_device = is_on_device(value)
-        placed: Array = as_device_array(value, "a value") if on_device else cupy_for("a value").asarray(value)
-    return placed
+    with place.device as device:
+        if is_on_device(value):
+            placed: Array = as_device_array(value, "a value")
+            if placed.device == device:
+                return placed
+            value = to_host(placed)  # of another GPU, whose streams are no concern of this one's
+        return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
+
+
+def write_from_host(array: Array, target: DeviceArray) -> None:
+    """Write an ndarray into one in GPU memory of the same dtype and shape; takes no memory there."""
+    with target.device:
+        target.set(array)
 
 
 def may_share_memory(one: Any, other: Any) -> bool:

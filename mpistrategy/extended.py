@@ -18,7 +18,8 @@ from mpistrategy.cross_device_ops.destinations import EVERY_RANK
 from mpistrategy.cross_device_ops.device_batch import in_kind, write
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
-from mpistrategy.device_arrays import as_target, check_places, hand_back, is_on_device, reducible
+from mpistrategy.device_arrays import as_target, check_device, check_places, hand_back, is_on_device, reducible
+from mpistrategy.devices import gpu_of
 from mpistrategy.errors import (
     DeviceError,
     EmptyBatchError,
@@ -183,6 +184,8 @@ class StrategyExtended(Placement):
             reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], chosen)
             results = [local_component(result) for result in reduced]
         else:
+            mine = gpu_of(self.communicator.devices, self.communicator.rank)
+            check_device([array for array in arrays if is_on_device(array)], mine, where)
             mean = WeightedMean(weight, op, where)
             parts = [PerReplica((part,)) for part in mean.contributions(arrays)]
             reduced = self.cross_device_ops.batch_reduce(ReduceOp.SUM, [(part, part) for part in parts], chosen)
@@ -297,8 +300,12 @@ class StrategyExtended(Placement):
         self._require_cross_replica("call_for_each_replica")
         context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)
         plain_args, plain_kwargs = _unwrapped(args, kwargs)
+        on_gpu = self.communicator.guard.on_gpu
         with ReplicaContext(self._container_strategy, self.communicator.rank):
-            return fn(*plain_args, **plain_kwargs)
+            if on_gpu is None:
+                return fn(*plain_args, **plain_kwargs)
+            with on_gpu():  # whatever thread this is
+                return fn(*plain_args, **plain_kwargs)
 
     def _require_cross_replica(self, method: str) -> None:
         context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")

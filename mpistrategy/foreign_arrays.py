@@ -40,9 +40,16 @@ def is_in_gpu_memory(value: Any) -> bool:
     """Return whether a value of another library than CuPy is an array in GPU memory."""
     if library_of(value) == "torch":  # whose interface raises where gradients are wanted
         return bool(getattr(value, "is_cuda", False))
-    if hasattr(value, "__cuda_array_interface__"):
-        return True
-    return is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY
+    try:
+        if hasattr(value, "__cuda_array_interface__"):
+            return True
+        return is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY
+    except Exception as error:  # of many types
+        raise LeafError.at(
+            "an array of another library",
+            found=f"{type(value).__module__}.{type(value).__name__} that does not say where it is ({error})",
+            expected="an array on the host or in GPU memory",
+        ) from error
 
 
 def unmarked(value: Any) -> Any:

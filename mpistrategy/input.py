@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import nest
+from mpistrategy.arrays import is_cupy
 from mpistrategy.datasets import Dataset, common_length, to_rows
+from mpistrategy.device_arrays import DeviceArray, as_device_array, cupy_for, is_on_device
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input_iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.transport import Communicator
@@ -49,7 +51,7 @@ class DistributedDataset:
     ) -> None:
         where = "experimental_distribute_dataset"
         check_iterable(dataset, where)
-        if isinstance(dataset, np.ndarray):
+        if isinstance(dataset, np.ndarray) or is_cupy(dataset):
             raise OptionTypeError.at(
                 where,
                 found=f"an array of shape {dataset.shape}: is its first axis batches, or rows?",
@@ -100,7 +102,7 @@ class DistributedDataset:
         blocks = [array[rows] for array in arrays]
         if isinstance(self._dataset, Sequence):
             # The same arrays come again in the next epoch: what a step writes must not stay in them.
-            blocks = [block.copy() if isinstance(block, np.ndarray) else block for block in blocks]
+            blocks = [block.copy() if isinstance(block, np.ndarray) or is_cupy(block) else block for block in blocks]
         if self._pad:
             blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
         return structure.pack(blocks)
@@ -117,8 +119,17 @@ def _padded(block: Any, rows: int) -> Any:
     missing = rows - len(block)
     if not missing:
         return block
+    if is_on_device(block):
+        return _padded_on_device(as_device_array(block, "distributed dataset"), rows)
     block = np.asarray(block)
     return np.concatenate([block, np.zeros((missing, *block.shape[1:]), block.dtype)])
+
+
+def _padded_on_device(block: DeviceArray, rows: int) -> DeviceArray:
+    with block.device:
+        padded = cupy_for("distributed dataset").zeros((rows, *block.shape[1:]), block.dtype)
+        padded[: len(block)] = block
+    return padded
 
 
 class DistributedDatasetsFromFunction:

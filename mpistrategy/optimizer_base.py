@@ -340,9 +340,10 @@ class Optimizer(GradientPlaces):
             named = np.zeros(len(change), bool)
             named[host_array(rows)] = True
             others = placed_as(~named, change).reshape(-1, *[1] * (change.ndim - 1))
-            change = np.where(others, change.dtype.type(0), change)
+            # CuPy's where() knows no bfloat16, and returns float32.
+            change = np.where(others, change.dtype.type(0), change).astype(change.dtype, copy=False)
             for name, slot in slots.items():
-                slot.assign(np.where(others, before[name], slot.local_copy()))
+                slot.assign(np.where(others, before[name], slot.local_copy()).astype(slot.dtype, copy=False))
         var.assign_sub(change)
 
     def _step_counter(self) -> Variable:

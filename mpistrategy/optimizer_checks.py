@@ -10,7 +10,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, span
 from mpistrategy.context import get_replica_context
-from mpistrategy.device_arrays import host_array, is_on_device, may_share_memory
+from mpistrategy.device_arrays import as_device_array, host_array, is_on_device, may_share_memory
 from mpistrategy.errors import ContextError, DTypeError, EmptyBatchError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.strategy import Strategy
@@ -173,7 +173,7 @@ def check_variable(var: Any, strategy: Strategy, where: str) -> None:
 def _check_gradient(gradient: Any, var: Variable, where: str) -> None:
     sparse = isinstance(gradient, IndexedSlices)
     values = gradient.values if sparse else gradient
-    values = values if is_on_device(values) else np.asarray(values)
+    values = as_device_array(values, where) if is_on_device(values) else np.asarray(values)
     if values.dtype.kind == "c" and var.dtype.kind != "c":
         raise DTypeError.at(
             where,

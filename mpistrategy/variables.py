@@ -9,7 +9,7 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays import Array, dtype_name, is_bfloat16, to_array
 from mpistrategy.context import Mode
-from mpistrategy.device_arrays import host_array, is_on_device, placed_as
+from mpistrategy.device_arrays import host_array, is_on_device, on_device_of, write_from_host
 from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.faults import collective
 from mpistrategy.options import VariableAggregation, VariableSynchronization
@@ -103,7 +103,7 @@ class Variable(ArrayLike):
             else:
                 sent = np.array(array, order="C", copy=True)
                 communicator.bcast(sent, 0)
-                on_device[...] = placed_as(sent, on_device)
+                write_from_host(sent, on_device)
                 self._storage, self._block = on_device, None
         # Numbered after the agreement: a creation that the ranks did not share must not make their counts differ.
         self.name = strategy.extended.next_variable_name() if name is None else name
@@ -196,7 +196,8 @@ class Variable(ArrayLike):
         """
         value = self._read()
         if is_on_device(value):
-            return value.copy()
+            with on_device_of(value):
+                return value.copy()
         copied = np.array(value, copy=True)
         return copied[()] if self._is_scalar_beside_gpu else copied
 
@@ -206,7 +207,8 @@ class Variable(ArrayLike):
 
     def local_copy(self) -> Array:
         """Return a copy of what this replica stores; never communicates."""
-        return self._storage.copy()
+        with on_device_of(self._storage):
+            return self._storage.copy()
 
     @property
     def local_view(self) -> Array:

@@ -16,8 +16,9 @@ import mpistrategy as ms
 from mpistrategy import device_arena
 from mpistrategy.cross_device_ops import device_reduction
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi import device_path, staged_path
+from mpistrategy.mpi import staged_path
 from mpistrategy.mpi.device_path import communication_memory
+from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.staged_path import StagedPath
 from mpistrategy.options import GPU_PATH
 
@@ -45,6 +46,7 @@ class Failing:
 
     def __init__(self, after: int) -> None:
         self.left = after
+        self.guard = Guard()
 
     def allreduce(self, buffer: np.ndarray, op: str) -> None:
         self.left -= 1
@@ -148,21 +150,15 @@ def test_a_rank_without_memory_for_its_results_has_sent_all(monkeypatch: pytest.
     assert still_works(strategy)
 
 
-def test_what_another_pool_keeps_is_given_back_before_memory_is_short(cupy: Any) -> None:
-    given_back: list[int] = []
+def test_what_travels_is_in_the_pool_that_the_program_can_empty(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
 
-    class Short:
+    class Default(cupy_double.MemoryPool):
         def malloc(self, nbytes: int) -> Any:
-            if not given_back:
-                raise cupy.cuda.memory.OutOfMemoryError
-            return cupy_double.MemoryPool().malloc(nbytes)
+            asked.append(nbytes)
+            return super().malloc(nbytes)
 
-    class Keeping:
-        def free_all_blocks(self) -> None:
-            given_back.append(1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_path, "_pools", {0: Short()})
-        patch.setattr(cupy, "get_default_memory_pool", Keeping)
-        assert communication_memory(cupy, 3, np.dtype(np.float32)).shape == (3,)
-    assert given_back == [1]
+    pool = Default()
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool)
+    assert communication_memory(cupy, 3, np.dtype(np.float32)).shape == (3,)
+    assert asked == [12]

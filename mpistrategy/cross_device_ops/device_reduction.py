@@ -50,6 +50,8 @@ class DeviceReduction:
         self._packs = packing.plan(arrays, options.bytes_per_pack, num_packs)
         self._device = arrays[0].device
         self._buckets: list[DeviceArray] = []
+        #: Memory that the results will need beside the buckets: taken before the ranks agree, and free when they do.
+        self._kept: list[DeviceArray] = []
         self._most_bytes = max((pack.nbytes for pack in self._packs), default=0)
         known = ranks.device_paths.known.get(self._word)
         if known is not None:
@@ -64,6 +66,8 @@ class DeviceReduction:
                 bucket = communication_memory(cupy, pack.size, pack.dtype)
                 device_packing.fill(pack, self._arrays, bucket)
                 self._buckets.append(bucket)
+                wanted = [self._arrays[member.index].dtype for member in pack.members]
+                self._kept += [cupy.empty(pack.size, dtype) for dtype in _made_beside(bucket.dtype, wanted, self._op)]
 
     def run(self, communicator: Communicator, call: Call) -> list[DeviceArray]:
         """Return the results, after the agreement; `communicator` may round what travels."""
@@ -75,6 +79,7 @@ class DeviceReduction:
             for pack, bucket in zip(self._packs, self._buckets, strict=True):
                 if pack.size:
                     path.allreduce(communicator, bucket, self._op.on_the_wire)
+            self._kept.clear()  # CuPy's pool has it ready, for this stream
             for pack, bucket in zip(self._packs, self._buckets, strict=True):
                 mean = self._op is ReduceOp.MEAN
                 divided = mean and bucket.dtype.kind not in "iu"
@@ -89,3 +94,11 @@ class DeviceReduction:
                     lone = view.size == 1 and pack.size > _FEW_ELEMENTS and result is view
                     results[index] = result.copy() if lone else result
         return results
+
+
+def _made_beside(wire: np.dtype[Any], wanted: Sequence[np.dtype[Any]], op: ReduceOp) -> list[np.dtype[Any]]:
+    """Return the dtypes of what `finish` makes of a bucket: results of another dtype, and quotients of integers."""
+    made = [dtype for dtype in sorted(set(wanted), key=str) if dtype != wire]
+    if op is ReduceOp.MEAN and wire.kind in "iu":
+        return [np.dtype(np.float64), *(made or [wire])]
+    return made

@@ -17,7 +17,7 @@ def missing(count: int, library: Any = None) -> tuple[tuple[int, int], ...]:
     if library is None:
         with suppress(OSError):
             library = ctypes.CDLL("libcuda.so.1")
-    if library is None or library.cuInit(0):
+    if library is None or library.cuInit(0) or not hasattr(library, "cuDeviceCanAccessPeer"):
         return ()
     pairs = []
     for one in range(count):

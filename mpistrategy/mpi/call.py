@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ class Call:
         "_before",
         "_entry",
         "_guard",
+        "_on_gpu",
         "_outer",
         "is_whole",
         "name",
@@ -59,11 +60,15 @@ class Call:
         self.name = name
         #: Where the program makes the call; "" for one that may be made anywhere.
         self.place = ""
+        self._on_gpu: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Call:
         guard, me = self._guard, threading.get_ident()
         self._outer = outer = guard.current
         if outer is None:
+            if guard.on_gpu is not None:  # a new thread works on the first one
+                self._on_gpu = guard.on_gpu()
+                self._on_gpu.__enter__()
             guard.thread = me
             if guard.size > 1:
                 if not self._anywhere:
@@ -122,8 +127,12 @@ class Call:
 
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Wait for the other ranks as long as the options of this call say; None: as long as the strategy's do."""
-        if timeout_seconds is not None:
-            self.timeout = timeout.limit(timeout_seconds)
+        if timeout_seconds is None:
+            return
+        call: Call | None = self
+        while call is not None:  # the record tells the outermost
+            call.timeout = timeout.limit(timeout_seconds)
+            call = call._outer
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
@@ -159,6 +168,8 @@ class Call:
 
     def _leave(self) -> None:
         guard = self._guard
+        if self._on_gpu is not None:
+            self._on_gpu.__exit__(None, None, None)
         guard.current = self._outer
         if self._before == math.inf:
             guard.since = math.inf  # it was a part of the program's own work, which goes on

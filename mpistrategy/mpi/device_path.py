@@ -74,24 +74,11 @@ class DevicePaths:
         self.by_name.clear()
 
 
-_pools: dict[int, Any] = {}
-
-
 def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceArray:
     """Return an array with undefined values in memory of cudaMalloc, on the current device.
 
     MPI libraries cannot exchange managed memory, nor that of CUDA's asynchronous pools, in their fast way; some fail
-    on it.  Whatever pool the program has chosen, what travels is in this one.
+    on it.  Whatever pool the program has chosen, what travels is in CuPy's default one, which the program shares: what
+    one of the two no longer uses the other may have.
     """
-    device = cupy.cuda.runtime.getDevice()
-    pool = _pools.get(device)
-    if pool is None:
-        pool = _pools[device] = cupy.cuda.MemoryPool()
-    nbytes = max(1, size * dtype.itemsize)
-    try:
-        memory = pool.malloc(nbytes)
-    except cupy.cuda.memory.OutOfMemoryError:
-        # A pool gives back what it keeps for later when it needs memory itself, and not when another one does.
-        cupy.get_default_memory_pool().free_all_blocks()
-        memory = pool.malloc(nbytes)
-    return cupy.ndarray((size,), dtype, memptr=memory)
+    return cupy.ndarray((size,), dtype, memptr=cupy.get_default_memory_pool().malloc(max(1, size * dtype.itemsize)))

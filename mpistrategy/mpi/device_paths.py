@@ -13,6 +13,7 @@ from mpistrategy.mpi.device_path import Alone, DevicePath
 from mpistrategy.mpi.direct_path import DirectPath
 from mpistrategy.mpi.simulated import SimulatedCommunicator
 from mpistrategy.mpi.staged_path import StagedPath
+from mpistrategy.options import GPU_PATH
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.call import Call
@@ -40,7 +41,7 @@ def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> Devi
         return known
     call.expect_more()  # whoever fails from here on must tell the others
     mine = _abilities(ranks)
-    call.agree("look for the path of arrays in GPU memory", options=word)
+    call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
     everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
     call.expect_more()
     failed: dict[str, str] = {}
@@ -50,11 +51,11 @@ def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> Devi
         if not isinstance(path, str):
             break
         failed[choice.name] = path
+    ranks.device_paths.by_name[choice.name] = path  # it is there, whatever comes of this call
     path.make_room(nbytes)
     if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
         warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
     call.agree("use the path of arrays in GPU memory")
-    ranks.device_paths.by_name[choice.name] = path
     ranks.device_paths.reasons[word] = choice.reason
     ranks.device_paths.known[word] = path
     return path

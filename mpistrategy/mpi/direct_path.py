@@ -38,7 +38,8 @@ class DirectPath:
         # result is there.
         event = self._cupy.cuda.Event(disable_timing=True)
         self._cupy.cuda.get_current_stream().record(event)
-        event.synchronize()
+        with ranks.guard.own_gpu():
+            event.synchronize()
         communicator: MpiCommunicator = ranks
         communicator.allreduce_device_memory(buffer, op)
 

@@ -15,9 +15,11 @@ words, find these equal, and go on; all have seen the hand, in the same call.  W
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from functools import partial
 from typing import Any, TypeVar
@@ -79,6 +81,10 @@ class Guard:
         self._sparingly: Sparingly | None = None
         #: What the GPU of this rank does with its peers meanwhile: `mpistrategy.mpi.in_flight.InFlight`, once there.
         self.in_flight: Any = None
+        #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
+        self.on_gpu: Callable[[], AbstractContextManager[Any]] | None = None
+        #: Whether this rank waits for what its own GPU was given before the collective.
+        self.waits_for_own_gpu = False
         #: Ends the job with an error that the peers cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
         self._closed = False
@@ -101,6 +107,15 @@ class Guard:
     def closed(self, closed: bool) -> None:
         self._closed = closed
         self.takes_no_short_way = closed or bool(self._hand)
+
+    @contextmanager
+    def own_gpu(self) -> Iterator[None]:
+        """Say that what runs in here waits for this rank's own GPU: the others wait for this rank, not it for them."""
+        before, self.since, self.waits_for_own_gpu = self.since, math.inf, True
+        try:
+            yield
+        finally:
+            self.since, self.waits_for_own_gpu = before if before == math.inf else time.monotonic(), False
 
     def raise_hand(self) -> None:
         """Show the other ranks at the next comparison that this one wants something; does nothing after it was seen.

@@ -65,6 +65,12 @@ class InFlight:
         """Whether all that was given is done; asks CUDA."""
         return bool(self._last.done)
 
+    @property
+    def is_in_one(self) -> bool:
+        """Whether the GPU has come to a collective and has not ended it, or is about to; asks nobody."""
+        ended = int(self._reached[_ENDED])
+        return int(self._reached[_BEGUN]) != ended
+
     def begin(self, entry: Entry | None) -> None:
         """Note that the next thing on the current stream is a collective; `entry` is that of the flight record."""
         stream = self._cupy.cuda.get_current_stream()

@@ -70,6 +70,7 @@ class IpcPath:
         """Take memory, and have the kernels; return how the peers find the memory."""
         event = self._cupy.cuda.Event
         self._staged, self._written, self._read = StagedPath(), event(disable_timing=True), event(disable_timing=True)
+        self._staged.make_room_for_all()
         module = self._cupy.RawModule(code=ipc_kernels.SOURCE, options=ipc_kernels.OPTIONS)
         self._kernels = {name: module.get_function(name) for name in ipc_kernels.NAMES}
         self._mine = self._runtime.malloc(2 * self._slot_bytes)
@@ -137,7 +138,8 @@ class IpcPath:
         stream.wait_event(self._read)
         self._runtime.memcpyAsync(self._mine + offset, piece.data.ptr, piece.nbytes, _ON_DEVICE, stream.ptr)
         self._written.record(stream)
-        self._written.synchronize()
+        with self._ranks.guard.own_gpu():
+            self._written.synchronize()
         return offset
 
     def _combine(self, kernel: Any, piece: DeviceArray, offset: int) -> None:

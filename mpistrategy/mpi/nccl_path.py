@@ -12,6 +12,7 @@ are one pack already.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class NcclPath:
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
         self._staged = StagedPath()
+        self._staged.make_room_for_all()
         self._in_flight = InFlight(self._cupy, self._ask)
         ranks.guard.in_flight = self._in_flight
 
@@ -133,7 +135,7 @@ class NcclPath:
         if not buffer.size:
             return
         if self._in_flight.is_full:
-            self._wait_for_all(self._ranks.guard.timeout)
+            self._wait_for_all()
         self._in_flight.begin(self._ranks.guard.record.last())
         self._put_on_stream(buffer, op)
         self._in_flight.given()
@@ -152,20 +154,26 @@ class NcclPath:
             self._cupy.cuda.get_current_stream().ptr,
         )
 
-    def _wait_for_all(self, seconds: float) -> None:
-        """Wait until the GPU is done with all that it was given.
+    def _wait_for_all(self, seconds: float = math.inf) -> None:
+        """Wait until the GPU is done with all that it was given; a peer that never comes is the watchdog's concern.
+
+        Args:
+            seconds: for how long the GPU may be in a collective; what it does before does not count.
 
         Raises:
             DeviceError: when NCCL has failed, or that takes too long; it is given up then.
         """
-        end = time.monotonic() + seconds
-        for pause in growing_pauses():
-            if self._in_flight.is_over:
-                return
-            if time.monotonic() > end:
-                self._give_up(f"no result within {seconds:g} s")
-            self._check()
-            time.sleep(pause)
+        end = math.inf
+        with self._ranks.guard.own_gpu():  # the watchdog sees what the GPU is at
+            for pause in growing_pauses():
+                if self._in_flight.is_over:
+                    return
+                if end == math.inf and self._in_flight.is_in_one:
+                    end = time.monotonic() + seconds
+                if time.monotonic() > end:
+                    self._give_up(f"no result within {seconds:g} s")
+                self._check()
+                time.sleep(pause)
 
     def trial(self) -> str:
         """Sum known numbers over the ranks; return why the result is not there or wrong, "" if it is right."""
@@ -181,7 +189,7 @@ class NcclPath:
         """Give NCCL's communicator back: when all GPUs are done with it."""
         with self._cupy.cuda.Device(self._device):
             self._staged.free()
-            trouble = trouble_of(lambda: self._wait_for_all(self._ranks.guard.timeout)) or self._failure
+            trouble = trouble_of(self._wait_for_all) or self._failure
             self.leave(first_trouble(self._ranks, trouble))
 
     def leave(self, trouble: str) -> None:

@@ -48,6 +48,10 @@ class StagedPath:
         self.free()
         self._slots = [_Slot(min(self._chunk_bytes, 1 << (most - 1).bit_length())) for _ in range(count)]
 
+    def make_room_for_all(self) -> None:
+        """Have what buffers of any size need, for those who cannot say in time how large they will be."""
+        self.make_room(_SLOTS * self._chunk_bytes)
+
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
         """Replace `buffer` by its combination over the ranks."""
         self.make_room(buffer.nbytes)
@@ -61,7 +65,8 @@ class StagedPath:
             arrived = [self._bring(number, chunk, out) for number, chunk in enumerate(chunks[:_SLOTS])]
             for number, chunk in enumerate(chunks):
                 slot = self._slots[number % _SLOTS]
-                arrived[number].synchronize()
+                with ranks.guard.own_gpu():
+                    arrived[number].synchronize()
                 ranks.allreduce(slot.as_dtype(chunk.dtype, chunk.size), op)
                 self._copy(chunk.data.ptr, slot.address, chunk.nbytes, _TO_DEVICE, back)
                 slot.is_free = back.record(cuda.Event(disable_timing=True))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mpistrategy import devices
@@ -100,6 +102,11 @@ def activate(device: Device) -> None:
     """Let CuPy work on this device from now on, in this thread, where it is a GPU."""
     if device.kind == "GPU":
         cupy_for(_WHERE).cuda.Device(device.index).use()
+
+
+def working_on(device: Device) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Return what makes this device the current one for a with block, in any thread; None for a CPU."""
+    return partial(cupy_for(_WHERE).cuda.Device, device.index) if device.kind == "GPU" else None
 
 
 def check_exists(device: Device, where: str, local_size: int = 1) -> None:

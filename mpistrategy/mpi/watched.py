@@ -65,9 +65,11 @@ class Watched:
     @property
     def limit(self) -> float:
         """How long the present collective may take, in seconds."""
-        current = self.guard.current
+        current, flight = self.guard.current, self.guard.in_flight
         if current is not None and current.timeout is not None:
             return float(current.timeout)
+        if current is None and flight is not None:
+            return float(flight.limit(self.guard.timeout))
         return self.guard.timeout
 
     def look(self) -> None:

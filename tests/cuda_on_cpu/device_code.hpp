@@ -192,6 +192,7 @@ static inline T standin_shared() {
 }
 
 // Mathematics that C++ has no name for in the global namespace, or another.
+using std::abs;  // C's own is of integers
 using std::isfinite;
 using std::isinf;
 using std::isnan;

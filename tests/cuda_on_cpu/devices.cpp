@@ -28,10 +28,26 @@ int said(int error) {
     return error;
 }
 
-int device_count() {
-    static const int count = number("STANDIN_DEVICES", 1);
-    return count;
+// Those that CUDA_VISIBLE_DEVICES leaves, by their numbers in the machine; up to the first that is none of it.
+static const std::vector<int>& visible() {
+    static const std::vector<int> found = [] {
+        const int all = number("STANDIN_DEVICES", 1);
+        std::vector<int> numbers;
+        const char* text = std::getenv("CUDA_VISIBLE_DEVICES");
+        for (int index = 0; !text && index < all; ++index) numbers.push_back(index);
+        for (char* end; text && *text; text = *end == ',' ? end + 1 : end) {
+            const long index = std::strtol(text, &end, 10);
+            if (end == text || index < 0 || index >= all) break;
+            numbers.push_back((int)index);
+        }
+        return numbers;
+    }();
+    return found;
 }
+
+int device_count() { return (int)visible().size(); }
+
+int number_in_machine(int device) { return visible()[(std::size_t)device]; }
 
 int current_device() { return current; }
 
@@ -133,18 +149,18 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     std::memset(properties, 0, sizeof *properties);
     std::snprintf(properties->name, sizeof properties->name, "CPU in place of a GPU");
     std::memset(properties->uuid.bytes, 0x5a, 16);
-    properties->uuid.bytes[15] = (char)device;
+    properties->uuid.bytes[15] = (char)number_in_machine(device);
     properties->totalGlobalMem = total_memory();
     properties->major = 9;
     properties->warpSize = 32;
     properties->maxThreadsPerBlock = 1024;
     properties->multiProcessorCount = 2;
     properties->sharedMemPerBlock = 49152;
-    properties->pciBusID = device + 1;
+    properties->pciBusID = number_in_machine(device) + 1;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
-    std::snprintf(text, (std::size_t)size, "0000:%02x:00.0", device + 1);
+    std::snprintf(text, (std::size_t)size, "0000:%02x:00.0", number_in_machine(device) + 1);
     return cudaSuccess;
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {

@@ -28,13 +28,13 @@ CUresult cuDeviceGet(CUdevice* device, int index) {
 }
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
     std::memset(uuid->bytes, 0x5a, 16);
-    uuid->bytes[15] = (char)device;
+    uuid->bytes[15] = (char)number_in_machine(device);
     return CUDA_SUCCESS;
 }
 #undef cuDeviceGetUuid
 CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) { return cuDeviceGetUuid_v2(uuid, device); }
 CUresult cuDeviceGetPCIBusId(char* text, int size, CUdevice device) {
-    std::snprintf(text, (std::size_t)size, "0000:%02x:00.0", device + 1);
+    std::snprintf(text, (std::size_t)size, "0000:%02x:00.0", number_in_machine(device) + 1);
     return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {

@@ -105,7 +105,7 @@ int ncclCommInitRankConfig(void** made, int size, UniqueId id, int rank, void*) 
     communicator->size = size;
     communicator->device = current_device();
     communicator->path = id.text;
-    communicator->meeting->devices[rank] = communicator->device;
+    communicator->meeting->devices[rank] = number_in_machine(communicator->device);
     ++communicator->meeting->joined;
     while (communicator->meeting->joined < (unsigned)size) usleep(50);
     unlink(id.text);

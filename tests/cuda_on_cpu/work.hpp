@@ -43,6 +43,7 @@ struct Memory {
 };
 
 int device_count();
+int number_in_machine(int device);
 int current_device();
 void set_current_device(int device);
 double now();
