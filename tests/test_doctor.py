@@ -504,7 +504,17 @@ def test_what_comes_of_a_trial(command: list[str] | None, outcome: str, reason: 
 
 
 def test_a_trial_does_not_inherit_the_launcher() -> None:
-    told = {"PMI_RANK": "0", "SLURM_JOB_ID": "17", "OMPI_COMM_WORLD_RANK": "0", "PATH": "/bin", "UCX_TLS": "tcp"}
-    kept = cuda_trial.without_launcher(told)
-    assert {"PATH", "UCX_TLS"} <= set(kept)
-    assert not {"PMI_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK"} & set(kept)
+    launchers = {"PMI_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"}
+    own = {"PATH", "UCX_TLS", "OPAL_PREFIX", "OMPI_MCA_pml", "OMPI_MCA_coll_hcoll_enable", "OMPI_ALLOW_RUN_AS_ROOT"}
+    kept = cuda_trial.without_launcher(dict.fromkeys(launchers | own, "1"))
+    assert own <= set(kept)
+    assert not launchers & set(kept)
+
+
+def test_a_trial_is_started_by_what_came_with_the_mpi(tmp_path: Path) -> None:
+    for name in ("bin/mpiexec", "lib/libmpi.so.40"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(mode=0o755)
+    command = cuda_trial.command(["/usr/lib/libc.so.6", str(tmp_path / "lib" / "libmpi.so.40")])
+    assert command is not None
+    assert command[0] == str(tmp_path / "bin" / "mpiexec")

@@ -165,10 +165,11 @@ def _trial(ranks: Ranks, everyone: list[Facts], deadline: Deadline) -> Trial | N
     if any(each.cuda_aware.startswith("no ") for each in everyone):
         return None
     from mpistrategy.doctor import cuda_trial
-    from mpistrategy.mpi import cuda_trials
+    from mpistrategy.mpi import cuda_trials, mapped_mpi
 
     deadline.stage = "giving GPU memory to MPI"
-    trial = cuda_trial.attempt(cuda_trial.command(), os.environ, min(_TRIAL_SECONDS, 0.8 * deadline.left))
+    started = cuda_trial.command(mapped_mpi.mapped_files())
+    trial = cuda_trial.attempt(started, os.environ, min(_TRIAL_SECONDS, 0.8 * deadline.left))
     if trial.outcome != "unverified":
         with suppress(OSError):  # strategies then go on as if nobody had tried
             cuda_trials.save(ranks.library, cuda_trials.Outcome(trial.outcome, trial.reason))

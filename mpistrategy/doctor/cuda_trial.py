@@ -12,10 +12,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from mpistrategy.doctor.facts import Trial
+from mpistrategy.mpi.mapped_mpi import is_mpi
 
 #: What a launcher told this rank; a launcher of the child's own would take it for its own affairs.
-_LAUNCHERS = ("PMI", "OMPI_", "OPAL_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_", "PALS_", "MV2_COMM_", "JSM_")
-_KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_opal_cuda_support")
+_LAUNCHERS = (
+    *("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_", "PALS_", "MV2_COMM_", "JSM_", "OMPI_"),
+    *("OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir", "OMPI_MCA_mpi_oversubscribe"),
+    *("OMPI_MCA_shmem_RUNTIME_", "OMPI_MCA_rmaps_"),
+)
+#: What a person or a module has set for Open MPI; OPAL_PREFIX, where it has been moved to, is none of the above.
+_KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 #: More ranks than cores, on this machine alone.
 _HERE = {
     "HYDRA_LAUNCHER": "fork",
@@ -24,17 +30,27 @@ _HERE = {
 }
 
 
-def command() -> list[str] | None:
-    """Return what starts the two ranks; None where there is no mpiexec."""
-    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    mpiexec = beside if os.path.exists(beside) else shutil.which("mpiexec")
+def command(files: Sequence[str] = ()) -> list[str] | None:
+    """Return what starts the two ranks; None where there is no mpiexec.
+
+    Args:
+        files: the libraries in this process; the mpiexec that came with its MPI goes before all others.
+    """
+    own = [os.path.dirname(os.path.dirname(path)) for path in files if is_mpi(path)]
+    folders = [*(os.path.join(root, "bin") for root in own), os.path.dirname(sys.executable)]
+    beside = [os.path.join(folder, "mpiexec") for folder in folders]
+    mpiexec = next((path for path in beside if os.access(path, os.X_OK)), None) or shutil.which("mpiexec")
     return [mpiexec, "-n", "2", sys.executable, "-m", "mpistrategy.doctor.cuda_child"] if mpiexec else None
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without what a launcher told this process."""
-    kept = {key: value for key, value in environment.items() if key.startswith(_KEPT) or not key.startswith(_LAUNCHERS)}
-    return kept | _HERE
+    return {key: value for key, value in environment.items() if not _is_told(key)} | _HERE
+
+
+def _is_told(key: str) -> bool:
+    longest = max((len(start) for start in _LAUNCHERS if key.startswith(start)), default=0)
+    return longest > max((len(start) for start in _KEPT if key.startswith(start)), default=0)
 
 
 def attempt(started: Sequence[str] | None, environment: Mapping[str, str], seconds: float) -> Trial:

@@ -27,6 +27,11 @@ def mapped_files() -> list[str]:
     return list(dict.fromkeys(path for path in paths if ".so" in os.path.basename(path)))
 
 
+def is_mpi(path: str) -> bool:
+    """Return whether this is the library of an MPI."""
+    return _MPI.match(os.path.basename(path)) is not None
+
+
 def queried(files: Sequence[str]) -> bool | None:
     """Return what the MPI library says about CUDA; None where it has no function for it."""
     libraries = _opened(files, _MPI)
