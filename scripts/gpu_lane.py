@@ -200,7 +200,7 @@ def sanitizer(lane: Lane, row: Row) -> None:
     row.text = "memcheck found nothing" if clean else ended.why
 
 
-VALUES = ("test_device_variables.py", "test_foreign_arrays.py")
+VALUES = ("test_device_variables.py", "test_device_places.py", "test_foreign_arrays.py")
 STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
     ("gpu", "GPU", gpu),
     ("doctor", "what mpistrategy doctor says", doctor),
