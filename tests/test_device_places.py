@@ -167,14 +167,6 @@ def test_a_path_whose_warning_is_an_error_is_not_made_again(
 
 
 @pytest.mark.one_rank
-def test_options_of_an_inner_call_hold_for_the_one_that_the_record_tells() -> None:
-    guard = Guard()
-    with guard.call("outer") as outer, guard.call("inner") as inner:
-        inner.wait_as(2.0)
-        assert outer.timeout == 2.0
-
-
-@pytest.mark.one_rank
 def test_nobody_waits_for_the_others_while_its_own_gpu_is_at_work() -> None:
     guard = Guard()
     with guard.call("one"):

@@ -83,6 +83,16 @@ def test_what_nccl_does_otherwise_than_the_host_is_staged(strategy: Any, cupy: A
     assert np.isnan(in_step(strategy, lambda ctx: ctx.all_reduce("MAX", lost)).get()).all()
 
 
+def test_the_watchdog_knows_the_limit_of_each_call(strategy: Any, cupy: Any) -> None:
+    options = ms.CommunicationOptions(timeout_seconds=500)
+    limits = []
+    for each in (None, options, None):
+        in_step(strategy, lambda ctx, each=each: ctx.all_reduce("SUM", cupy.asarray(np.ones(3)), options=each))
+        flight = strategy.extended.communicator.guard.in_flight
+        limits.append(flight._limits[flight._given])
+    assert limits == [None, 500.0, None]
+
+
 def test_nothing_is_waited_for(strategy: Any, cupy: Any) -> None:
     in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3))))
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -229,7 +239,7 @@ def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
     flight.look(1.0)
     assert (flight.entry, flight.in_words(1.0), flight.waited(9.0, 0.0)) == (None, "", 0.0)
     stream.put(int, ready=lambda: may_begin[0])
-    flight.begin([7, type("", (), {"where": "all_reduce", "timeout": 3.0}), 0.0, 0.0])
+    flight.begin([7, type("", (), {"where": "all_reduce"}), 0.0, 0.0], 3.0)
     stream.put(int, ready=lambda: may_end[0])
     flight.given()
     flight.look(2.0)

@@ -127,12 +127,8 @@ class Call:
 
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Wait for the other ranks as long as the options of this call say; None: as long as the strategy's do."""
-        if timeout_seconds is None:
-            return
-        call: Call | None = self
-        while call is not None:  # the record tells the outermost
-            call.timeout = timeout.limit(timeout_seconds)
-            call = call._outer
+        if timeout_seconds is not None:
+            self.timeout = timeout.limit(timeout_seconds)
 
     @contextmanager
     def own_work(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpistrategy.mpi.flight_record import WHAT, Entry, in_words
+from mpistrategy.mpi.flight_record import Entry, in_words
 
 #: Numbers are counted modulo this.
 _RING = 1024
@@ -45,6 +45,7 @@ class InFlight:
         self._reached[:] = 0
         self._given = 0
         self._entries: list[Entry | None] = [None] * _RING
+        self._limits: list[float | None] = [None] * _RING
         self._last = cupy.cuda.Event(disable_timing=True)
         self._last.record(cupy.cuda.get_current_stream())
         self._last.synchronize()  # other streams read the numbers, too
@@ -71,14 +72,19 @@ class InFlight:
         ended = int(self._reached[_ENDED])
         return int(self._reached[_BEGUN]) != ended
 
-    def begin(self, entry: Entry | None) -> None:
-        """Note that the next thing on the current stream is a collective; `entry` is that of the flight record."""
+    def begin(self, entry: Entry | None, limit: float | None = None) -> None:
+        """Note that the next thing on the current stream is a collective.
+
+        Args:
+            entry: that of the flight record.
+            limit: how long it may take, in seconds; None: as long as the strategy's may.
+        """
         stream = self._cupy.cuda.get_current_stream()
         if stream.ptr != self._stream:
             stream.wait_event(self._last)  # one after the other, whatever streams the program uses
             self._stream = stream.ptr
         self._given = (self._given + 1) % _RING
-        self._entries[self._given] = entry
+        self._entries[self._given], self._limits[self._given] = entry, limit
         self._note(_BEGUN, stream)
 
     def given(self) -> None:
@@ -133,9 +139,8 @@ class InFlight:
 
     def limit(self, usual: float) -> float:
         """Return how long the oldest collective may take, in seconds."""
-        entry = self.entry
-        seconds = None if entry is None else getattr(entry[WHAT], "timeout", None)
-        return usual if seconds is None else float(seconds)
+        seconds = None if self._since == math.inf else self._limits[self._oldest]
+        return usual if seconds is None else seconds
 
     def in_words(self, now: float) -> str:
         """Return where the GPU is; "" when nothing is missing."""

@@ -136,7 +136,8 @@ class NcclPath:
             return
         if self._in_flight.is_full:
             self._wait_for_all()
-        self._in_flight.begin(self._ranks.guard.record.last())
+        call = self._ranks.guard.current
+        self._in_flight.begin(self._ranks.guard.record.last(), None if call is None else call.timeout)
         self._put_on_stream(buffer, op)
         self._in_flight.given()
 
