@@ -34,7 +34,15 @@ from mpistrategy.optimizer_checks import (
     required_context,
 )
 from mpistrategy.optimizer_gradients import GradientPlaces
-from mpistrategy.optimizer_kernels import FlatUpdate, Kernel, Scratch, flat_update, has_current_kernel, has_kernel
+from mpistrategy.optimizer_kernels import (
+    FlatUpdate,
+    Kernel,
+    Scratch,
+    flat_update,
+    has_current_kernel,
+    has_kernel,
+    make_room,
+)
 from mpistrategy.optimizer_slots import Slots
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.sliced_variables import SlicedSteps, adds_in_rank_order, dense_gradients
@@ -226,6 +234,8 @@ class Optimizer(GradientPlaces):
             self._slots.make(target.variables, self.slot_values)
             target.has_slots = True
         call.expect_more()
+        if strategy.extended.drives_gpu:
+            make_room([var.local_view for var in target.variables])
         trouble = ""
         if totals is None and arrays is not None and self._update_shares(strategy, arrays, target, call):
             self.latest_path = "sliced"

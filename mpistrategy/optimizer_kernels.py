@@ -19,6 +19,8 @@ from mpistrategy.device_arrays import is_on_device, may_share_memory, on_device_
 CHUNK_BYTES = 2**19
 #: How many scratch arrays a kernel may use.
 SCRATCH_ARRAYS = 2
+#: On a GPU a chunk is as large as what a kernel's launch is nothing beside.
+DEVICE_CHUNK_BYTES = 64 * 2**20
 
 
 class Kernel(Protocol):
@@ -184,16 +186,31 @@ class FlatUpdate:
 
 
 class DeviceUpdate(FlatUpdate):
-    """The same in GPU memory: all of a variable at once, since a GPU has no use for pieces that fit a cache."""
+    """The same in GPU memory: in larger chunks, and what is computed beside them is CuPy's again between the steps."""
 
     def __init__(self, parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> None:
         self._memory = [parameter, *slots.values()]
-        self._parameter, self._slots = parameter, dict(slots)
+        flat, beside = parameter.reshape(-1), {name: slot.reshape(-1) for name, slot in slots.items()}
+        self._chunks = [
+            (piece, flat[piece], {name: slot[piece] for name, slot in beside.items()}, ())
+            for piece in chunks(0, flat.size, DEVICE_CHUNK_BYTES // flat.dtype.itemsize)
+        ]
 
     def run(self, kernel: Kernel, gradient: Array) -> None:
         """Make one step with `gradient`, on the current stream."""
-        with on_device_of(self._parameter):
+        with on_device_of(self._memory[0]):
             if any(may_share_memory(gradient, array) for array in self._memory):
                 gradient = gradient.copy()
-            scratch = [np.empty_like(self._parameter) for _ in range(SCRATCH_ARRAYS)]
-            kernel(self._parameter, gradient, self._slots, scratch)
+            flat = gradient.reshape(-1)
+            for piece, parameter, slots, _ in self._chunks:
+                kernel(parameter, flat[piece], slots, [np.empty_like(parameter) for _ in range(SCRATCH_ARRAYS)])
+
+
+def make_room(parameters: Sequence[Array]) -> None:
+    """Take what updates need beside these, and leave it to CuPy's pool: memory that is short shows before the step."""
+    on_device = [array.reshape(-1) for array in parameters if is_on_device(array)]
+    if on_device:
+        largest = max(on_device, key=lambda array: array.nbytes)
+        with on_device_of(largest):
+            piece = largest[: DEVICE_CHUNK_BYTES // largest.dtype.itemsize]
+            _ = [np.empty_like(piece) for _ in range(SCRATCH_ARRAYS)]

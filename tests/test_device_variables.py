@@ -15,6 +15,7 @@ from gpu_doubles import pretended
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
+from mpistrategy import optimizer_kernels
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 
 ON_READ = {"synchronization": "ON_READ"}
@@ -144,6 +145,34 @@ def test_training_is_that_of_the_host(
         assert one.dtype == other.dtype
         assert np.allclose(one, other, rtol=1e-5 if dtype == "float32" else 1e-12)
     gpus.assert_mirrored()
+
+
+def test_a_step_goes_in_chunks(
+    gpus: ms.MirroredStrategy, cpus: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_kernels, "DEVICE_CHUNK_BYTES", 40)  # 5 of the 12 elements
+    found, expected = (train(s, Adam(0.1), p, "float64") for s, p in ((gpus, on_gpu), (cpus, np.asarray)))
+    for one, other in zip(found, expected, strict=True):
+        assert np.allclose(one, other, rtol=1e-12)
+
+
+def test_memory_that_is_short_shows_before_a_step(gpus: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.ones(3))
+    optimizer = SGD(1.0)
+    step = lambda: optimizer.apply_gradients([(on_gpu(np.ones(3)), v)])  # noqa: E731
+
+    def short(array: Any) -> Any:
+        raise MemoryError("there is none left")
+
+    with monkeypatch.context() as patch:
+        if RANK == SIZE - 1:
+            patch.setattr(optimizer_kernels.np, "empty_like", short)
+        with pytest.raises((MemoryError, ms.errors.RemoteError), match="there is none left"):
+            gpus.run(step)
+    assert v.numpy().tolist() == [1, 1, 1]
+    gpus.run(step)
+    assert v.numpy().tolist() == [1 - SIZE] * 3
 
 
 @double_only
