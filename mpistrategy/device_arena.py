@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import wire_dtype
-from mpistrategy.device_arrays import DeviceArray, cupy_for, to_host, write_from_host
+from mpistrategy.device_arrays import DeviceArray, check_no_capture, cupy_for, to_host, write_from_host
 from mpistrategy.devices import gpu_of
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.device_path import communication_memory
@@ -48,6 +48,7 @@ class BucketReduction:
 
     def __init__(self, ranks: Communicator, buckets: Sequence[Replicas], path: str, *, into_result: bool) -> None:
         cupy = cupy_for("an arena in GPU memory")
+        check_no_capture(cupy, "a reduction of an arena in GPU memory")
         self._ranks, self._word = ranks, path
         first: DeviceArray = buckets[0].mine
         self._device = first.device

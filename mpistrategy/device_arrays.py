@@ -23,6 +23,8 @@ DeviceArray: TypeAlias = Any
 
 _INTERFACE = "__cuda_array_interface__"
 _NEVER_WRITTEN = ("jax", "jaxlib")
+#: CUDA's handles up to this one are default streams; the legacy one cannot be asked while another is captured.
+_DEFAULT_STREAMS = 2
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
 
 
@@ -265,6 +267,18 @@ def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -
             where,
             found=f"arrays on {' and '.join(f'GPU:{number}' for number in found)} in one structure",
             expected="arrays on one GPU",
+        )
+
+
+def check_no_capture(cupy: Any, where: str) -> None:
+    """Raise UnsupportedError while a CUDA graph is made of what the current stream is given."""
+    stream = cupy.cuda.get_current_stream()
+    if stream.ptr > _DEFAULT_STREAMS and stream.is_capturing():
+        raise UnsupportedError.at(
+            where,
+            found="a current stream whose work becomes a CUDA graph",
+            expected="a stream that works: the ranks meet at each call, which no graph can replay",
+            fix="Capture what comes before and behind the call.",
         )
 
 

@@ -93,6 +93,9 @@ class Stream:
         if self.queue:
             self.run_until(self.queue[-1])
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record(self)

@@ -149,6 +149,28 @@ def test_what_does_not_say_where_it_is_is_refused(gpus: ms.MirroredStrategy) -> 
     )
 
 
+def test_no_collective_becomes_part_of_a_cuda_graph(gpus: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gradient = asarray(np.ones(2))
+        arena = gpus.arena([np.ones(3)])
+
+    def step(value: Any) -> Any:
+        with stream:
+            return ms.get_replica_context().all_reduce("SUM", value)
+
+    with monkeypatch.context() as patch:
+        if RANK == SIZE - 1:
+            patch.setattr(cupy.cuda.Stream, "is_capturing", lambda self: True)
+        for value in (gradient, arena):
+            with pytest.raises(ms.errors.MpiStrategyError, match="whose work becomes a CUDA graph"):
+                gpus.run(step, args=(value,))
+    total = gpus.run(step, args=(gradient,))
+    assert total.get(stream=stream).tolist() == [SIZE] * 2
+
+
 @double_only
 def test_a_path_whose_warning_is_an_error_is_not_made_again(
     gpus: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpistrategy.cross_device_ops import device_packing, packing
 from mpistrategy.cross_device_ops.mean import finish
-from mpistrategy.device_arrays import DeviceArray, cupy_for
+from mpistrategy.device_arrays import DeviceArray, check_no_capture, cupy_for
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.device_path import communication_memory
 from mpistrategy.mpi.device_paths import device_path
@@ -61,6 +61,7 @@ class DeviceReduction:
     def prepare(self) -> None:
         """Pack, before the ranks agree: memory may be short, which all ranks hear of then."""
         cupy = cupy_for("arrays in GPU memory")
+        check_no_capture(cupy, "a reduction of arrays in GPU memory")
         with self._device:
             for pack in self._packs:
                 bucket = communication_memory(cupy, pack.size, pack.dtype)
