@@ -83,6 +83,7 @@ def test_what_nccl_does_otherwise_than_the_host_is_staged(strategy: Any, cupy: A
     assert np.isnan(in_step(strategy, lambda ctx: ctx.all_reduce("MAX", lost)).get()).all()
 
 
+@several
 def test_the_watchdog_knows_the_limit_of_each_call(strategy: Any, cupy: Any) -> None:
     options = ms.CommunicationOptions(timeout_seconds=500)
     limits = []
