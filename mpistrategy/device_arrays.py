@@ -168,10 +168,10 @@ def placed_as(value: Any, place: Any) -> Array:
     """Return an array where another one is: on the host, or on that one's GPU; no copy of what is there already."""
     if not is_on_device(place):
         return host_array(value)
-    with place.device as device:
+    with place.device:
         if is_on_device(value):
             placed: Array = as_device_array(value, "a value")
-            if placed.device == device:
+            if placed.device == place.device:
                 return placed
             value = to_host(placed)  # of another GPU, whose streams are no concern of this one's
         return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
