@@ -102,7 +102,7 @@ class DistributedDataset:
         blocks = [array[rows] for array in arrays]
         if isinstance(self._dataset, Sequence):
             # The same arrays come again in the next epoch: what a step writes must not stay in them.
-            blocks = [block.copy() if isinstance(block, np.ndarray) or is_cupy(block) else block for block in blocks]
+            blocks = [_copied(block) for block in blocks]
         if self._pad:
             blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
         return structure.pack(blocks)
@@ -113,6 +113,15 @@ def _rows_of(batch: Any) -> tuple[list[Any], int, nest.Structure]:
     leaves, structure = nest.flatten(batch)
     arrays = [to_rows(leaf) for leaf in leaves]
     return arrays, common_length(arrays, "distributed dataset"), structure
+
+
+def _copied(block: Any) -> Any:
+    if isinstance(block, np.ndarray):
+        return block.copy()
+    if not is_cupy(block):
+        return block
+    with block.device:
+        return block.copy()
 
 
 def _padded(block: Any, rows: int) -> Any:

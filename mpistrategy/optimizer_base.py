@@ -234,14 +234,16 @@ class Optimizer(GradientPlaces):
             self._slots.make(target.variables, self.slot_values)
             target.has_slots = True
         call.expect_more()
-        if strategy.extended.drives_gpu:
-            make_room([var.local_view for var in target.variables])
+        room = make_room([var.local_view for var in target.variables]) if strategy.extended.drives_gpu else []
         trouble = ""
         if totals is None and arrays is not None and self._update_shares(strategy, arrays, target, call):
             self.latest_path = "sliced"
         else:
             path, brought = ("plain", gradients) if totals is None else ("buckets", None)
             combined = self._totals(strategy, gradients, arrays, target) if totals is None else totals
+            if totals is not None and strategy.extended.drives_gpu:
+                call.agree("update", options="with memory for it")
+            room.clear()  # the updates take it now
             trouble = self._update_all(strategy, combined, target, brought, call)
             self.latest_path = "skipped" if trouble and self.nonfinite == "skip" else path
         self._calls += 1

@@ -206,11 +206,15 @@ class DeviceUpdate(FlatUpdate):
                 kernel(parameter, flat[piece], slots, [np.empty_like(parameter) for _ in range(SCRATCH_ARRAYS)])
 
 
-def make_room(parameters: Sequence[Array]) -> None:
-    """Take what updates need beside these, and leave it to CuPy's pool: memory that is short shows before the step."""
-    on_device = [array.reshape(-1) for array in parameters if is_on_device(array)]
-    if on_device:
-        largest = max(on_device, key=lambda array: array.nbytes)
-        with on_device_of(largest):
-            piece = largest[: DEVICE_CHUNK_BYTES // largest.dtype.itemsize]
-            _ = [np.empty_like(piece) for _ in range(SCRATCH_ARRAYS)]
+def make_room(parameters: Sequence[Array]) -> list[Array]:
+    """Return memory as large as updates of these need beside them: memory that is short shows before the ranks agree.
+
+    To be let go of where the updates begin; CuPy's pool then has it ready.
+    """
+    on_device = [array for array in parameters if is_on_device(array)]
+    if not on_device:
+        return []
+    largest = max(on_device, key=lambda array: array.nbytes)
+    with on_device_of(largest):
+        piece = largest.reshape(-1)[: DEVICE_CHUNK_BYTES // largest.dtype.itemsize]
+        return [np.empty_like(piece) for _ in range(SCRATCH_ARRAYS)]

@@ -194,7 +194,31 @@ def test_nobody_waits_for_the_others_while_its_own_gpu_is_at_work() -> None:
     with guard.call("one"):
         guard.since = 5.0
         with guard.own_gpu():
-            assert guard.waits_for_own_gpu
+            assert guard.own_gpu_since < float("inf")
             assert guard.since == float("inf")
-        assert not guard.waits_for_own_gpu
+        assert guard.own_gpu_since == float("inf")
         assert guard.since < float("inf")
+
+
+@pytest.mark.one_rank
+def test_a_gpu_that_does_not_answer_leaves_no_call_behind() -> None:
+    guard, events = Guard(), []
+
+    class Broken:
+        def __enter__(self) -> None:
+            events.append("enter")
+            if len(events) > 2:
+                raise RuntimeError("an illegal address")
+
+        def __exit__(self, *error: object) -> None:
+            events.append("exit")
+            raise RuntimeError("an illegal address")
+
+    guard.on_gpu = Broken
+    with guard.call("one"):
+        pass
+    assert guard.current is None
+    with pytest.raises(ms.errors.DeviceError, match=r"does not answer \(an illegal address\)"), guard.call("two"):
+        pass
+    assert guard.current is None
+    assert events == ["enter", "exit", "enter"]

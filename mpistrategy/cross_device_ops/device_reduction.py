@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays import mean_dtype
 from mpistrategy.cross_device_ops import device_packing, packing
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.device_arrays import DeviceArray, check_no_capture, cupy_for
@@ -101,5 +102,6 @@ def _made_beside(wire: np.dtype[Any], wanted: Sequence[np.dtype[Any]], op: Reduc
     """Return the dtypes of what `finish` makes of a bucket: results of another dtype, and quotients of integers."""
     made = [dtype for dtype in sorted(set(wanted), key=str) if dtype != wire]
     if op is ReduceOp.MEAN and wire.kind in "iu":
-        return [np.dtype(np.float64), *(made or [wire])]
+        quotient = np.dtype(np.float64)
+        return [quotient, *made, *(mean for mean in sorted({*map(mean_dtype, wanted)}, key=str) if mean != quotient)]
     return made

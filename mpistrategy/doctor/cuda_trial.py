@@ -18,7 +18,7 @@ from mpistrategy.mpi.mapped_mpi import is_mpi
 _LAUNCHERS = (
     *("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_", "PALS_", "MV2_COMM_", "JSM_", "OMPI_"),
     *("OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir", "OMPI_MCA_mpi_oversubscribe"),
-    *("OMPI_MCA_shmem_RUNTIME_", "OMPI_MCA_rmaps_"),
+    *("OMPI_MCA_shmem_RUNTIME_", "OMPI_MCA_rmaps_", "OMPI_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_hwloc_base_binding"),
 )
 #: What a person or a module has set for Open MPI; OPAL_PREFIX, where it has been moved to, is none of the above.
 _KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +66,6 @@ class Call:
         guard, me = self._guard, threading.get_ident()
         self._outer = outer = guard.current
         if outer is None:
-            if guard.on_gpu is not None:  # a new thread works on the first one
-                self._on_gpu = guard.on_gpu()
-                self._on_gpu.__enter__()
             guard.thread = me
             if guard.size > 1:
                 if not self._anywhere:
@@ -89,7 +86,21 @@ class Call:
             self.timeout = outer.timeout
         self._before = guard.since
         guard.current = self
+        if outer is None and guard.on_gpu is not None:  # a new thread works on the first one
+            self._enter(guard.on_gpu)
         return self
+
+    def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
+        try:
+            found = on_gpu()
+            found.__enter__()
+        except Exception as error:  # CuPy's
+            failure = errors.DeviceError.at(
+                self.where, found=f"a GPU that does not answer ({error})", expected="the GPU that this rank drives"
+            )
+            self.__exit__(type(failure), failure, None)
+            raise failure from error
+        self._on_gpu = found
 
     def agree(
         self,
@@ -164,10 +175,12 @@ class Call:
 
     def _leave(self) -> None:
         guard = self._guard
-        if self._on_gpu is not None:
-            self._on_gpu.__exit__(None, None, None)
         guard.current = self._outer
         if self._before == math.inf:
             guard.since = math.inf  # it was a part of the program's own work, which goes on
         if self._entry is not None:
             self._entry[LEFT] = time.monotonic()
+        if self._on_gpu is not None:
+            on_gpu, self._on_gpu = self._on_gpu, None
+            with suppress(Exception):  # a GPU that has failed says so at the next call
+                on_gpu.__exit__(None, None, None)

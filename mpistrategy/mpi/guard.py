@@ -83,8 +83,8 @@ class Guard:
         self.in_flight: Any = None
         #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
         self.on_gpu: Callable[[], AbstractContextManager[Any]] | None = None
-        #: Whether this rank waits for what its own GPU was given before the collective.
-        self.waits_for_own_gpu = False
+        #: Since when this rank waits for what its own GPU was given before the collective; infinity if it does not.
+        self.own_gpu_since = math.inf
         #: Ends the job with an error that the peers cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
         self._closed = False
@@ -111,11 +111,11 @@ class Guard:
     @contextmanager
     def own_gpu(self) -> Iterator[None]:
         """Say that what runs in here waits for this rank's own GPU: the others wait for this rank, not it for them."""
-        before, self.since, self.waits_for_own_gpu = self.since, math.inf, True
+        before, self.since, self.own_gpu_since = self.since, math.inf, time.monotonic()
         try:
             yield
         finally:
-            self.since, self.waits_for_own_gpu = before if before == math.inf else time.monotonic(), False
+            self.since, self.own_gpu_since = before if before == math.inf else time.monotonic(), math.inf
 
     def raise_hand(self) -> None:
         """Show the other ranks at the next comparison that this one wants something; does nothing after it was seen.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import threading
@@ -37,7 +38,7 @@ def now_doing(guards: Iterable[Guard]) -> str:
         oldest, thread = min(inside, key=lambda pair: float(pair[0][ENTERED]))
         in_main = thread == threading.main_thread().ident
         words = flight_record.in_words(oldest, with_place=not in_main)
-        if any(guard.waits_for_own_gpu for guard in guards):
+        if any(guard.own_gpu_since < math.inf and inside_of(guard) is oldest for guard in guards):
             place = f"{'' if in_main else 'main thread '}{_place()}"
             return f"on its way: its GPU is still at what comes before {words}; {place}"
         return f"in {words} for {now - oldest[ENTERED]:.1f} s; {'' if in_main else 'main thread '}{_place()}"

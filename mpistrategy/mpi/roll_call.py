@@ -43,6 +43,8 @@ def roll_call(accounts: Sequence[Account], unknown: Sequence[int], size: int, re
     told = (
         f"a collective has failed on a GPU: rank {_numbers(failed)}"
         if failed
+        else "a collective is late: no rank waits for another one, and a GPU does not come to it"
+        if not late.line.waited
         else f"a collective is late: rank {late.line.rank} has waited for {late.line.waited:.1f} s "
         f"(timeout_seconds={late.line.limit:g})"
     )

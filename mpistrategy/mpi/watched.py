@@ -21,6 +21,8 @@ from mpistrategy.mpi.run_directory import RunDirectory
 from mpistrategy.mpi.watch_lines import ALARMED, Line, Lines
 
 _ALARM, _ROLL_CALL = "alarm", "roll-call.txt"
+#: So many times the limit a rank may wait for its own GPU: the others wait for it, unless all GPUs have stopped.
+_OWN_GPU = 2
 _LONGEST_SECONDS_BETWEEN_LOOKS = 5.0
 _LONGEST_SECONDS_BETWEEN_FILES = 60.0
 
@@ -81,9 +83,11 @@ class Watched:
             self.guard.in_flight.look(time.monotonic())
 
     def is_late(self, now: float, not_before: float) -> bool:
-        """Return whether this rank, or its GPU, has waited for longer than the limit."""
+        """Return whether this rank, or its GPU, has waited for longer than the limit; or for its own GPU far longer."""
         flight = self.guard.in_flight
         if flight is not None and flight.waited(now, not_before) > flight.limit(self.guard.timeout):
+            return True
+        if now - max(self.guard.own_gpu_since, not_before) > _OWN_GPU * self.limit:
             return True
         return self._again and self._host_waited(now, not_before) > self.limit
 
