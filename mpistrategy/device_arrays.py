@@ -153,6 +153,17 @@ def on_device_of(array: Any) -> AbstractContextManager[Any]:
 _NOWHERE: AbstractContextManager[Any] = nullcontext()
 
 
+def on_device_of_any(arrays: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Return what makes the GPU of those arrays that are on one the current one; nothing, where all are on the host."""
+    return on_device_of(next(filter(is_on_device, arrays), None))
+
+
+def copy_of(array: Any) -> Any:
+    """Return a copy of an array of NumPy's or CuPy's, where it is."""
+    with on_device_of(array):
+        return array.copy()
+
+
 def host_array(value: Any) -> Array:
     """Return an array, wherever it is, as one on the host; no copy of what is there already."""
     return to_host(as_device_array(value, "a value")) if is_on_device(value) else np.asarray(value)

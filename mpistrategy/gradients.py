@@ -8,20 +8,17 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array, wire_dtype
-from mpistrategy.device_arrays import host_array, on_device_of, placed_as, reducible
+from mpistrategy.device_arrays import host_array, on_device_of_any, placed_as, reducible
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.values import IndexedSlices
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
     """Return the Euclidean norm of all elements of all arrays, summed in float64."""
-    dense = (reducible(array, "global_norm") for array in arrays)
-    return float(np.sqrt(sum(map(_square_of_norm, dense))))
-
-
-def _square_of_norm(array: Any) -> float:
-    with on_device_of(array):
-        return float(np.square(np.abs(array), dtype=np.float64).sum())
+    dense = [reducible(array, "global_norm") for array in arrays]
+    with on_device_of_any(dense):
+        squares = [np.square(np.abs(array), dtype=np.float64).sum() for array in dense]
+    return float(np.sqrt(sum(float(square) for square in squares)))
 
 
 def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[Array], float]:
@@ -48,27 +45,8 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
     scaled = [reducible(array, "clip_by_global_norm") for array in arrays]
     norm = global_norm(scaled)
     scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
-    return [_times(array, scale) for array in scaled], norm
-
-
-def _times(array: Any, scale: float) -> Array:
-    with on_device_of(array):
-        return (array * scale).astype(array.dtype, copy=False)  # type: ignore[no-any-return]
-
-
-def _widened(array: Any) -> Array:
-    with on_device_of(array):
-        return array.astype(wire_dtype(array.dtype), copy=False)  # type: ignore[no-any-return]
-
-
-def _added(total: Any, array: Any) -> Array:
-    with on_device_of(array):
-        return placed_as(total, array) + array  # type: ignore[no-any-return]
-
-
-def _copied(array: Any) -> Array:
-    with on_device_of(array):
-        return array.copy()  # type: ignore[no-any-return]
+    with on_device_of_any(scaled):
+        return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
 
 
 class GradientAccumulator:
@@ -109,7 +87,8 @@ class GradientAccumulator:
         """
         given = [reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
         # 16-bit floats add up in 32 bits, as they do between replicas.
-        arrays = [_widened(array) for array in given]
+        with on_device_of_any(given):
+            arrays = [array.astype(wire_dtype(array.dtype), copy=False) for array in given]
         if self._count and [array.shape for array in arrays] != [total.shape for total in self._sums]:
             raise ShapeError.at(
                 "GradientAccumulator.add",
@@ -117,11 +96,12 @@ class GradientAccumulator:
                 expected=f"shapes {[total.shape for total in self._sums]}, as in the step before",
             )
         self._dtypes = [array.dtype for array in given]
-        if self._count:
-            # Sums that were restored are on the host.
-            self._sums = [_added(total, array) for total, array in zip(self._sums, arrays, strict=True)]
-        else:
-            self._sums = [_copied(array) for array in arrays]
+        with on_device_of_any(arrays):
+            if self._count:
+                # Sums that were restored are on the host.
+                self._sums = [placed_as(total, array) + array for total, array in zip(self._sums, arrays, strict=True)]
+            else:
+                self._sums = [array.copy() for array in arrays]
         self._count += 1
         return None if self._count < self.steps else self.take()
 

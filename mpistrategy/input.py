@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy import nest
 from mpistrategy.arrays import is_cupy
 from mpistrategy.datasets import Dataset, common_length, to_rows
-from mpistrategy.device_arrays import DeviceArray, as_device_array, cupy_for, is_on_device
+from mpistrategy.device_arrays import DeviceArray, as_device_array, copy_of, cupy_for, is_on_device
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input_iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.transport import Communicator
@@ -102,7 +102,7 @@ class DistributedDataset:
         blocks = [array[rows] for array in arrays]
         if isinstance(self._dataset, Sequence):
             # The same arrays come again in the next epoch: what a step writes must not stay in them.
-            blocks = [_copied(block) for block in blocks]
+            blocks = [copy_of(block) if isinstance(block, np.ndarray) or is_cupy(block) else block for block in blocks]
         if self._pad:
             blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
         return structure.pack(blocks)
@@ -113,15 +113,6 @@ def _rows_of(batch: Any) -> tuple[list[Any], int, nest.Structure]:
     leaves, structure = nest.flatten(batch)
     arrays = [to_rows(leaf) for leaf in leaves]
     return arrays, common_length(arrays, "distributed dataset"), structure
-
-
-def _copied(block: Any) -> Any:
-    if isinstance(block, np.ndarray):
-        return block.copy()
-    if not is_cupy(block):
-        return block
-    with block.device:
-        return block.copy()
 
 
 def _padded(block: Any, rows: int) -> Any:

@@ -11,7 +11,7 @@ from mpistrategy.extended import StrategyExtended
 from mpistrategy.mpi import check_level, faults, simulated, timeout
 from mpistrategy.mpi.launch import no_mpi
 from mpistrategy.mpi.simulated import SimulatedCommunicator
-from mpistrategy.mpi.topology import activate, choose_device, requested, working_on
+from mpistrategy.mpi.topology import activate, choose_device, requested
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.strategy import Strategy
 
@@ -92,8 +92,7 @@ class MirroredStrategy(Strategy):
                 ranks.guard.check_as(level)
                 ranks.guard.timeout = limit
                 ranks.share_device(device)
-                activate(device)
-                ranks.guard.on_gpu = working_on(device)
+                activate(device, ranks.guard)
         except MpiStrategyError:
             ranks.free()
             raise

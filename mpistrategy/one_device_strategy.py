@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpistrategy import devices
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.extended import StrategyExtended
-from mpistrategy.mpi.topology import activate, check_exists, working_on
+from mpistrategy.mpi.topology import activate, check_exists
 from mpistrategy.mpi.transport import SingleCommunicator
 from mpistrategy.strategy import Strategy
 
@@ -27,7 +27,6 @@ class OneDeviceStrategy(Strategy):
         wanted = devices.parse(device)
         complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
         check_exists(complete, "OneDeviceStrategy")
-        activate(complete)
         only = SingleCommunicator((complete,))
-        only.guard.on_gpu = working_on(complete)
+        activate(complete, only.guard)
         super().__init__(StrategyExtended(self, only))

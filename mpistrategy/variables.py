@@ -9,7 +9,7 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays import Array, dtype_name, is_bfloat16, to_array
 from mpistrategy.context import Mode
-from mpistrategy.device_arrays import host_array, is_on_device, on_device_of, write_from_host
+from mpistrategy.device_arrays import copy_of, host_array, is_on_device, write_from_host
 from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.faults import collective
 from mpistrategy.options import VariableAggregation, VariableSynchronization
@@ -196,8 +196,7 @@ class Variable(ArrayLike):
         """
         value = self._read()
         if is_on_device(value):
-            with on_device_of(value):
-                return value.copy()
+            return copy_of(value)  # type: ignore[no-any-return]
         copied = np.array(value, copy=True)
         return copied[()] if self._is_scalar_beside_gpu else copied
 
@@ -207,8 +206,7 @@ class Variable(ArrayLike):
 
     def local_copy(self) -> Array:
         """Return a copy of what this replica stores; never communicates."""
-        with on_device_of(self._storage):
-            return self._storage.copy()
+        return copy_of(self._storage)  # type: ignore[no-any-return]
 
     @property
     def local_view(self) -> Array:

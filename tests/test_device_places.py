@@ -10,7 +10,7 @@ from typing import Any
 import cupy_here
 import numpy as np
 import pytest
-from cupy_here import asarray, double_only, ndarray
+from cupy_here import Spoken, asarray, double_only, ndarray
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
@@ -110,19 +110,6 @@ def test_the_state_of_an_object_comes_back_where_it_was(gpus: ms.MirroredStrateg
     assert type(kept.loaded["weights"]) is ndarray
     assert kept.loaded["weights"].get().tolist() == [0, 1, 2]
     assert type(kept.loaded["on the host"]) is np.ndarray
-
-
-class Spoken:
-    """A gradient of another library."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options) if cupy_here.IS_REAL else self._array
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, self._array.device.id)
 
 
 def test_optimizers_take_gradients_of_other_libraries(gpus: ms.MirroredStrategy) -> None:

@@ -13,16 +13,11 @@ import cupy_here
 import ml_dtypes
 import numpy as np
 import pytest
+from cupy_here import Spoken, exported
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
 from mpistrategy.foreign_arrays import library_of
-
-
-def exported(array: Any, **options: Any) -> Any:
-    """Return what DLPack says of an array; the double's own arrays stand for that."""
-    is_double = isinstance(array, cupy_here.ndarray) and not cupy_here.IS_REAL
-    return array if is_double else array.__dlpack__(**options)
 
 
 class Tensor:
@@ -81,19 +76,6 @@ class Tensor:
 
 class Parameter(Tensor):
     """A class that a user derived."""
-
-
-class Spoken:
-    """An array of which only DLPack is known."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return exported(self.array, **options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0) if isinstance(self.array, cupy_here.ndarray) else (1, 0)
 
 
 Tensor.__module__ = "torch"

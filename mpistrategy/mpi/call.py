@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -141,15 +141,9 @@ class Call:
         if timeout_seconds is not None:
             self.timeout = timeout.limit(timeout_seconds)
 
-    @contextmanager
-    def own_work(self) -> Iterator[None]:
+    def own_work(self) -> AbstractContextManager[None]:
         """Say that what runs in here is the program's own: nobody is waited for."""
-        guard = self._guard
-        before, guard.since = guard.since, math.inf
-        try:
-            yield
-        finally:
-            guard.since = before if before == math.inf else time.monotonic()
+        return self._guard.own_work()
 
     def _set_agreed(self, agreed: bool) -> None:
         call: Call | None = self

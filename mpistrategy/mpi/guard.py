@@ -109,13 +109,23 @@ class Guard:
         self.takes_no_short_way = closed or bool(self._hand)
 
     @contextmanager
-    def own_gpu(self) -> Iterator[None]:
-        """Say that what runs in here waits for this rank's own GPU: the others wait for this rank, not it for them."""
-        before, self.since, self.own_gpu_since = self.since, math.inf, time.monotonic()
+    def own_work(self) -> Iterator[None]:
+        """Say that what runs in here is the program's own: nobody is waited for."""
+        before, self.since = self.since, math.inf
         try:
             yield
         finally:
-            self.since, self.own_gpu_since = before if before == math.inf else time.monotonic(), math.inf
+            self.since = before if before == math.inf else time.monotonic()
+
+    @contextmanager
+    def own_gpu(self) -> Iterator[None]:
+        """Say that what runs in here waits for this rank's own GPU: the others wait for this rank, not it for them."""
+        self.own_gpu_since = time.monotonic()
+        try:
+            with self.own_work():
+                yield
+        finally:
+            self.own_gpu_since = math.inf
 
     def raise_hand(self) -> None:
         """Show the other ranks at the next comparison that this one wants something; does nothing after it was seen.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from mpistrategy.device_arrays import cupy_for
 from mpistrategy.devices import Device
 from mpistrategy.errors import DeviceError, FallbackWarning, OptionTypeError
 from mpistrategy.mpi.call_sites import warn
+from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.transport import Communicator
 
 _WHERE = "MirroredStrategy"
@@ -98,15 +98,12 @@ def choose_device(request: Request, ranks: Communicator) -> Device:
     return Device(ranks.rank, "GPU", bound[ranks.rank].index)
 
 
-def activate(device: Device) -> None:
-    """Let CuPy work on this device from now on, in this thread, where it is a GPU."""
+def activate(device: Device, guard: Guard) -> None:
+    """Let CuPy work on this device, where it is a GPU: from now on in this thread, and in any in a collective."""
     if device.kind == "GPU":
-        cupy_for(_WHERE).cuda.Device(device.index).use()
-
-
-def working_on(device: Device) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return what makes this device the current one for a with block, in any thread; None for a CPU."""
-    return partial(cupy_for(_WHERE).cuda.Device, device.index) if device.kind == "GPU" else None
+        cuda = cupy_for(_WHERE).cuda
+        cuda.Device(device.index).use()
+        guard.on_gpu = partial(cuda.Device, device.index)
 
 
 def check_exists(device: Device, where: str, local_size: int = 1) -> None:

@@ -56,10 +56,6 @@ void set_current_device(int device) { current = device; }
 
 using namespace standin;
 
-namespace {
-cudaError_t failed(cudaError_t error) { return (cudaError_t)said(error); }
-}  // namespace
-
 extern "C" {
 cudaError_t cudaGetDeviceCount(int* count) {
     *count = device_count();

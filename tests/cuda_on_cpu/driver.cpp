@@ -3,6 +3,7 @@
 #include "work.hpp"
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 
 #include <cstdio>
 #include <cstring>
@@ -27,15 +28,14 @@ CUresult cuDeviceGet(CUdevice* device, int index) {
     return *device = index, CUDA_SUCCESS;
 }
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
-    std::memset(uuid->bytes, 0x5a, 16);
-    uuid->bytes[15] = (char)number_in_machine(device);
-    return CUDA_SUCCESS;
+    cudaDeviceProp properties;
+    const cudaError_t error = cudaGetDeviceProperties(&properties, device);
+    return *uuid = properties.uuid, (CUresult)error;
 }
 #undef cuDeviceGetUuid
 CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) { return cuDeviceGetUuid_v2(uuid, device); }
 CUresult cuDeviceGetPCIBusId(char* text, int size, CUdevice device) {
-    std::snprintf(text, (std::size_t)size, "0000:%02x:00.0", number_in_machine(device) + 1);
-    return CUDA_SUCCESS;
+    return (CUresult)cudaDeviceGetPCIBusId(text, size, device);
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
     switch (attribute) {

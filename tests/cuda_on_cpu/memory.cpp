@@ -20,8 +20,6 @@ std::mutex& mutex = *new std::mutex;
 std::map<std::uintptr_t, Memory>& memories = *new std::map<std::uintptr_t, Memory>;
 std::size_t used = 0;
 
-cudaError_t failed(cudaError_t error) { return (cudaError_t)said(error); }
-
 cudaError_t allocate(void** address, std::size_t size, Kind kind) {
     *address = nullptr;
     if (!size) return cudaSuccess;

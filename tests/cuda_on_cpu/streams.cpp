@@ -128,8 +128,6 @@ void wait_for_device(int index) {
 using namespace standin;
 
 namespace {
-cudaError_t failed(cudaError_t error) { return (cudaError_t)said(error); }
-
 struct Event {
     TaskPointer task;
     bool is_timed;

@@ -64,4 +64,8 @@ int number(const char* name, int otherwise);
 std::size_t total_memory();
 // What a function of the runtime returns; an error is kept for cudaGetLastError.
 int said(int error);
+template <class Error>
+Error failed(Error error) {
+    return (Error)said((int)error);
+}
 }  // namespace standin
