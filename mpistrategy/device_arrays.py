@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array, dtype_name, is_cupy, to_reducible
 from mpistrategy.errors import DeviceError, LeafError, ShapeError, UnsupportedError
-from mpistrategy.foreign_arrays import as_kind_of, is_in_gpu_memory, library_of, on_host, unmarked
+from mpistrategy.foreign_arrays import as_kind_of, closed_to, is_in_gpu_memory, library_of, on_host, unmarked
 
 #: A cupy.ndarray; CuPy has no types that could be checked without it.
 DeviceArray: TypeAlias = Any
@@ -67,8 +67,7 @@ def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
     except Exception as error:  # of many types
         raise LeafError.at(
             where,
-            found=f"{type(value).__module__}.{type(value).__name__} {f'at leaf {path} ' if path else ''}that CuPy "
-            f"cannot look into ({str(error).strip().partition(chr(10))[0]})",
+            found=closed_to("CuPy", value, path, error),
             expected="an array of a dtype that CuPy knows, on a GPU that this process sees",
             fix="A copy that its own library makes may do; `mpistrategy doctor` tells what is wrong with the GPU.",
         ) from error

@@ -74,14 +74,16 @@ def on_host(value: Any, where: str, path: str = "") -> Array:
             return _bits_of_bfloat16(value)
         array: Array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
     except Exception as error:  # of many types
-        reason = str(error).strip().partition("\n")[0]
-        raise LeafError.at(
-            where,
-            found=f"{type(value).__module__}.{type(value).__name__} {f'at leaf {path} ' if path else ''}"
-            f"that NumPy cannot look into ({reason})",
-            expected="a dense array",
-        ) from error
+        found = closed_to("NumPy", value, path, error)
+        raise LeafError.at(where, found=found, expected="a dense array") from error
     return array
+
+
+def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
+    """Return in words that a library of arrays cannot look into a leaf."""
+    reason = str(error).strip().partition("\n")[0]
+    leaf = f"at leaf {path} " if path else ""
+    return f"{type(value).__module__}.{type(value).__name__} {leaf}that {library} cannot look into ({reason})"
 
 
 def _bits_of_bfloat16(tensor: Any) -> Array:
