@@ -1,6 +1,8 @@
 """mpistrategy: the tf.distribute programming model on NumPy arrays over MPI, one replica a rank.
 
 Importing it starts no MPI; the first `MirroredStrategy` does.
+
+(For pytest, which warns of a package with a plugin that was imported before it: PYTEST_DONT_REWRITE.)
 """
 
 from os import environ as _environ

@@ -88,6 +88,8 @@ class Arena(ArenaReductions):
         self.result = self._values if self.in_place else self._structure.pack(self._result_views())
         #: What `mpistrategy.quick_all_reduce` has worked out.
         self.quick: dict[Any, Any] = {}
+        #: For each bucket: the arrays, where the result goes, and this rank's share; for `mpistrategy.quick_arena`.
+        self.shares: list[Any] = []
         self._closed = False
         resident_values[id(self._values)] = weakref.ref(self, _forgetting(id(self._values)))
 
@@ -147,7 +149,7 @@ class Arena(ArenaReductions):
 
     def _no_copy(self) -> CopyError:
         return CopyError.at(
-            "copying an Arena",
+            "copying or pickling an Arena",
             found="a copy of memory that all ranks share",
             expected="a new arena, which all ranks make together",
             fix="Copy the arrays in arena.values, or call strategy.arena(arena.values).",
@@ -168,6 +170,7 @@ class Arena(ArenaReductions):
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         self.quick.clear()
+        self.shares.clear()
         resident_values.pop(id(self._values), None)
         self.buckets, self.leaves, self._values, self.result = (), [], None, None
         del self._nest, self.is_intact

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from mpistrategy import extremes
 from mpistrategy.errors import DTypeError, LeafError
 
 if TYPE_CHECKING:
@@ -20,8 +21,15 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
+#: Writes the combination of two arrays to a third: ``combine(one, other, out=...)``.
+Combine: TypeAlias = Callable[..., Any]
 #: How two arrays are combined; NaN wins in all of them.
-COMBINE: dict[str, np.ufunc] = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply}
+COMBINE: dict[str, Combine] = {
+    "SUM": np.add,
+    "MIN": extremes.minimum,
+    "MAX": extremes.maximum,
+    "PROD": np.multiply,
+}
 
 _SMALL_INTEGERS = ("int8", "int16", "uint8", "uint16")
 _REDUCIBLE_KINDS = "iufc"
@@ -47,13 +55,22 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values of `dtype` are combined.
+    """Return the dtype in which values of `dtype` are combined in GPU memory, and over several steps.
 
-    The 16-bit floats are summed in float32 and rounded once.  Integers of 8 and 16 bits travel in 32, and wrap around
-    at the end as NumPy's do: Open MPI 5 saturates their sums where the processor has AVX.
+    The 16-bit floats are summed in float32 and rounded once.  Integers of 8 and 16 bits are combined in 32, and wrap
+    around at the end as NumPy's do.
     """
     if dtype.name in _SMALL_INTEGERS:
         return np.dtype(np.int32 if dtype.kind == "i" else np.uint32)
+    return host_wire_dtype(dtype)
+
+
+def host_wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which arrays of `dtype` on the host travel and are combined.
+
+    The 16-bit floats as `wire_dtype` says.  Integers wrap around in their own dtype: a wider one would take several
+    times the memory.
+    """
     if dtype.itemsize == 2 and (dtype.kind == "f" or is_bfloat16(dtype)):
         return np.dtype(np.float32)
     return dtype
@@ -64,6 +81,15 @@ def mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.kind in "iu":
         return np.dtype(np.float32 if dtype.name in _SMALL_INTEGERS else np.float64)
     return dtype
+
+
+def is_buffer(array: Array) -> bool:
+    """Return whether MPI can be given an array as it is: contiguous, and at an address that suits its dtype.
+
+    One read from the middle of a file may be contiguous and not aligned: mpi4py has no datatype for it.
+    """
+    flags = array.flags
+    return flags.c_contiguous and flags.aligned
 
 
 def to_array(value: Any, where: str, path: str = "") -> Array:

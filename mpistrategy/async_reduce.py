@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy import nest
 from mpistrategy.arena import Arena, resident
 from mpistrategy.arrays import Array
+from mpistrategy.context import current_frame
 from mpistrategy.device_arrays import is_on_device
 from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi import ambient
@@ -17,6 +19,7 @@ from mpistrategy.mpi.faults import collective
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.pickling import NotPickled
 from mpistrategy.quick_all_reduce import QuickAllReduce
 from mpistrategy.quick_cells import NOT_QUICK
 from mpistrategy.values import Mirrored, contribution
@@ -28,8 +31,10 @@ _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
 
 
-class AllReduceHandle:
+class AllReduceHandle(NotPickled):
     """An all-reduce that was started; `ReplicaContext.all_reduce_async` makes it."""
+
+    instead_of_pickling = "Send what wait() returns."
 
     def __init__(self, job: Job, engine: AtOnce, guard: Guard) -> None:
         self._job = job
@@ -96,11 +101,15 @@ def start_all_reduce(
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = _failing(engine, error)
 
+    # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
+    in_step = current_frame() if engine.communicator is not communicator else None
+
     def with_site() -> Any:
         guard = engine.communicator.guard
         guard.site = site
         try:
-            return work()
+            with in_step or nullcontext():
+                return work()
         finally:
             guard.site = None
 
@@ -143,12 +152,12 @@ def _prepared(
 
     def work() -> Any:
         if options is None and name is None:
-            result = extended.quick.run(reduce_op, kept, out, None)
+            result = extended.quick.run(reduce_op, kept, out, None, None)
             if result is not NOT_QUICK:
                 return result
         with (
             ambient.working_on(communicator),
-            communicator.guard.call(_CALL, structure.text, name or "", anywhere=bool(name)) as call,
+            communicator.guard.call(_CALL, structure.text, called=name) as call,
         ):
             results = extended.all_reduce_leaves(
                 call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
@@ -183,7 +192,7 @@ def _of_arena(
         def work() -> Any:
             with (
                 ambient.working_on(communicator),
-                communicator.guard.call(_CALL, "", name or "", anywhere=bool(name)) as call,
+                communicator.guard.call(_CALL, called=name) as call,
             ):
                 return arena.all_reduce(extended, op, call, options=options, out=arena)
 
@@ -194,7 +203,7 @@ def _of_arena(
     def work_on_buckets() -> Any:
         with (
             ambient.working_on(communicator),
-            communicator.guard.call(_CALL, structure, name or "", anywhere=bool(name)) as call,
+            communicator.guard.call(_CALL, structure, called=name) as call,
         ):
             extended.all_reduce_leaves(
                 call.where, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
@@ -221,4 +230,8 @@ def _on(extended: StrategyExtended, engine: AtOnce) -> StrategyExtended:
         other = engine.views[extended] = copy.copy(extended)
         other.communicator = engine.communicator
         other.quick = QuickAllReduce(other.communicator, other.cross_device_ops, other.options)
+    if other.cross_device_ops is not extended.cross_device_ops:
+        other.cross_device_ops = extended.cross_device_ops
+    if other.options is not extended.options:
+        other.options = extended.options
     return other

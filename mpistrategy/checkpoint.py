@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 from mpistrategy import context
 from mpistrategy.arrays import Array
-from mpistrategy.checkpoint_restoring import Restored, arrays_of, restore
+from mpistrategy.checkpoint_arrays import arrays_of, arrays_of_file
+from mpistrategy.checkpoint_restoring import Restored, restore
 from mpistrategy.checkpoint_saving import Saving
-from mpistrategy.checkpoint_shards import arrays_of_file
 from mpistrategy.checkpoint_state import State, strategy_of
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.call import Call
@@ -23,8 +24,9 @@ __all__ = ["Checkpoint", "Restored", "Saving"]
 class Checkpoint:
     """The state of some objects: saved whole or not at all, restored on any number of ranks.
 
-    Make it with the same names on all ranks; in `strategy.scope()`, unless variables among the objects belong to the
-    strategy already.  A checkpoint is a folder of plain files: nothing in them is ever executed.
+    Make it with the same names for the same objects on all ranks; in `strategy.scope()`, unless variables among the
+    objects belong to the strategy already.  A checkpoint is a folder of plain files: nothing in them is ever executed.
+    Only the user can read it; in a folder that is setgid, the group can, too.
 
     Kept are:
 
@@ -75,7 +77,6 @@ class Checkpoint:
         """The strategy whose ranks save together: that of the objects' variables, or in whose scope this was made."""
         return strategy_of(self.objects, self._made_in)
 
-    @collective("save")
     def save(self, directory: str | os.PathLike[str], *, wait: bool = True, overwrite: bool = False) -> Saving:
         """Write a checkpoint: the folder `directory`, which appears when it is whole.  Collective.
 
@@ -93,9 +94,24 @@ class Checkpoint:
                 nothing half-made is left, and what was there still is.
             CheckpointExistsError: on every rank, when there is something under the name.
             OptionTypeError, AggregationError, DTypeError: on every rank, for objects without a state.
+            OptionError: on every rank, for more names and plain values than are read again: 64 MiB, 2**21 lists and
+                dicts (floats count as such), 2**22 numbers and words.
             ContextError: in a step function.
-            CollectiveMismatchError: on every rank, when objects or directories differ.
+            CollectiveMismatchError: on every rank, when directories differ, names, or what the names stand for; the
+                text says what stands for it on each rank.
         """
+        return self.save_after(lambda: None, directory, wait=wait, overwrite=overwrite)
+
+    @collective("save")
+    def save_after(
+        self,
+        prepare: Callable[[], object],
+        directory: str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        overwrite: bool = False,
+    ) -> Saving:
+        """Do `save`; rank 0 calls `prepare` once all ranks have agreed, before anything is written."""
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.save")
         communicator = strategy.extended.communicator
@@ -107,10 +123,11 @@ class Checkpoint:
             state = State(self.objects, strategy, call.where)
             call.structure = state.structure()
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
+            state.check_generators(communicator)
             state.decide(communicator)
             saving = Saving(state, strategy, path, bool(overwrite))
             cleaning.enter_context(saving.cleaned_up())
-            saving.begin(call, wait=bool(wait))
+            saving.begin(call, prepare, wait=bool(wait))
             if wait:
                 saving.commit(call)
         if not wait:
@@ -136,9 +153,10 @@ class Checkpoint:
             CheckpointDamagedError: on every rank, for a file that is not as it was written, another format, symbolic
                 links; the text names it.
             CheckpointMismatchError: on every rank, with a list, when the objects have other names, dtypes or shapes.
-            CheckpointReadError: on every rank, when files cannot be read.
+            CheckpointReadError: on every rank, when files cannot be read; and for another user's, where everybody can
+                write.
             ContextError: in a step function.
-            CollectiveMismatchError: on every rank, when objects or directories differ.
+            CollectiveMismatchError: on every rank, as `save`.
         """
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.restore")
@@ -150,6 +168,7 @@ class Checkpoint:
             state = State(self.objects, strategy, call.where)
             call.structure = state.structure()
             call.agree("restore", destination=path, options=f"{partial=}")
+            state.check_generators(communicator)
             return restore(self.objects, state, strategy, path, bool(partial), call)
 
     def wait(self) -> None:
@@ -171,6 +190,8 @@ class Checkpoint:
         """Return the arrays in a checkpoint by name, or in a ``.safetensors``, ``.npz`` or ``.npy`` file of others.
 
         Of this rank alone: nothing is sent.  Copies that were to be combined are; a rank's own stand as ``name@rank``.
+        The file is mapped into memory, and read as you look at the arrays: copy them before it is overwritten in place
+        or, on a network's file system, removed.  Writing into them does not change it.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.

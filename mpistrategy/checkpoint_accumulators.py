@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.checkpoint_manifest import COMBINED, ONE, Item
-from mpistrategy.checkpoint_values import below, dtype_of, dtype_text
+from mpistrategy.checkpoint_values import below, dtype_of, dtype_text, is_numeric
 from mpistrategy.gradients import GradientAccumulator
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def fit_accumulator(fit: Fit, path: str, item: Item, accumulator: GradientAccumu
     items = [fit.manifest.items[each] for each in paths]
     if type(count) is not int or not 0 <= count < steps or bool(count) != bool(items):
         raise ValueError(f"{count!r} steps of {steps}, and {len(items)} sums")
-    if not all(each.is_array and each.copies in (ONE, SUMS) for each in items):
+    if not all(each.is_array and each.copies in (ONE, SUMS) and is_numeric(dtype_of(each.dtype)) for each in items):
         raise ValueError("sums that are none")
     fit.fetched |= dict.fromkeys(paths)
     fit.shared.update(paths)

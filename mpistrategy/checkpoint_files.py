@@ -1,7 +1,8 @@
 """The file system as checkpoints use it: nothing is followed, nothing is overwritten, everything reaches the disk.
 
 A folder is opened once, and what is in it is named relative to that: whoever swaps a symbolic link in meanwhile moves
-nothing.  New files and folders have names of their own (O_EXCL) and the permissions that the umask leaves.
+nothing.  New files and folders have names of their own (O_EXCL).  They are the user's alone; but in a folder that is
+setgid, which belongs to a group, the group may read them, if the umask lets it.
 """
 
 from __future__ import annotations
@@ -15,25 +16,22 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointError,
-    CheckpointExistsError,
     CheckpointMissingError,
     CheckpointReadError,
     CheckpointWriteError,
 )
-from mpistrategy.mpi import watchdog
+from mpistrategy.mpi import own_files, watchdog
 
 #: Called before each change to the file system, with what it is and the name: a seam for tests, which end the process
 #: or raise OSError there.
 watcher: Callable[[str, str], None] | None = None
 
 _PIECE_BYTES = 2**24
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not keep us waiting
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -117,18 +115,45 @@ class Folder:
         """Make a folder that nobody else has; return its name."""
         name = f"{prefix}{secrets.token_hex(8)}"
         _before("mkdir", name)
-        os.mkdir(name, dir_fd=self.descriptor)
+        # While it is written the user's alone, in a group's folder, too: who can open it can lock it.
+        os.mkdir(name, 0o700, dir_fd=self.descriptor)
         return name
+
+    def let_group_in(self, file: str) -> None:
+        """Let the group open this folder if it may read a file in it."""
+        if os.stat(file, dir_fd=self.descriptor, follow_symlinks=False).st_mode & stat.S_IRGRP:
+            with contextlib.suppress(OSError):  # on file systems that keep no such thing
+                os.fchmod(self.descriptor, stat.S_IMODE(self.state.st_mode) | stat.S_IRGRP | stat.S_IXGRP)
+
+    @property
+    def state(self) -> os.stat_result:
+        """What the system says about it."""
+        return os.fstat(self.descriptor)
+
+    def owns(self, inside: Folder) -> bool:
+        """Return whether a folder in it belongs to this user, or to whom this one belongs."""
+        return own_files.is_own(inside.state, self.state)
+
+    def trusted_folder(self, name: str) -> Folder:
+        """Open a folder in it to be read; CheckpointReadError as `check_is_trusted`."""
+        found = self.folder(name)
+        try:
+            check_is_trusted(found.state, self.state, found.path)
+        except CheckpointError:
+            found.close()
+            raise
+        return found
 
     def sweep(self, names: re.Pattern[str]) -> str:
         """Remove the folders with such names that nobody has locked; return one that is locked, or "".
 
-        What is no folder stays, what cannot be removed, and everything where the file system has no locks.
+        What is no folder stays, what is somebody else's or cannot be removed, and everything where the file system has
+        no locks.
         """
         held = ""
         for name in filter(names.fullmatch, self.names()):
             with contextlib.suppress(OSError), self.folder(name) as left:
-                is_free = left.lock()
+                is_free = left.lock() if self.owns(left) else None
                 if is_free:
                     self.remove(name)
                 elif is_free is False:
@@ -171,7 +196,7 @@ class Folder:
         """Write a new file and see it on the disk; return how many bytes it has and their checksum."""
         checksum, size = checksum_of(), 0
         _before("create", name)
-        descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=self.descriptor)
+        descriptor = os.open(name, own_files.NEW, own_files.file_mode(self.state), dir_fd=self.descriptor)
         try:
             for piece in pieces:
                 view = memoryview(piece).cast("B")
@@ -203,8 +228,14 @@ class Folder:
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str, first: str = "") -> None:
-        """Remove a folder and the files in it; `first` goes first.  Folders inside it, which are not ours, stay."""
+        """Remove a folder and the files in it; `first` goes first.  Folders inside it, which are not ours, stay.
+
+        Raises:
+            OSError: also for a folder that is somebody else's.
+        """
         with self.folder(name) as folder:
+            if not self.owns(folder):
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), folder.path)
             for inner in sorted(folder.names(), key=lambda inner: inner != first):
                 if folder.kind_of(inner) == "folder":
                     continue
@@ -215,32 +246,13 @@ class Folder:
 
     def lock(self) -> bool | None:
         """Lock it until it is closed or the process ends; None where the file system has no locks."""
-        return _lock(self.descriptor)
-
-    def lock_file(self, name: str) -> Folder | None:
-        """Return a locked file in it, made where missing, to be closed; None where the file system has no locks.
-
-        Raises:
-            CheckpointExistsError: when another process holds it.
-        """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = Folder(os.open(name, flags, 0o666, dir_fd=self.descriptor), os.path.join(self.path, name))
-        locked = _lock(file.descriptor)
-        if not locked:
-            file.close()
-        if locked is False:
-            raise CheckpointExistsError.at(
-                "CheckpointManager",
-                found=f"another job, or another manager of this one, that writes to {self.path!r}",
-                expected="one writer for a folder",
-                fix="Give each job a folder of its own, or close() the other manager first.",
-            )
-        return file if locked else None
+        return lock(self.descriptor)
 
     # ------------------------------------------------------------------------------------------- reading
 
-    def read(self, name: str, size: int | None, most: int) -> bytearray:
-        """Return the bytes of a file.
+    @contextlib.contextmanager
+    def file(self, name: str, size: int | None, most: int) -> Iterator[OpenFile]:
+        """Open a file in it to be read.
 
         Args:
             name: its name here.
@@ -249,32 +261,74 @@ class Folder:
 
         Raises:
             CheckpointDamagedError: for what is no file, or of another size.
+            CheckpointReadError: for somebody else's, where everybody can write.
         """
         where = os.path.join(self.path, name)
-        descriptor = os.open(name, _OLD_FILE, dir_fd=self.descriptor)
+        descriptor = os.open(name, own_files.READING, dir_fd=self.descriptor)
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise CheckpointDamagedError.at("a checkpoint", found=f"no file at {where!r}", expected="a file")
+            check_is_trusted(found, self.state, where)
             wanted = found.st_size if size is None else size
             if found.st_size != wanted or wanted > most:
                 expected = f"at most {most}" if size is None else f"the {size} that its manifest speaks of"
                 raise CheckpointDamagedError.at(
                     "a checkpoint", found=f"{found.st_size} bytes in {where!r}", expected=expected
                 )
-            data = bytearray(wanted)
-            view, done = memoryview(data), 0
-            while done < wanted:
-                count = os.readv(descriptor, [view[done : done + _PIECE_BYTES]])
-                if count == 0:
-                    raise CheckpointDamagedError.at(
-                        "a checkpoint", found=f"the end of {where!r} after {done} bytes", expected=f"{wanted}"
-                    )
-                done += count
-                watchdog.moves_on()
-            return data
+            yield OpenFile(descriptor, where, wanted)
         finally:
             os.close(descriptor)
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of a file; as `file`."""
+        with self.file(name, None, most) as file:
+            return file.read(0, file.size)
+
+
+class OpenFile(NamedTuple):
+    """A file that is open to be read.
+
+    Attributes:
+        descriptor: of the open file.
+        path: its name, for messages.
+        size: how many bytes it has.
+    """
+
+    descriptor: int
+    path: str
+    size: int
+
+    def read(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from `start` on.
+
+        Raises:
+            CheckpointDamagedError: when it ends before.
+        """
+        return b"".join(self.pieces(start, start + count))
+
+    def pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield its bytes from `start` to `stop`, a piece at a time; as `read`."""
+        while start < stop:
+            piece = os.pread(self.descriptor, min(stop - start, _PIECE_BYTES), start)
+            if not piece:
+                raise CheckpointDamagedError.at(
+                    "a checkpoint", found=f"the end of {self.path!r} after {start} bytes", expected=f"{stop}"
+                )
+            start += len(piece)
+            watchdog.moves_on()
+            yield piece
+
+
+def check_is_trusted(inside: os.stat_result, folder: os.stat_result, path: str) -> None:
+    """Raise CheckpointReadError for what somebody else may have put into a folder (`own_files.is_trusted`)."""
+    if not own_files.is_trusted(inside, folder):
+        raise CheckpointReadError.at(
+            "a checkpoint",
+            found=f"{path!r}, of {own_files.user_in_words(inside.st_uid)}, in a folder that everybody can write to",
+            expected="what is yours there",
+            fix="If you trust it, copy it to a folder of your own.",
+        )
 
 
 def make_folders(path: str) -> None:
@@ -286,7 +340,7 @@ def make_folders(path: str) -> None:
     for path in reversed(missing):
         _before("mkdir", path)
         with contextlib.suppress(FileExistsError):  # another job was quicker; or it is no folder, as will be found out
-            os.mkdir(path)
+            own_files.make_folder(path)
         with contextlib.suppress(PermissionError), Folder.parent_of(path) as parent:
             parent.sync()
 
@@ -296,7 +350,8 @@ def _write_all(descriptor: int, part: memoryview) -> None:
         part = part[os.write(descriptor, part) :]
 
 
-def _lock(descriptor: int) -> bool | None:
+def lock(descriptor: int) -> bool | None:
+    """Lock an open file or folder; return False when another process has, None where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

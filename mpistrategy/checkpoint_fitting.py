@@ -17,12 +17,14 @@ from mpistrategy.checkpoint_accumulators import fit_accumulator
 from mpistrategy.checkpoint_manifest import ONE, OWN, Item, Manifest
 from mpistrategy.checkpoint_optimizers import OptimizerFit
 from mpistrategy.checkpoint_random import check_state, jumped, set_state, set_streams
+from mpistrategy.checkpoint_shards import shown
 from mpistrategy.checkpoint_state import State
 from mpistrategy.checkpoint_values import below, dtype_text, from_json
 from mpistrategy.device_arrays import is_on_device, placed_as
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.gradients import GradientAccumulator
 from mpistrategy.input_iterators import DistributedIterator
+from mpistrategy.mpi.own_files import printable
 from mpistrategy.strategy import Strategy
 from mpistrategy.streams import Streams
 from mpistrategy.variables import Variable
@@ -37,6 +39,9 @@ Restore = Callable[[], Any]
 _UNSOUND = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
 #: What is made anew where it is missing, and may be taken away where the checkpoint has nothing of it.
 _PLAIN, _HOLDING = ("plain", "array", "scalar"), ("dict", "list", "tuple")
+_KEYS = (str, int)
+#: What is said of one thing that does not fit; and how far an iterator may have come.
+_LONGEST, _FARTHEST = 1000, 2**53
 _KINDS = (
     *_PLAIN,
     *_HOLDING,
@@ -77,6 +82,7 @@ class Fit:
         communicator = strategy.extended.communicator
         self.rank, self._same_ranks = communicator.rank, communicator.size == manifest.ranks
         self._partial = partial
+        self._lasting = _holders_of_lasting(state)
         self.problems: list[str] = []
         self.left_out: list[str] = []
         self.fetched: dict[str, Callable[[], Variable] | None] = {}
@@ -104,11 +110,13 @@ class Fit:
         return restore
 
     def problem(self, path: str, text: str) -> Restore:
-        """Note what does not fit."""
-        self.problems.append(f"{path}: {text}")
+        """Note what does not fit; the words may be a checkpoint's."""
+        self.problems.append(printable(f"{path}: {text}", "")[:_LONGEST])
         return lambda: None
 
     def _missing(self, path: str, value: Any) -> Restore:
+        if value is ABSENT:
+            return self.problem(path, "the checkpoint speaks of it, and has nothing of it")
         if not self._partial:
             return self.problem(path, f"{_named(value)} here, nothing in the checkpoint")
         self.left_out.append(path)
@@ -138,7 +146,7 @@ class Fit:
     def restore_array(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """An array: in place where there is one."""
         in_place = (isinstance(value, np.ndarray) or is_on_device(value)) and not fresh
-        fits = item.is_array and not isinstance(value, Variable) and (not in_place or self.has_layout(item, value))
+        fits = item.is_array and (self.has_layout(item, value) if in_place else self._is_replaceable(path, value))
         if not self._expect(fits, path, item, value) or not self._can_tell(path, item):
             return lambda: None
         if in_place and not is_on_device(value) and not value.flags.writeable:
@@ -157,7 +165,8 @@ class Fit:
 
     def restore_scalar(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """A number of NumPy's."""
-        if not self._expect(item.is_array and not isinstance(value, (Variable, np.ndarray)), path, item, value):
+        is_number = item.is_array and item.shape == () and not isinstance(value, np.ndarray)
+        if not self._expect(is_number and self._is_replaceable(path, value), path, item, value):
             return lambda: None
         if self._can_tell(path, item):
             self.fetched[path] = None
@@ -189,9 +198,8 @@ class Fit:
 
     def restore_plain(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """Numbers, strings and nests of them: lists and dicts in place."""
-        here = self.state.items.get(path)
-        is_plain = value is ABSENT or here is None or here.kind in ("plain", "scalar", *_HOLDING)
-        if not self._expect(is_plain and not self._holds_others(path), path, item, value):
+        is_array = isinstance(value, np.ndarray) or is_on_device(value)
+        if not self._expect(not is_array and self._is_replaceable(path, value), path, item, value):
             return lambda: None
         plain = self._own(path, item)
 
@@ -207,10 +215,11 @@ class Fit:
 
         return restore
 
-    def _holds_others(self, path: str) -> bool:
-        """Return whether something stands below `path` that cannot be made anew."""
-        below_it = (item for other, item in self.state.items.items() if other.startswith(f"{path}/"))
-        return any(item.kind not in (*_PLAIN, *_HOLDING) for item in below_it)
+    def _is_replaceable(self, path: str, value: Any) -> bool:
+        """Return whether what stands at `path` may become another value: nothing in it has to be the same object."""
+        here = self.state.items.get(path)
+        is_plain = value is ABSENT or here is None or here.kind in (*_PLAIN, *_HOLDING)
+        return is_plain and path not in self._lasting
 
     def restore_rng(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """A random generator: a rank that was not there gets a stream that is independent of the others'."""
@@ -258,8 +267,8 @@ class Fit:
                 path, f"{self._of_its_own(item)}; a Dataset given to experimental_distribute_dataset can go on"
             )
         position = self._own(path, item)
-        if type(position) is not int or position < 0:
-            return self.problem(path, f"the position {position!r} in the checkpoint")
+        if type(position) is not int or not 0 <= position < _FARTHEST:
+            return self.problem(path, f"the position {shown(position)} in the checkpoint")
         try:
             value.check_can_go()
         except MpiStrategyError as error:
@@ -278,6 +287,8 @@ class Fit:
         if not self._expect(value is ABSENT or type(value) is dict, path, item, value):
             return lambda: None
         there = {} if value is ABSENT else value
+        if type(item.more) is not list or len({str(key) for key in item.more if type(key) in _KEYS}) != len(item.more):
+            raise ValueError(f"the keys {shown(item.more)}")
         children = {key: self.restore_of(below(path, key), there.get(key, ABSENT), fresh=fresh) for key in item.more}
         for key in there:
             if key not in children and self._is_lasting(below(path, key)):
@@ -296,7 +307,7 @@ class Fit:
         item = self.state.items.get(path)
         if item is None or item.kind in _PLAIN:
             return False
-        return item.kind not in _HOLDING or self._holds_others(path)
+        return item.kind not in _HOLDING or path in self._lasting
 
     def restore_list(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """A list: in place."""
@@ -330,8 +341,8 @@ class Fit:
 
     def _children(self, path: str, item: Item, value: Any, fresh: bool) -> list[Restore]:
         there = () if value is ABSENT else value
-        if item.more > len(self.manifest.items):
-            raise ValueError(f"{item.more} elements")
+        if type(item.more) is not int or not 0 <= item.more <= len(self.manifest.items):
+            raise ValueError(f"{shown(item.more)} elements")
         one = [there[index] if index < len(there) else ABSENT for index in range(item.more)]
         children = [self.restore_of(below(path, index), child, fresh=fresh) for index, child in enumerate(one)]
         extra = [index for index in range(item.more, len(there)) if self._is_lasting(below(path, index))]
@@ -361,6 +372,17 @@ class Fit:
         if not self._expect(isinstance(value, GradientAccumulator), path, item, value):
             return lambda: None
         return fit_accumulator(self, path, item, value)
+
+
+def _holders_of_lasting(state: State) -> set[str]:
+    """Return the paths below which something stands that cannot be made anew."""
+    found: set[str] = set()
+    for path, item in state.items.items():
+        above = path.rpartition("/")[0]
+        while item.kind not in (*_PLAIN, *_HOLDING) and above and above not in found:
+            found.add(above)
+            above = above.rpartition("/")[0]
+    return found
 
 
 def _named(value: Any) -> str:

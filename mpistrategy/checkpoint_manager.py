@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from mpistrategy import context
 from mpistrategy.checkpoint import Checkpoint, Restored, Saving, checked_path
-from mpistrategy.checkpoint_files import Folder, make_folders, reading, writing
+from mpistrategy.checkpoint_files import Folder, check_is_trusted, make_folders, reading, writing
+from mpistrategy.checkpoint_lock import locked_file
 from mpistrategy.checkpoint_manifest import NAME
 from mpistrategy.checkpoint_saving import REPLACED, SAVING
 from mpistrategy.errors import (
@@ -33,7 +34,8 @@ class CheckpointManager:
 
     Args:
         checkpoint: what is saved.
-        directory: the folder; made when the first checkpoint is saved.  One job at a time may save into it.
+        directory: the folder; made when the first checkpoint is saved.  One job at a time may save into it: its lock,
+            ``.lock``, is a file that nobody but its user can open.
         keep: how many checkpoints to keep; None keeps all.
 
     Attributes:
@@ -95,7 +97,8 @@ class CheckpointManager:
             wait: as for `Checkpoint.save`.
 
         Raises:
-            CheckpointExistsError: on every rank, when there is one of this step, or another job saves here.
+            CheckpointExistsError: on every rank, when there is one of this step, another job saves here, or the lock is
+                another user's.
             Exception: all that `Checkpoint.save` raises, on every rank.
         """
         strategy = self.checkpoint.strategy
@@ -105,12 +108,14 @@ class CheckpointManager:
             path = self.path_of(step)
             self.checkpoint.wait()
             call.expect_more()
-            if communicator.rank == 0:
+            call.agree("begin", destination=path)
+
+            def prepare() -> None:
                 with writing(call.where, self.directory):
                     self._make_ready()
                     self._remove_damaged(_checked(step))
-            call.agree("begin", destination=path)
-            saving = self.checkpoint.save(path, wait=wait)
+
+            saving = self.checkpoint.save_after(prepare, path, wait=wait)
             self._saved = self.latest = _checked(step)
             self._remove_old()
         return saving
@@ -118,14 +123,15 @@ class CheckpointManager:
     def restore(self, *, partial: bool = False) -> int | None:
         """Restore the newest checkpoint that is whole; return its step, or None when there is none.  Collective.
 
-        Those that are damaged, unreadable or unfinished are passed over: see `skipped`.  One that is whole but does
-        not fit is not.
+        Those that are damaged, unreadable or unfinished are passed over: see `skipped`; and so are other users', where
+        everybody can write to the folder.  One that is whole but does not fit is not.
 
         Args:
             partial: as for `Checkpoint.restore`.
 
         Raises:
             CheckpointMismatchError, ContextError: on every rank.
+            CheckpointReadError: on every rank, for a folder of another user's in one that everybody can write to.
         """
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.restore")
@@ -179,6 +185,7 @@ class CheckpointManager:
             except FileNotFoundError:
                 return json.dumps([[], []])
             with folder:
+                check_is_trusted(folder.state, os.stat(os.path.dirname(self.directory)), self.directory)
                 for name in folder.names():
                     if name.startswith((SAVING.format("step-")[:-8], REPLACED.format("step-")[:-10])):
                         skipped.append((name, "not finished: the job ended while it was written"))
@@ -192,7 +199,7 @@ class CheckpointManager:
             return
         make_folders(self.directory)
         with Folder.at(self.directory) as folder:
-            self._lock = folder.lock_file(_LOCK)
+            self._lock = locked_file(folder, _LOCK)
             if self._lock is not None:
                 self._unlock = weakref.finalize(self, self._lock.close)
                 folder.sweep(_UNFINISHED)
@@ -218,7 +225,8 @@ class CheckpointManager:
             steps = [step for step in _steps_in(folder) if step not in self._damaged]
             others = [step for step in steps if step != self._saved]
             for step in others[: max(0, len(steps) - self.keep)]:
-                folder.remove(os.path.basename(self.path_of(step)), first=NAME)
+                with contextlib.suppress(OSError):  # another user's, in a group's folder
+                    folder.remove(os.path.basename(self.path_of(step)), first=NAME)
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self.directory!r}, keep={self.keep}>"

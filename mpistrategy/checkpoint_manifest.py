@@ -8,15 +8,15 @@ alone, so that no manifest leads elsewhere.
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrategy.checkpoint_files import Folder, checksum_of
-from mpistrategy.checkpoint_shards import LONGEST_HEADER, MOST_BYTES, Stored, loads, parsed
-from mpistrategy.checkpoint_values import dtype_of
+from mpistrategy.checkpoint_shards import LONGEST_TEXT, MOST_AXES, MOST_BYTES, byte_count, loads
+from mpistrategy.checkpoint_values import dtype_of, is_numeric
 from mpistrategy.errors import CheckpointDamagedError
+from mpistrategy.mpi.own_files import printable
 
 NAME = "manifest.json"
 FORMAT, VERSION = "mpistrategy checkpoint", 1
@@ -24,6 +24,7 @@ FORMAT, VERSION = "mpistrategy checkpoint", 1
 ONE, OWN = "one", "own"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 10_000_000
+_LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
 _BODY, _END = b'"body":', b"}\n"
 
@@ -115,9 +116,9 @@ def read_text(folder: Folder) -> bytes:
         CheckpointDamagedError: when there is none, or what is there is no file.
     """
     try:
-        return bytes(folder.read(NAME, None, LONGEST_HEADER))
+        return folder.read(NAME, LONGEST_TEXT)
     except FileNotFoundError as error:
-        raise _bad(folder.path, f"no {NAME}: it was not finished, or is no checkpoint") from error
+        raise bad(folder.path, f"no {NAME}: it was not finished, or is no checkpoint") from error
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -128,7 +129,7 @@ def parse(data: bytes, where: str) -> Manifest:
     """
     head = _HEAD.match(data)
     if head is None:
-        raise _bad(where, "a manifest of another format, or a damaged one")
+        raise bad(where, "a manifest of another format, or a damaged one")
     if int(head[1]) != VERSION:
         raise CheckpointDamagedError.at(
             "a checkpoint",
@@ -138,14 +139,14 @@ def parse(data: bytes, where: str) -> Manifest:
         )
     inner = data[head.end() :]
     if checksum_of(inner).hexdigest().encode() != head[2] or not (inner.startswith(_BODY) and inner.endswith(_END)):
-        raise _bad(where, "a manifest with another checksum than it was written with")
+        raise bad(where, "a manifest with another checksum than it was written with")
     body = loads(inner[len(_BODY) : -len(_END)], where)
     try:
         return _checked(body, where)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         if isinstance(error, CheckpointDamagedError):
             raise
-        raise _bad(where, f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]})") from error
+        raise bad(where, f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]})") from error
 
 
 def _checked(body: Any, where: str) -> Manifest:
@@ -156,43 +157,26 @@ def _checked(body: Any, where: str) -> Manifest:
     _require(all(re.fullmatch(r"[0-9a-f]{32}", s.checksum) for s in shards), "checksums")
     _require(isinstance(layout, dict) and all(isinstance(name, str) for name in names), "names")
     items = {path: _item(ranks, *packed) for path, packed in body["items"].items()}
-    return Manifest(ranks, shards, items, tuple(names), layout, str(body["written_by"]))
+    _require(all(name in items for name in names), "names")
+    written_by = body["written_by"]
+    _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
+    return Manifest(ranks, shards, items, tuple(names), layout, printable(written_by, ""))
 
 
 def _item(
     ranks: int, kind: Any, copies: Any, dtype: Any, shape: list[Any], shard: Any, more: Any, values: list[Any]
 ) -> Item:
     _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, *COMBINED), "copies")
-    _require(all(map(_is_count, shape)) and _is_count(shard) and shard < ranks, "numbers")
-    _require(len(values) in (0, 1, ranks), "values")
+    _require(type(shape) is list and type(values) is list and len(shape) <= MOST_AXES, "lists")
+    _require(all(_is_count(count) and count <= MOST_BYTES for count in shape), "shapes")
+    _require(_is_count(shard) and shard < ranks and len(values) in (0, 1, ranks), "numbers")
     if dtype:
-        _require(math.prod(shape) * dtype_of(dtype).itemsize <= MOST_BYTES and copies != "", "sizes")
+        elements = dtype_of(dtype)
+        _require(byte_count(tuple(shape), elements) <= MOST_BYTES and copies != "", "sizes")
+        _require(copies not in COMBINED or is_numeric(elements), "copies")
     elif copies:
         _require(len(values) == (1 if copies == ONE else ranks), "values")
     return Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values))
-
-
-def read_shard(folder: Folder, manifest: Manifest, rank: int) -> dict[str, Stored]:
-    """Return the arrays of one shard.
-
-    Raises:
-        CheckpointDamagedError: unless the file has the size, the checksum and the arrays that the manifest says.
-    """
-    name, shard = shard_name(rank), manifest.shards[rank]
-    where = f"{folder.path}/{name}"
-    try:
-        data = folder.read(name, shard.nbytes, MOST_BYTES)
-    except FileNotFoundError as error:
-        raise _bad(where, "a missing file") from error
-    if checksum_of(data).hexdigest() != shard.checksum:
-        raise _bad(where, "a file with another checksum than it was written with")
-    stored = parsed(data, where)
-    for path, item in manifest.items.items():
-        if item.is_array and (item.copies != ONE or item.shard == rank):
-            nbytes = math.prod(item.shape) * dtype_of(item.dtype).itemsize
-            if path not in stored or stored[path].data.nbytes != nbytes:
-                raise _bad(where, f"no {nbytes} bytes for {path!r}")
-    return stored
 
 
 def _is_count(number: Any) -> bool:
@@ -204,5 +188,6 @@ def _require(holds: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def _bad(where: str, found: str) -> CheckpointDamagedError:
+def bad(where: str, found: str) -> CheckpointDamagedError:
+    """Return what to raise over a checkpoint that is not whole."""
     return CheckpointDamagedError.at("a checkpoint", found=f"{found}, at {where!r}", expected="a whole checkpoint")

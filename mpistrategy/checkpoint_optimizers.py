@@ -49,9 +49,14 @@ class OptimizerFit:
             )
         settings = self._settings()
         self._variables = [self._variable(number, path) for number, path in enumerate(more["variables"])]
+        steps = fit.manifest.items.get(below(self._path, "iterations"))
+        like = np.zeros((), np.int64) if optimizer.iterations is None else optimizer.iterations.local_view
+        if steps is not None and not fit.has_layout(steps, like):
+            fit.problem(below(self._path, "iterations"), f"no number of steps, but {steps.kind} {list(steps.shape)}")
         if fit.problems or settings is None:
             return lambda: optimizer
-        steps = fit.manifest.items.get(below(self._path, "iterations"))
+        if len({id(var) for var in self._variables}) < len(self._variables):
+            raise ValueError("a variable that has slots twice")
         if steps is not None or self._variables:
             fit.prepare.append(self._build)
         if steps is not None:

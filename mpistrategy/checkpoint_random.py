@@ -10,6 +10,8 @@ from mpistrategy.streams import Streams
 
 Generator = np.random.Generator | np.random.RandomState
 _ARRAY = "ndarray"
+#: The dtypes in states of bit generators.
+_WORDS = tuple(f"{order}u{size}" for size in (4, 8) for order in "<>=")
 
 
 def state_of(generator: Generator) -> Any:
@@ -84,5 +86,7 @@ def _arrays(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _arrays(inner) for key, inner in value.items()}
     if isinstance(value, tuple) and len(value) == 3 and value[0] == _ARRAY:
+        if value[1] not in _WORDS:  # some dtypes make much of a short list
+            raise ValueError(f"an array of dtype {value[1]!r:.80}")
         return np.array(value[2], value[1])
     return value

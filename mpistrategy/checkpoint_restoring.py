@@ -7,9 +7,10 @@ ranks as there were, and else its part of what all copies come to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,20 @@ import numpy as np
 from mpistrategy.arrays import Array, wire_dtype
 from mpistrategy.checkpoint_files import Folder, reading
 from mpistrategy.checkpoint_fitting import Fit
-from mpistrategy.checkpoint_manifest import NAME, ONE, OWN, Item, Manifest, parse, read_shard, read_text
+from mpistrategy.checkpoint_manifest import NAME, ONE, OWN, Item, Manifest, parse, read_text
 from mpistrategy.checkpoint_optimizers import store
+from mpistrategy.checkpoint_reading import open_shard
 from mpistrategy.checkpoint_saving import REPLACED
-from mpistrategy.checkpoint_shards import Stored
 from mpistrategy.checkpoint_state import State
 from mpistrategy.checkpoint_values import dtype_of
-from mpistrategy.errors import CheckpointMismatchError, CheckpointMissingError
+from mpistrategy.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    MpiStrategyError,
+)
 from mpistrategy.mpi.call import Call
+from mpistrategy.mpi.own_files import is_trusted
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy import Strategy
 from mpistrategy.variable_policies import share_of
@@ -71,18 +78,20 @@ def restore(
     name, text = json.loads(communicator.allgather_text(told)[0])
     call.expect_more()
     manifest = parse(text.encode("latin-1"), path)
-    fit = Fit(manifest, state, strategy, partial)
-    changes = {name: fit.restore_of(name, value) for name, value in objects.items()}
-    for missing in [other for other in manifest.names if other not in objects]:
-        if partial:
-            fit.left_out.append(missing)
-        else:
-            fit.problem(missing, f"{manifest.items[missing].kind} in the checkpoint, nothing here")
+    with _sound(call.where, path):
+        fit = Fit(manifest, state, strategy, partial)
+        changes = {name: fit.restore_of(name, value) for name, value in objects.items()}
+        for missing in [other for other in manifest.names if other not in objects]:
+            if partial:
+                fit.left_out.append(missing)
+            else:
+                fit.problem(missing, f"{manifest.items[missing].kind} in the checkpoint, nothing here")
+        notes = tuple(_notes(manifest, strategy))
     if fit.problems:
         raise _mismatch(call.where, path, fit.problems)
-    with reading(call.where, path), Folder.parent_of(path) as parent, parent.folder(name) as folder:
+    with reading(call.where, path), Folder.parent_of(path) as parent, parent.trusted_folder(name) as folder:
         mine = range(communicator.rank, manifest.ranks, communicator.size)
-        shards = {shard: read_shard(folder, manifest, shard) for shard in mine}
+        shards = {number: _read(folder, manifest, number, fit) for number in mine}
     call.agree("read shards", patiently=True)
     for prepare in fit.prepare:
         prepare()
@@ -96,15 +105,35 @@ def restore(
     restored = {name: change() for name, change in changes.items()}
     objects.update(restored)
     call.agree("restore a checkpoint")
-    notes = tuple(_notes(manifest, strategy))
     return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, tuple(fit.left_out))
+
+
+@contextlib.contextmanager
+def _sound(where: str, path: str) -> Iterator[None]:
+    """Turn what Python raises over a manifest that was made up into ours; nothing has changed yet."""
+    try:
+        yield
+    except MpiStrategyError:
+        raise
+    except Exception as error:
+        raise CheckpointDamagedError.at(
+            where,
+            found=f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]}), at {path!r}",
+            expected="a whole checkpoint",
+        ) from error
+
+
+def _read(folder: Folder, manifest: Manifest, number: int, fit: Fit) -> dict[str, Array]:
+    """Return the arrays of a shard that are needed, once it was found right."""
+    with open_shard(folder, manifest, number) as shard:
+        return shard.read([path for path in fit.fetched if path in shard.stored])
 
 
 def _told(path: str) -> str:
     """Return the name of the folder and what its manifest says."""
     with Folder.parent_of(path) as parent:
         name = _name_of(parent, os.path.basename(path))
-        with parent.folder(name) as folder:
+        with parent.trusted_folder(name) as folder:
             return json.dumps([name, read_text(folder).decode("latin-1")])
 
 
@@ -115,7 +144,7 @@ def _name_of(parent: Folder, name: str) -> str:
     for other in parent.names():
         if other.startswith(REPLACED.format(name)) and parent.kind_of(other) == "folder":
             with parent.folder(other) as folder:
-                if folder.kind_of(NAME) == "file":
+                if folder.kind_of(NAME) == "file" and is_trusted(folder.state, parent.state):
                     return other
     raise CheckpointMissingError.at(
         "a checkpoint", found=f"nothing at {os.path.join(parent.path, name)!r}", expected="a checkpoint"
@@ -151,7 +180,7 @@ def _shown(value: Any) -> str:
 class _Copies:
     """The copies in the shards that the ranks have read, and what each rank gets of them.  All collective."""
 
-    def __init__(self, manifest: Manifest, shards: dict[int, dict[str, Stored]], strategy: Strategy) -> None:
+    def __init__(self, manifest: Manifest, shards: dict[int, dict[str, Array]], strategy: Strategy) -> None:
         self._manifest = manifest
         self._shards = shards
         self._communicator = strategy.extended.communicator
@@ -162,7 +191,7 @@ class _Copies:
         if item.copies == ONE:
             return self._sent(path, item, item.shard)
         if item.copies == OWN:
-            return self._own(path, item)
+            return self._own(path)
         return self._together(path, item)
 
     def into(self, path: str, var: Variable) -> None:
@@ -170,7 +199,7 @@ class _Copies:
         item = self._manifest.items[path]
         by_replica = var.synchronization is VariableSynchronization.ON_READ and not var.strategy.extended.is_local
         if by_replica and item.copies == var.aggregation.name and self._is_from_as_many:
-            array = self._own(path, item)
+            array = self._own(path)
         elif by_replica and var.aggregation is VariableAggregation.SUM:
             array = self._share(path)
         else:
@@ -180,26 +209,23 @@ class _Copies:
     def part_of(self, path: str) -> Array:
         """Return this rank's array, or its part of the sum when there were more ranks or fewer."""
         item = self._manifest.items[path]
-        return self._own(path, item) if item.copies != ONE and self._is_from_as_many else self._share(path)
+        return self._own(path) if item.copies != ONE and self._is_from_as_many else self._share(path)
 
     @property
     def _is_from_as_many(self) -> bool:
         return self._manifest.ranks == self._communicator.size
 
-    def _own(self, path: str, item: Item) -> Array:
-        return self._read(path, item, self._communicator.rank)
+    def _own(self, path: str) -> Array:
+        return self._shards[self._communicator.rank][path]
 
     def _share(self, path: str) -> Array:
         return share_of(self.of_array(path), self._communicator.rank, self._communicator.size)
-
-    def _read(self, path: str, item: Item, shard: int) -> Array:
-        return self._shards[shard][path].array(dtype_of(item.dtype), item.shape)
 
     def _sent(self, path: str, item: Item, shard: int) -> Array:
         """Return the copy in a shard, from the rank that has read it."""
         root = shard % self._communicator.size
         if root == self._communicator.rank:
-            array = self._read(path, item, shard)
+            array = self._shards[shard][path]
         else:
             array = np.empty(item.shape, dtype_of(item.dtype).newbyteorder("="))
         if array.nbytes:
@@ -226,25 +252,3 @@ def combined(copies: Any, how: str, count: int) -> Array:
         total = total / count
     with np.errstate(over="ignore"):
         return np.asarray(total).astype(first.dtype).reshape(first.shape)
-
-
-def arrays_of(path: str) -> dict[str, Array]:
-    """Return the arrays of a checkpoint by path, those that were combined as one, each rank's own as ``path@rank``."""
-    where = "Checkpoint.arrays"
-    with reading(where, path), Folder.parent_of(path) as parent, parent.folder(os.path.basename(path)) as folder:
-        manifest = parse(read_text(folder), path)
-        shards = [read_shard(folder, manifest, shard) for shard in range(manifest.ranks)]
-    found = {}
-    for name, item in manifest.items.items():
-        if not item.is_array:
-            continue
-        dtype = dtype_of(item.dtype)
-        if item.copies == ONE:
-            found[name] = shards[item.shard][name].array(dtype, item.shape)
-        elif item.copies == OWN:
-            found |= {f"{name}@{rank}": shard[name].array(dtype, item.shape) for rank, shard in enumerate(shards)}
-        else:
-            count = 1 if item.copies == "ONLY_FIRST_REPLICA" else manifest.ranks
-            copies = (shard[name].array(dtype, item.shape) for shard in shards[:count])
-            found[name] = combined(copies, item.copies, count)
-    return found

@@ -19,6 +19,7 @@ import re
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ import numpy as np
 from mpistrategy.arrays import Array
 from mpistrategy.checkpoint_files import Folder, make_folders, writing
 from mpistrategy.checkpoint_manifest import NAME, ONE, OWN, Manifest, Shard, shard_name
-from mpistrategy.checkpoint_shards import LONGEST_HEADER, pieces_of
+from mpistrategy.checkpoint_shards import check_can_be_read, pieces_of
 from mpistrategy.checkpoint_state import State
-from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError, OptionError
+from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.launch import version
 from mpistrategy.strategy import Strategy
@@ -87,11 +88,15 @@ class Saving:
 
     # ------------------------------------------------------------------------------------------- the steps
 
-    def begin(self, call: Call, *, wait: bool) -> None:
-        """Do steps 1 and 2, or only begin with step 2 in a thread.  Collective; the caller cleans up what fails."""
+    def begin(self, call: Call, prepare: Callable[[], object], *, wait: bool) -> None:
+        """Do steps 1 and 2, or only begin with step 2 in a thread.  Collective; the caller cleans up what fails.
+
+        Rank 0 calls `prepare` first.
+        """
         call.expect_more()
         if self._communicator.rank == 0:
             with writing(call.where, self.path):
+                prepare()
                 self._make_folder(call.where)
         call.agree("make a folder")
         self._temporary = self._communicator.allgather_text(self._temporary)[0]
@@ -220,12 +225,9 @@ class Saving:
         shards = tuple(Shard(nbytes, checksum) for nbytes, checksum, _ in reports)
         names = tuple(path for path in items if "/" not in path)
         text = Manifest(len(shards), shards, items, names, self._layout, version()).text()
-        if len(text) > LONGEST_HEADER:
-            raise OptionError.at(
-                where, found=f"{len(text)} bytes of names and plain values", expected=f"at most {LONGEST_HEADER}",
-                fix="Keep long lists of numbers in arrays.",
-            )  # fmt: skip
+        check_can_be_read(text, where)
         self._folder.write(NAME, [text])
+        self._folder.let_group_in(NAME)
         self._folder.sync()
         self._put_in_place(where, self._parent, os.path.basename(self.path))
 
@@ -297,7 +299,10 @@ class Saving:
 
 
 def _remove_replaced(parent: Folder, name: str) -> int:
-    """Remove what is left of checkpoints that were replaced, now that there is one at `name`; return how many."""
+    """Remove what is left of checkpoints that were replaced, now that there is one at `name`; return how many.
+
+    Other users' stay.
+    """
     found = [other for other in parent.names() if other.startswith(REPLACED.format(name))]
     for other in found:
         with contextlib.suppress(OSError):  # without its manifest, which goes first, it is none any more

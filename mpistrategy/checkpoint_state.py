@@ -15,6 +15,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.checkpoint_accumulators import SUMS, item_of
+from mpistrategy.checkpoint_identities import check_generators, identities
 from mpistrategy.checkpoint_manifest import ONE, OWN, Item
 from mpistrategy.checkpoint_random import state_of, state_of_streams
 from mpistrategy.checkpoint_values import NOT_PLAIN, below, dtype_text, to_json
@@ -64,6 +65,7 @@ class State:
         self._strategy = strategy
         self._where = where
         self._variables: dict[int, str] = {}
+        self._variable_at: dict[str, Variable] = {}
         self.items: dict[str, Item] = {}
         self.live: dict[str, Any] = {}
         self.arrays: dict[str, Array] = {}
@@ -129,6 +131,7 @@ class State:
         return iter(children)
 
     def _add_variable(self, path: str, var: Variable) -> None:
+        self._variable_at[path] = var
         self._add_array(path, "variable", self._copies_of(var), host_array(var.local_view))
 
     def _copies_of(self, var: Variable) -> str:
@@ -204,10 +207,17 @@ class State:
 
     def structure(self) -> str:
         """Return what must be equal on all ranks, in words that show a difference."""
+        who = identities(self.live | self._variable_at)
         return "; ".join(
-            f"{path}: {item.kind} {item.copies} {item.dtype}{list(item.shape)} {item.more or ''}"
+            f"{path}{f' is {who[path]}' if path in who else ''}: {item.kind} {item.copies} {item.dtype}"
+            f"{list(item.shape)} {item.more or ''}"
             for path, item in self.items.items()
         )
+
+    def check_generators(self, communicator: Communicator) -> None:
+        """Do `mpistrategy.checkpoint_identities.check_generators`.  Collective."""
+        states = {path: self._digest(path) for path, item in self.items.items() if item.kind == "rng"}
+        check_generators(states, communicator, self._where)
 
 
 def slot_path(path: str, number: int, name: str) -> str:

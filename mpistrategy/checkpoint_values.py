@@ -7,6 +7,8 @@ can be taken for one.
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,9 @@ from mpistrategy.errors import CheckpointDamagedError, DTypeError
 NOT_PLAIN = object()
 
 _DEEPEST = 100
+#: Names of dtypes: NumPy's, which takes whole structures for such names, and those of ml_dtypes.
+_NUMPYS = re.compile(r"[<|](?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,8}\])?)")
+_OTHERS = re.compile(r"[a-z][a-z0-9_]{0,30}")
 
 
 def to_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
@@ -51,7 +56,7 @@ def from_json(value: Any) -> Any:
     """Return what `to_json` was given.
 
     Raises:
-        ValueError, TypeError, KeyError: for what it did not write.
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: for what it did not write.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -96,19 +101,26 @@ def dtype_of(text: Any) -> np.dtype[Any]:
     """
     found = _dtype_of(text) if isinstance(text, str) else None
     if found is None or dtype_text(found, "") != text:
-        raise CheckpointDamagedError.at("a checkpoint", found=f"the dtype {text!r}", expected="a dtype of numbers")
+        shown = repr(text)[:80] if isinstance(text, str) else f"of type {type(text).__name__}"
+        raise CheckpointDamagedError.at("a checkpoint", found=f"the dtype {shown}", expected="a dtype of numbers")
     return found
 
 
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Return whether it is a dtype of numbers, or of truth values, that can be added."""
+    return dtype.kind not in "mMSU"
+
+
+@functools.lru_cache
 def _dtype_of(text: str) -> np.dtype[Any] | None:
     try:
-        if text[:1] in "<|" and text[1:2] in "biufcmMSU":
+        if _NUMPYS.fullmatch(text):
             return np.dtype(text)
         import ml_dtypes
 
-        kind = getattr(ml_dtypes, text) if text.isidentifier() else None
+        kind = getattr(ml_dtypes, text) if _OTHERS.fullmatch(text) else None
         return np.dtype(kind) if isinstance(kind, type) and issubclass(kind, np.generic) else None
-    except (ImportError, AttributeError, TypeError, ValueError):
+    except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
         return None
 
 

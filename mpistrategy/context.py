@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.errors import ContextError, OptionTypeError
-from mpistrategy.mpi import ambient
+from mpistrategy.mpi import ambient, call_sites
 
 if TYPE_CHECKING:
     from mpistrategy.replica_context import ReplicaContext
@@ -30,11 +30,19 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One entered context."""
+    """One entered context.
+
+    Attributes:
+        strategy: whose context it is.
+        mode: which one.
+        replica_context: in replica context.
+        step: the `call_sites.code_of` the step function that is called in it; None without.
+    """
 
     strategy: Strategy
     mode: Mode
     replica_context: ReplicaContext | None = None
+    step: Any = None
 
     def __enter__(self) -> Frame:
         ambient.enter(self.strategy.extended.communicator)
@@ -55,6 +63,17 @@ class _Stack(threading.local):
 
 #: What the calling thread has entered: ``entered.frames``, the innermost last.
 entered = _Stack()
+
+
+def _current_step() -> Any:
+    """Return the code of the innermost step function that this thread is in; None outside."""
+    for frame in reversed(entered.frames):
+        if frame.step is not None:
+            return frame.step
+    return None
+
+
+call_sites.ask_for_step(_current_step)
 _default: list[Callable[[], Strategy]] = []
 
 
@@ -86,7 +105,8 @@ def get_replica_context() -> ReplicaContext | Any:
 
     (Its type leaves room for None without making every program check for it.)
 
-    Outside every strategy it is the default strategy's context, of one replica.
+    Outside every strategy it is the default strategy's context, of one replica: what it reduces and gathers stays this
+    rank's own, with an OutsideStepWarning once a strategy of several ranks was made.
     """
     frame = current_frame()
     return frame.replica_context if frame is not None else get_strategy().extended.default_replica_context

@@ -96,7 +96,11 @@ class UnsupportedError(MpiStrategyError, NotImplementedError):
 
 
 class CopyError(MpiStrategyError, RuntimeError):
-    """A strategy was copied in a way in which there cannot be two of it."""
+    """What there is once in a process, on all its ranks, was copied or pickled."""
+
+
+class ForkedProcessError(ContextError):
+    """A strategy of several ranks was used in a forked child of a rank: it is closed there."""
 
 
 class LaunchError(MpiStrategyError, RuntimeError):
@@ -105,6 +109,14 @@ class LaunchError(MpiStrategyError, RuntimeError):
 
 class FallbackWarning(UserWarning):
     """Something faster cannot be had here, and the library goes another way with the same results."""
+
+
+class DatasetWarning(UserWarning):
+    """The ranks iterate over different global batches, so that rows are lost."""
+
+
+class OutsideStepWarning(UserWarning):
+    """A collective was called outside every step: it worked on this rank alone, where other ranks have replicas."""
 
 
 class NonFiniteWarning(RuntimeWarning):

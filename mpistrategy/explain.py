@@ -14,14 +14,14 @@ import numpy as np
 from mpistrategy import nest
 from mpistrategy.arena import Arena
 from mpistrategy.arena_layout import check_dtypes
-from mpistrategy.arrays import Array, dtype_name, wire_dtype
+from mpistrategy.arrays import Array, dtype_name, host_wire_dtype
 from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, packing
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps, checked_component
 from mpistrategy.device_arrays import any_array, is_on_device
 from mpistrategy.errors import EmptyBatchError
 from mpistrategy.explain_devices import lines_of
 from mpistrategy.explain_ways import Buffer, Ground, in_words, seconds_of, size_in_words, time_in_words
-from mpistrategy.extended import checked_leaves
+from mpistrategy.inputs import checked_leaves
 from mpistrategy.mpi import wire
 from mpistrategy.mpi.paths import Rates
 from mpistrategy.mpi.replicas import is_in_place, is_seen_across
@@ -140,7 +140,7 @@ def _of_arena(extended: StrategyExtended, arena: Arena, op: ReduceOp, options: C
     counts = [sum(place.bucket == number for place in arena.places) for number in range(len(arena.buckets))]
     buffers = []
     for count, bucket in zip(counts, arena.buckets, strict=True):
-        dtype, wide = bucket.mine.dtype, wire_dtype(bucket.mine.dtype)
+        dtype, wide = bucket.mine.dtype, host_wire_dtype(bucket.mine.dtype)
         buffer = Buffer("bucket", dtype, bucket.mine.nbytes, count, "arena", in_place=arena.in_place)
         if not is_in_place(communicator, bucket):
             nbytes = bucket.mine.size * wide.itemsize
@@ -172,7 +172,7 @@ def _of_leaves(
     algorithm.check_values(parts, op, _WHERE)
     reduction, kind = algorithm.list_reduction(communicator, parts, op, options), op.on_the_wire
     if reduction is None:
-        packs = packing.plan(dense, options.bytes_per_pack, algorithm.num_packs)
+        packs = packing.plan(dense, options.bytes_per_pack, algorithm.num_packs, host_wire_dtype)
         # It alone leaves an array where it is.
         copies = not isinstance(algorithm, HierarchicalCopyAllReduce)
         ways = [algorithm.way(communicator, pack.nbytes, pack.dtype, kind) for pack in packs]

@@ -11,35 +11,34 @@ import numpy as np
 
 from mpistrategy import context, nest
 from mpistrategy.arena import Arena, has_arenas
-from mpistrategy.arrays import Array, dtype_name, is_python_number, mean_dtype
+from mpistrategy.arrays import Array
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
-from mpistrategy.cross_device_ops.destinations import EVERY_RANK
 from mpistrategy.cross_device_ops.device_batch import in_kind, write
 from mpistrategy.cross_device_ops.gathering import gather
 from mpistrategy.cross_device_ops.mean import WeightedMean
-from mpistrategy.device_arrays import as_target, check_device, check_places, hand_back, is_on_device, reducible
+from mpistrategy.cross_device_ops.weights import weights_of_all
+from mpistrategy.device_arrays import as_target, check_device, hand_back, is_on_device
 from mpistrategy.devices import gpu_of
 from mpistrategy.errors import (
     DeviceError,
     EmptyBatchError,
-    MpiStrategyError,
     OptionTypeError,
-    PlacementError,
-    ShapeError,
     StructureError,
-    UnsupportedError,
 )
+from mpistrategy.inputs import as_given, check_target, checked_leaves, unwrapped
+from mpistrategy.mpi import call_sites, timeout
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective, own_mirrored
 from mpistrategy.mpi.transport import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.outside_steps import OF_DEFAULT, note_ranks, warn_if_alone
+from mpistrategy.pickling import NotPickled
 from mpistrategy.placement import Placement
 from mpistrategy.quick_all_reduce import QuickAllReduce
 from mpistrategy.replica_context import ReplicaContext
 from mpistrategy.values import (
     DistributedValues,
-    IndexedSlices,
     Mirrored,
     PerReplica,
     contribution,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from mpistrategy.strategy import Strategy
 
 
-class StrategyExtended(Placement):
+class StrategyExtended(Placement, NotPickled):
     """The part of a strategy that algorithms and other libraries build on; found as `strategy.extended`.
 
     Args:
@@ -60,6 +59,8 @@ class StrategyExtended(Placement):
         cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
         options: the default communication options.
     """
+
+    instead_of_pickling = "Make a strategy there: this is a part of one."
 
     def __init__(
         self,
@@ -70,13 +71,16 @@ class StrategyExtended(Placement):
     ) -> None:
         super().__init__(container_strategy)
         self.communicator: Communicator = communicator or SingleCommunicator()
-        self.cross_device_ops = cross_device_ops or MpiAllReduce()
-        self.options = options or CommunicationOptions()
+        self._cross_device_ops = cross_device_ops or MpiAllReduce()
+        self._options = options or CommunicationOptions()
+        note_ranks(self.communicator)
         #: The common all-reduces, worked out.
-        self.quick = QuickAllReduce(self.communicator, self.cross_device_ops, self.options)
+        self.quick = QuickAllReduce(self.communicator, self._cross_device_ops, self._options)
         #: Whether variables belong to this rank alone (one replica, no synchronization).
         self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
         self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        #: How many datasets of global batches were distributed.
+        self.datasets_made = 0
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
         self.bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
 
@@ -84,17 +88,66 @@ class StrategyExtended(Placement):
         """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
         result = copy.copy(self)
         result._container_strategy = container_strategy
+        result.quick = QuickAllReduce(result.communicator, result._cross_device_ops, result._options)
         result._colocated_with = []
         result._variables = WeakValueDictionary()
         result.bucket_orders = {}
         result.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
         return result
 
+    # -------------------------------------------------------------------------------------------- settings
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The reduction algorithm.  May be set, on all ranks alike; it holds from the next call on.
+
+        Raises:
+            OptionTypeError: when it is set to something that is no CrossDeviceOps.
+        """
+        return self._cross_device_ops
+
+    @cross_device_ops.setter
+    def cross_device_ops(self, algorithm: CrossDeviceOps) -> None:
+        if not isinstance(algorithm, CrossDeviceOps):
+            raise OptionTypeError.at(
+                "StrategyExtended.cross_device_ops", found=f"{algorithm!r}", expected="a CrossDeviceOps"
+            )
+        self._cross_device_ops = algorithm
+        self.quick.serve(algorithm, self._options)
+
+    @property
+    def options(self) -> CommunicationOptions:
+        """The default communication options.  May be set, on all ranks alike; they hold from the next call on.
+
+        A `timeout_seconds` of None leaves the timeout as it is.
+
+        Raises:
+            OptionTypeError: when they are set to something that is no CommunicationOptions.
+        """
+        return self._options
+
+    @options.setter
+    def options(self, options: CommunicationOptions) -> None:
+        if not isinstance(options, CommunicationOptions):
+            raise OptionTypeError.at(
+                "StrategyExtended.options", found=f"{options!r}", expected="a CommunicationOptions"
+            )
+        self._options = options
+        if options.timeout_seconds is not None:
+            self.communicator.guard.timeout = timeout.limit(options.timeout_seconds)
+        self.quick.serve(self._cross_device_ops, options)
+
     # ------------------------------------------------------------------------------------------- reductions
 
     @collective("reduce", own=own_mirrored("value"))
     def reduce_to(
-        self, reduce_op: Any, value: Any, destinations: Any, options: CommunicationOptions | None = None
+        self,
+        reduce_op: Any,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
     ) -> Any:
         """Reduce one value over the replicas to `destinations`.  Collective; cross-replica context.
 
@@ -105,6 +158,7 @@ class StrategyExtended(Placement):
             destinations: a value or a variable (result on every rank; a variable is not changed), a device string
                 such as ``"task:0"`` (result on that rank), or a list of device strings.
             options: hints.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             A Mirrored; on ranks that are no destination, reading it raises PlacementError.
@@ -113,8 +167,8 @@ class StrategyExtended(Placement):
             ContextError: in a step function.
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
-        self._require_cross_replica("reduce_to")
-        with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to") as call:
+        self._require_collective("reduce_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to", called=name) as call:
             if isinstance(value, Arena):
                 return value.reduce_to(self, reduce_op, destinations, call, options)
             chosen = self.options.merge(options)
@@ -127,25 +181,30 @@ class StrategyExtended(Placement):
 
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
     def batch_reduce_to(
-        self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
-        self._require_cross_replica("batch_reduce_to")
-        with self._entered(), self.communicator.guard.call("StrategyExtended.batch_reduce_to"):
+        self._require_collective("batch_reduce_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.batch_reduce_to", called=name):
             pairs = value_destination_pairs
             if has_arenas(pairs):
                 return [self.reduce_to(reduce_op, value, where, options) for value, where in pairs]
             return self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
 
     @collective("broadcast", own=own_mirrored("tensor"))
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
 
         Returns:
             A Mirrored, as in `reduce_to`.
         """
-        self._require_cross_replica("broadcast_to")
-        with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to") as call:
+        self._require_collective("broadcast_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor.broadcast(self, destinations, call)
             return self.cross_device_ops.broadcast(tensor, destinations)
@@ -179,7 +238,7 @@ class StrategyExtended(Placement):
                 raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
             places = [as_target(target, where, "out") for target in targets]
             for place, array, path in zip(places, arrays, paths(), strict=True):
-                _check_target(place, array, op, f"{where}: out{path}")
+                check_target(place, array, op, f"{where}: out{path}")
         if weight is None:
             reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], chosen)
             results = [local_component(result) for result in reduced]
@@ -187,7 +246,8 @@ class StrategyExtended(Placement):
             mine = gpu_of(self.communicator.devices, self.communicator.rank)
             check_device([array for array in arrays if is_on_device(array)], mine, where)
             mean = WeightedMean(weight, op, where)
-            parts = [PerReplica((part,)) for part in mean.contributions(arrays)]
+            weights = weights_of_all(self.communicator, mean.weight, where)
+            parts = [PerReplica((part,)) for part in mean.contributions(arrays, weights)]
             reduced = self.cross_device_ops.batch_reduce(ReduceOp.SUM, [(part, part) for part in parts], chosen)
             means = mean.finish([local_component(total) for total in reduced], arrays)
             results = [in_kind(result, local_component(value)) for result, value in zip(means, values, strict=True)]
@@ -219,7 +279,9 @@ class StrategyExtended(Placement):
         Raises:
             CollectiveMismatchError: on every rank, when another rank makes another call.
         """
-        with self.communicator.guard.call("barrier", name=name, anywhere=bool(name)) as call:
+        if self._container_strategy.is_default:
+            warn_if_alone(self._container_strategy, "barrier", *OF_DEFAULT)
+        with self.communicator.guard.call("barrier", called=name) as call:
             call.agree("barrier")
 
     # ---------------------------------------------------------------------------------------------- updates
@@ -286,7 +348,7 @@ class StrategyExtended(Placement):
     def _in_update(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None, group: bool
     ) -> Any:
-        plain_args, plain_kwargs = _unwrapped(args, kwargs)
+        plain_args, plain_kwargs = unwrapped(args, kwargs)
         with Frame(self._container_strategy, Mode.UPDATE):
             result = fn(*plain_args, **plain_kwargs)
         if not group:
@@ -299,9 +361,10 @@ class StrategyExtended(Placement):
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
         self._require_cross_replica("call_for_each_replica")
         context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)
-        plain_args, plain_kwargs = _unwrapped(args, kwargs)
+        plain_args, plain_kwargs = unwrapped(args, kwargs)
         on_gpu = self.communicator.guard.on_gpu
-        with ReplicaContext(self._container_strategy, self.communicator.rank):
+        replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
+        with Frame(self._container_strategy, Mode.REPLICA, replica_context, call_sites.code_of(fn)):
             if on_gpu is None:
                 return fn(*plain_args, **plain_kwargs)
             with on_gpu():  # whatever thread this is
@@ -310,71 +373,17 @@ class StrategyExtended(Placement):
     def _require_cross_replica(self, method: str) -> None:
         context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
 
+    def _require_collective(self, method: str) -> None:
+        self._require_cross_replica(method)
+        if self._container_strategy.is_default:
+            warn_if_alone(self._container_strategy, f"StrategyExtended.{method}", *OF_DEFAULT)
+
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
 
 
+call_sites.calls_steps(StrategyExtended.call_for_each_replica)
+
+
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or is_on_device(leaf)
-
-
-def checked_leaves(
-    values: Sequence[DistributedValues], paths: Callable[[], list[str]], dense: bool, where: str
-) -> list[Any]:
-    """Return the array of every leaf, or its IndexedSlices unless `dense` ones are needed.
-
-    Raises:
-        LeafError, DTypeError, UnsupportedError: for what cannot be reduced; names the leaf.
-    """
-    try:
-        return [_checked(value, "", dense, where) for value in values]
-    except MpiStrategyError:
-        pass  # once more, to say which leaf it is
-    return [_checked(value, path, dense, where) for value, path in zip(values, paths(), strict=True)]
-
-
-def _checked(value: DistributedValues, path: str, dense: bool, where: str) -> Any:
-    """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
-    component = local_component(value)
-    if not isinstance(component, IndexedSlices):
-        return reducible(component, where, path)
-    if dense:
-        raise UnsupportedError.at(
-            where, found=f"IndexedSlices at leaf {path} with out= or weight=", expected="arrays", fix="Use to_dense()."
-        )
-    return component
-
-
-def _unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
-    """Replace the containers among the arguments by this rank's components; leave arguments without any alone."""
-
-    def component(argument: Any) -> Any:
-        leaves, structure = nest.flatten(argument)
-        for leaf in leaves:
-            if isinstance(leaf, Mirrored) and leaf.lives_on != EVERY_RANK.text:
-                raise PlacementError.at(
-                    "an argument", found=f"a value that lives on {leaf.lives_on} only", expected="one on every rank"
-                )
-        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            return argument
-        return structure.pack([local_component(leaf) for leaf in leaves])
-
-    return [component(argument) for argument in args], {key: component(value) for key, value in (kwargs or {}).items()}
-
-
-def _check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
-    if is_on_device(target) or is_on_device(value):
-        check_places([value, target], where)
-    dtype = mean_dtype(value.dtype) if op is ReduceOp.MEAN else value.dtype
-    if target.shape != value.shape or target.dtype.newbyteorder("=") != dtype:
-        raise ShapeError.at(
-            where,
-            found=f"{dtype_name(target.dtype)}{list(target.shape)}",
-            expected=f"{dtype_name(dtype)}{list(value.shape)}, as the result",
-        )
-
-
-def as_given(result: Any, value: Any) -> Any:
-    """Return a 0-d result as a NumPy scalar where the input was a scalar or a number."""
-    scalar = isinstance(value, np.generic) or is_python_number(value)
-    return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.creation_order import Created
 from mpistrategy.device_arrays import host_array, on_device_of_any, placed_as, reducible
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.values import IndexedSlices
@@ -49,7 +50,7 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
 
 
-class GradientAccumulator:
+class GradientAccumulator(Created):
     """Adds up gradients over several steps without communication, so that one reduction serves them all.
 
     Args:

@@ -13,8 +13,10 @@ from mpistrategy.arrays import is_cupy
 from mpistrategy.datasets import Dataset, common_length, to_rows
 from mpistrategy.device_arrays import DeviceArray, as_device_array, copy_of, cupy_for, is_on_device
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
+from mpistrategy.first_batches import FirstBatches
 from mpistrategy.input_iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.transport import Communicator
+from mpistrategy.pickling import NotPickled
 
 
 def part_of_batch(length: int, index: int, parts: int) -> slice:
@@ -39,6 +41,7 @@ class DistributedDataset:
         drop_remainder: every rank gets the same number of rows, and what is left over is left out.
         pad: every rank gets the same number of rows, and what is missing is zeros.  A column of ones beside the data
             tells the rows that are real.
+        first: compares the first batch of each iterator with the other ranks'; None compares nothing.
 
     Raises:
         OptionTypeError: when `dataset` cannot be iterated.
@@ -47,7 +50,14 @@ class DistributedDataset:
     """
 
     def __init__(
-        self, dataset: Any, index: int, parts: int, *, drop_remainder: bool = False, pad: bool = False
+        self,
+        dataset: Any,
+        index: int,
+        parts: int,
+        *,
+        drop_remainder: bool = False,
+        pad: bool = False,
+        first: FirstBatches | None = None,
     ) -> None:
         where = "experimental_distribute_dataset"
         check_iterable(dataset, where)
@@ -65,8 +75,12 @@ class DistributedDataset:
         self._parts = parts
         self._drop_remainder = drop_remainder
         self._pad = pad
+        self._first = first
         if isinstance(dataset, Sequence) and len(dataset):
             _rows_of(dataset[0])  # whoever passes one batch, or its rows, hears it now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_first": None}  # the ranks belong to this process; elsewhere nothing is compared
 
     def __iter__(self) -> DistributedIterator:
         dataset = self._dataset
@@ -86,7 +100,12 @@ class DistributedDataset:
         return self._dataset.lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
-        for batch in itertools.islice(self._batches(), walk.position, None):
+        batches: Iterator[Any] = itertools.islice(self._batches(), walk.position, None)
+        if self._first is not None and not walk.is_compared:
+            first = self._first.next(batches, self._dataset)
+            walk.is_compared = True
+            batches = itertools.chain([] if first is END else [first], batches)
+        for batch in batches:
             walk.position += 1
             part = self._part(batch)
             if part is not END:
@@ -132,7 +151,7 @@ def _padded_on_device(block: DeviceArray, rows: int) -> DeviceArray:
     return padded
 
 
-class DistributedDatasetsFromFunction:
+class DistributedDatasetsFromFunction(NotPickled):
     """Iterates over this rank's own dataset, in step with the other ranks.  Iterating is collective.
 
     All ranks make as many steps as the one with the most elements; a rank that has come to its end gets arrays of
@@ -144,6 +163,8 @@ class DistributedDatasetsFromFunction:
         communicator: the ranks.
         drop_remainder: whether all end with the first rank that has come to its end instead.
     """
+
+    instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."
 
     def __init__(self, dataset: Any, communicator: Communicator, *, drop_remainder: bool = False) -> None:
         self._dataset: Iterable[Any] = dataset

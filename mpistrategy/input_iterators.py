@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mpistrategy.creation_order import Created
 from mpistrategy.errors import OptionError, OutOfRangeError
 from mpistrategy.mpi.faults import collective
+from mpistrategy.pickling import NotPickled
 
 END = object()
 
@@ -22,6 +24,7 @@ class Walk:
         any_ranks: whether the position means the same on any number of ranks.
         is_one_shot: whether the dataset can be gone through only once.
         position: how many elements have been taken from it; of a dataset of global batches, how many of those.
+        is_compared: whether the ranks have compared the first batch that they took.
     """
 
     begin: Callable[[Walk], Iterator[Any]]
@@ -29,10 +32,13 @@ class Walk:
     any_ranks: bool
     is_one_shot: bool = False
     position: int = 0
+    is_compared: bool = False
 
 
-class DistributedIterator(Iterator[Any]):
+class DistributedIterator(Created, NotPickled, Iterator[Any]):
     """One walk through a distributed dataset; what `iter(dataset)` returns.  A `Checkpoint` keeps its position."""
+
+    instead_of_pickling = "Send the batches that it yields, or keep its position with a Checkpoint."
 
     def __init__(self, elements: Iterator[Any] | Walk) -> None:
         #: Where it is; None for what cannot tell.
@@ -117,7 +123,10 @@ class DatasetIterator(DistributedIterator):
 
         A generator cannot start again: it goes on.
         """
+        before = self.walk
         DistributedIterator.__init__(self, iter(self._dataset))
+        if self.walk is not None and before is not None:
+            self.walk.is_compared = before.is_compared
         return []
 
 

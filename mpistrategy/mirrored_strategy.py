@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.cross_device_ops import CrossDeviceOps
-from mpistrategy.errors import MpiStrategyError, OptionTypeError
+from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
 from mpistrategy.extended import StrategyExtended
 from mpistrategy.mpi import check_level, faults, simulated, timeout
 from mpistrategy.mpi.launch import no_mpi
@@ -40,15 +40,20 @@ class MirroredStrategy(Strategy):
             new, and at every 32nd call; "off".  None means what MPISTRATEGY_CHECK says, else "first".  Under "first"
             calls in the wrong order are found at the next comparison, late, and an error on one rank only ends the
             job.  Within a node the comparison rides with the data, and is always made.
+        on_error: what becomes of an error that a rank's program does not catch.  "abort" ends the whole job: all of
+            COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
+            communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  All calls are
+            compared then.  A late collective raises RemoteError, too, where the rank that waits can leave it.
 
     Raises:
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
             when the ranks run different versions of Python or of this package.
+        ForkedProcessError: in a forked child of a rank.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks; for GPUs, where
             a rank sees none, and where two would share one unasked.
         OptionTypeError: for arguments of the wrong type.
-        OptionError: for an unknown `check`; for a malformed plan in MPISTRATEGY_INJECT, level in MPISTRATEGY_CHECK or
-            number in MPISTRATEGY_TIMEOUT.
+        OptionError: for an unknown `check` or `on_error`; for a malformed plan in MPISTRATEGY_INJECT, level in
+            MPISTRATEGY_CHECK or number in MPISTRATEGY_TIMEOUT.
         All on every rank.
     """
 
@@ -60,9 +65,11 @@ class MirroredStrategy(Strategy):
         communicator: Any = None,
         communication_options: CommunicationOptions | None = None,
         check: str | None = None,
+        on_error: str = "abort",
     ) -> None:
         where = "MirroredStrategy"
-        ranks = _connect(communicator)
+        contains_errors = on_error == "raise"
+        ranks = _connect(communicator, contains_errors)
         try:
             local_rank, local_size = ranks.local_rank_and_size()
             with ranks.guard.call(where) as call:
@@ -78,15 +85,23 @@ class MirroredStrategy(Strategy):
                         found=f"communication_options={communication_options!r}",
                         expected="a CommunicationOptions",
                     )
+                if on_error not in ("abort", "raise"):
+                    raise OptionError.at(where, found=f"on_error={on_error!r}", expected='"abort" or "raise"')
                 several_nodes = max(ranks.node_of) > 0
                 level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
+                if contains_errors and check is None:
+                    level = check_level.ALWAYS
+                if contains_errors and level != check_level.ALWAYS:
+                    raise OptionError.at(
+                        where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
+                    )
                 limit = timeout.chosen(communication_options and communication_options.timeout_seconds)
                 request = requested(devices, local_rank, local_size)
                 call.agree(
                     "create a strategy",
                     op=getattr(cross_device_ops, "configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
-                    options=f"devices={request}, check={level}",
+                    options=f"devices={request}, check={level}, on_error={on_error}",
                 )
                 device = choose_device(request, ranks)
                 ranks.guard.check_as(level)
@@ -99,7 +114,7 @@ class MirroredStrategy(Strategy):
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
 
 
-def _connect(comm: Any) -> MpiCommunicator | SimulatedCommunicator:
+def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCommunicator:
     replicas = simulated.world()
     if replicas is not None and comm is None:
         return replicas.duplicate()
@@ -108,5 +123,6 @@ def _connect(comm: Any) -> MpiCommunicator | SimulatedCommunicator:
         from mpistrategy.mpi.communicator import MpiCommunicator
     except (ImportError, RuntimeError) as error:
         raise no_mpi("MirroredStrategy", error) from error
+    world.refuse_child("MirroredStrategy", comm)
     with world.joining("MirroredStrategy", comm):
-        return MpiCommunicator(comm)
+        return MpiCommunicator(comm, contains_errors=contains_errors)

@@ -8,13 +8,15 @@ place, in pieces (`optimizer_kernels`); a subclass that overrides `change` or `u
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.context import get_strategy
+from mpistrategy.creation_order import Created
 from mpistrategy.device_arrays import any_array, host_array, placed_as
 from mpistrategy.errors import ContextError, NonFiniteError, OptionError, UnsupportedError
 from mpistrategy.gradient_buckets import GradientBuckets
@@ -45,12 +47,17 @@ from mpistrategy.optimizer_kernels import (
 )
 from mpistrategy.optimizer_slots import Slots
 from mpistrategy.options import ReduceOp, VariableAggregation
+from mpistrategy.outside_steps import warn_if_alone
+from mpistrategy.pickling import NotPickled
 from mpistrategy.sliced_variables import SlicedSteps, adds_in_rank_order, dense_gradients
 from mpistrategy.strategy import Strategy
 from mpistrategy.values import IndexedSlices, local_component
 from mpistrategy.variables import Variable
 
 Arrays = Sequence[Array] | None
+
+
+_OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
 
 
 def _first_storage(given: Mapping[str, Any]) -> Array:
@@ -61,7 +68,7 @@ def _first_storage(given: Mapping[str, Any]) -> Array:
     return storage[0]
 
 
-class Optimizer(GradientPlaces):
+class Optimizer(Created, GradientPlaces, NotPickled):
     """Base: keeps slot variables beside each variable, and applies reduced gradients.
 
     A subclass says in `slot_values` which slots it keeps for each variable, and in `change` what a step subtracts.
@@ -88,6 +95,7 @@ class Optimizer(GradientPlaces):
         OptionTypeError: for what is no number.
     """
 
+    instead_of_pickling = "Save it with a Checkpoint, and make one with the same arguments there."
     #: The slots of each variable, and the number that each is filled with at first.
     slot_values: Mapping[str, float] = {}
     #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
@@ -193,6 +201,8 @@ class Optimizer(GradientPlaces):
         """
         where = f"{type(self).__name__}.apply_gradients"
         context = required_context(where)
+        if context.strategy.is_default:
+            warn_if_alone(context.strategy, where, "was called outside every step", _OUTSIDE_STEPS)
         with context.strategy.extended.communicator.guard.call(where) as call:
             gradients, target, ordinary = self._targets.checked(grads_and_vars, context.strategy, where)
             if self.iterations is not None:
@@ -264,6 +274,8 @@ class Optimizer(GradientPlaces):
     def _update_shares(self, strategy: Strategy, gradients: Sequence[Array], target: Target, call: Call) -> bool:
         """Take the sliced path; return False where there is none, which all ranks find alike."""
         if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None or self.nonfinite is not None:
+            return False
+        if not adds_in_rank_order(strategy.extended):  # which may be set to something else between steps
             return False
         kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
         step = self._sliced.step(strategy, target, self.slots_of, kernel, call) if kernel is not None else None
@@ -357,6 +369,17 @@ class Optimizer(GradientPlaces):
             for name, slot in slots.items():
                 slot.assign(np.where(others, before[name], slot.local_copy()).astype(slot.dtype, copy=False))
         var.assign_sub(change)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an optimizer of its own with the same settings.
+
+        Raises:
+            CopyError: after the first step, or `build`: its variables are made by all ranks together.
+        """
+        result = copy.copy(self)
+        memo[id(self)] = result
+        result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
+        return result
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:

@@ -38,7 +38,8 @@ class VariableAggregation(enum.Enum):
 class ReduceOp(enum.Enum):
     """How values of several replicas become one.
 
-    SUM and MEAN (the sum divided by the number of replicas) are TensorFlow's; MIN, MAX and PROD are ours.
+    SUM and MEAN (the sum divided by the number of replicas) are TensorFlow's; MIN, MAX and PROD are ours.  For MIN and
+    MAX -0.0 is less than +0.0, and NaN wins, with the bits of `np.nan`.
     """
 
     SUM = "SUM"

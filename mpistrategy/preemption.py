@@ -203,7 +203,7 @@ class PreemptionCheckpointHandler:
         self._look(f"{_WHERE}.save_checkpoint_if_preempted", met=False)
 
     def close(self) -> None:
-        """Give the signals back to who had them before; of this rank alone."""
+        """Give the signals back to who had them before; of this rank alone.  Closing the strategy does so, too."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else somebody else has it now
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
@@ -230,6 +230,7 @@ class PreemptionCheckpointHandler:
             return  # the process and its signals belong to whoever simulates
         _watch_forks()
         _catching[self] = self._guard
+        self._guard.at_close.append(self.close)
         for number in self._config.signals:
             assert isinstance(number, signal.Signals)
             self._previous[number] = signal.signal(number, self._note)
@@ -281,6 +282,7 @@ class PreemptionCheckpointHandler:
         try:
             (self._config.exit_fn or _exit)()
         except SystemExit:
+            self._guard.all_leave = True
             # Some launchers end the other ranks as soon as one has ended; each has to come to its own status.
             for number in self._previous:
                 signal.signal(number, signal.SIG_IGN)

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrategy import nest
 from mpistrategy.arena import Arena
-from mpistrategy.arrays import Array, dtype_name, mean_dtype
+from mpistrategy.arrays import Array, dtype_name, is_buffer, mean_dtype
 from mpistrategy.cross_device_ops import MpiAllReduce
 from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_reduction
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK
@@ -66,32 +66,60 @@ class QuickAllReduce:
     def __init__(self, communicator: Communicator, algorithm: Any, options: CommunicationOptions) -> None:
         self._communicator = communicator
         self._guard = communicator.guard
-        self._options = options
-        served = type(algorithm) is MpiAllReduce and options.wire is None
-        self._settings = algorithm.settings(options) if served else None
         self._places = Places(communicator.guard)
         #: The dtypes and shapes of long lists of arrays.
         self._long: dict[Any, list[_LongLayouts]] = {}
+        self.serve(algorithm, options)
         # What a second thread finds that calls while this one is here; it raises ContextError then.
         self._call = None
         if not communicator.guard.closed:
             self._call = communicator.guard.call(WHERE)
             self._call.is_whole = True
-        #: ``run(reduce_op, value, out, frame)`` returns the reduction of `value`, or NOT_QUICK before anything has been
-        #: sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
+        #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or NOT_QUICK before anything
+        #: has been sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
+        #: `step` is the code of the step function.
         self.run = self._runner()
 
-    def _runner(self) -> Callable[[Any, Any, Any, FrameType | None], Any]:
+    def serve(self, algorithm: Any, options: CommunicationOptions) -> None:
+        """Serve another algorithm, or other options, from now on."""
+        served = type(algorithm) is MpiAllReduce and options.wire is None
+        self._options = options
+        self._settings = algorithm.settings(options) if served else None
+        self._places.clear()
+        self._long.clear()
+
+    def _runner(self) -> Callable[[Any, Any, Any, FrameType | None, Any], Any]:
         """Return `run`: a function with all that it needs at hand, since attributes take a tenth of a small sum."""
-        guard, at, places, find, call = self._guard, self._places.at, self._places, self._find, self._call
+        guard, find, call, failed = self._guard, self._find, self._call, self._failed
+        callers: dict[int, Any] = self._places.callers
+        place_of = self._places.of
         append, next_number, take_back = guard.record.append, guard.record.next_number, guard.record.take_back
 
-        def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None) -> Any:
+        def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
             if guard.current is not None or guard.takes_no_short_way:
                 return NOT_QUICK
-            place = None if frame is None else at.get(frame.f_lasti)
-            if place is None or frame is None or place.code is not frame.f_code:
-                place = places.of(frame)
+            # What `place_of` finds is looked for here, frame by frame, since to call it takes longer than the rest.
+            place: Place | None = None
+            try:
+                caller: Any = frame
+                code, node = caller.f_code, callers[caller.f_lasti]
+                while node.code is not code:
+                    node = node.following
+                if code is not step and not node.is_module:
+                    caller = caller.f_back
+                    code, node = caller.f_code, node.callers[caller.f_lasti]
+                    while node.code is not code:
+                        node = node.following
+                    if code is not step and step is not None and not node.is_module:
+                        caller = caller.f_back
+                        code, node = caller.f_code, node.callers[caller.f_lasti]
+                        while node.code is not code:
+                            node = node.following
+                place = node.found
+            except (KeyError, AttributeError):  # there is no such node, or no frame, yet
+                pass
+            if place is None:
+                place = place_of(frame, step)
             kind = type(value)
             # Most places in a program only ever see one kind of value.
             if kind is not place.kind or reduce_op is not place.op:
@@ -111,6 +139,9 @@ class QuickAllReduce:
             guard.current = call
             try:
                 result = known(value, out)
+            except BaseException as error:
+                failed(known, error)
+                raise
             finally:
                 guard.current = None
             if result is NOT_QUICK:
@@ -118,6 +149,18 @@ class QuickAllReduce:
             return result
 
         return run
+
+    def _failed(self, known: Run, error: BaseException) -> None:
+        """Tell the other ranks of an error in `known`."""
+        guard = self._guard
+        if guard.is_settled(error):
+            guard.unsettled(error)  # they know: it came after the agreement
+        elif isinstance(error, MpiStrategyError):
+            pass  # it is raised on all of them
+        elif "in_cells" in known.__dict__ and guard.failures is not None:
+            guard.failures.break_off(WHERE, error)  # data and agreement are one
+        else:
+            guard.fail(WHERE, error, agreed=False)
 
     def _find(self, place: Place, reduce_op: Any, value: Any) -> Run | None:
         """Return the all-reduce of a value at a place, worked out now or before; None for what is not served."""
@@ -226,15 +269,20 @@ class QuickAllReduce:
             pack, adds = program.packs[0], op in (ReduceOp.SUM, ReduceOp.MEAN)
             if where.single and kinds == {np.ndarray} and layouts[0][0] == pack.dtype:
                 is_lone = adds and pack.size == 1 and pack.dtype.char in "fd"
-                return (lone_element_in_cells if is_lone else array_in_cells)(program, op, agreed)
+                return _in_cells((lone_element_in_cells if is_lone else array_in_cells)(program, op, agreed))
             if kinds in ({float}, {np.float64}) and where.single and adds:
-                return number_in_cells(program, op, agreed)
+                return _in_cells(number_in_cells(program, op, agreed))
             if len(kinds) == 1 and kinds <= NUMBERS.keys():
-                return numbers_in_cells(program, op, agreed, where)
+                return _in_cells(numbers_in_cells(program, op, agreed, where))
         dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
         general = _arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
         only = reduction.only_array() if where.single and kinds == {np.ndarray} else None
         return general if only is None else _one_array(reduction, only, self._communicator, agreed, layouts[0], general)
+
+
+def _in_cells(run: Run) -> Run:
+    run.__dict__["in_cells"] = True
+    return run
 
 
 class _LongLayouts:
@@ -276,28 +324,34 @@ def _one_array(
     layout: Layout,
     general: Run,
 ) -> Run:
-    """Return the all-reduce of one large array; what is not contiguous, or overlaps, goes the `general` way."""
+    """Return the all-reduce of one large array; what is no buffer, or overlaps, goes the `general` way."""
     guard, digest, signature = agreed
     dtype, shape = layout
     take = communicator.pool.take
 
     def run(value: Array, out: Any) -> Any:
-        if not value.flags.c_contiguous:
+        if not is_buffer(value):
             return general(value, out)
         if out is not None and out is not value:
-            fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and out.flags.c_contiguous
+            fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and is_buffer(out)
             if not fits or not out.flags.writeable or np.may_share_memory(out, value):
                 return general(value, out)
         elif out is not None and not out.flags.writeable:
             return NOT_QUICK
-        reduction.prepare((value,), None if out is None else (out,))
+        reduction.prepare_blocks((value,), None if out is None else (out,))
+        target = take(dtype, shape) if out is None and not reduction.has_block else out
         guard.compare_digest(digest, signature)
-        found = reduction.run_in_blocks()
-        if found is not None:
-            return found[0]
-        target = take(dtype, shape) if out is None else out
-        reduce(value, target)
-        return target
+        try:
+            found = reduction.run_in_blocks()
+            if found is not None:
+                return found[0]
+            if target is None:  # another rank had no block
+                target = take(dtype, shape)
+            reduce(value, target)
+            return target
+        except BaseException as error:
+            guard.fail_after_agreement(WHERE, error)
+            raise
 
     return run
 
@@ -325,7 +379,11 @@ def _arrays(
                 return NOT_QUICK
         reduction.prepare(arrays, targets)
         guard.compare_digest(digest, signature)
-        results = reduction.run(arrays, targets)
+        try:
+            results = reduction.run(arrays, targets)
+        except BaseException as error:
+            guard.fail_after_agreement(WHERE, error)
+            raise
         if out is not None:
             for target, result in zip(where.take(out), results, strict=True):
                 if result is not target:

@@ -41,16 +41,21 @@ def arena_in_place(
     signature = arena.signature(op, *where, in_place=arena.in_place)
     digest = guard.digest(signature)
     divisor = communicator.size if op is ReduceOp.MEAN else 1
-    result, intact, barrier, in_place = arena.result, arena.is_intact, communicator.node_barrier, arena.in_place
-    buckets = [(each.arrays, each.arrays if in_place else (each.result,), each.my_share) for each in arena.buckets]
+    barrier, in_place = communicator.node_barrier, arena.in_place
+    arena.shares = [(each.arrays, each.arrays if in_place else (each.result,), each.my_share) for each in arena.buckets]
 
+    # The flight record holds this function, which must not hold the arena's memory after its close().
     def run(arena: Arena, out: Any) -> Any:
-        if not intact() or (out is not None and not (out is arena and in_place)):
+        if not arena.is_intact() or (out is not None and not (out is arena and in_place)):
             return NOT_QUICK
         guard.compare_digest(digest, signature)
-        for arrays, targets, share in buckets:
-            quiet(combine, arrays, targets, text, divisor, share)
-        barrier()
-        return result
+        try:
+            for arrays, targets, share in arena.shares:
+                quiet(combine, arrays, targets, text, divisor, share)
+            barrier()
+        except BaseException as error:
+            guard.fail_after_agreement(where[0], error)
+            raise
+        return arena.result
 
     return described(run, signature)

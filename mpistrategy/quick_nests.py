@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import nest
-from mpistrategy.arrays import Array, span
+from mpistrategy.arrays import Array, is_buffer, span
 
 _CONTAINERS = (dict, list, tuple)
 _dtype_of, _is_writeable = attrgetter("dtype"), attrgetter("flags.writeable")
@@ -121,7 +121,7 @@ def direct_targets(
     # Arrays that own their memory share none with each other; a single one in place has nobody to share it with.
     alone = not sources and (len(targets) == 1 or all(target.base is None for target in targets))
     if alone or _apart([*targets, *sources]):
-        return [target if target.flags.c_contiguous else None for target in targets]
+        return [target if is_buffer(target) else None for target in targets]
     return [None] * len(targets)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
-from mpistrategy.mpi.call_sites import UNKNOWN, outside, site_of
+from mpistrategy.mpi.call_sites import UNKNOWN, CallTree, Node, Site, outside
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.signature import Signature
 
@@ -24,19 +24,20 @@ def described(run: Run, signature: Signature) -> Run:
 class Place:
     """What has been worked out for one place in the program.
 
+    Args:
+        site: the place.
+
     Attributes:
         text: what the ranks compare.
-        code: that of the caller; its identity is a key, so it must live.
         known: the all-reduces, by operation, kind and layouts.
         kind, op, dtype, shape, names, kinds, run: the latest all-reduce of one array, one number or a dictionary of
             numbers, and of what: its keys, and the types of the numbers.
     """
 
-    __slots__ = ("code", "dtype", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
+    __slots__ = ("dtype", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
 
-    def __init__(self, text: str, code: CodeType | None) -> None:
-        self.text = text
-        self.code = code
+    def __init__(self, site: Site) -> None:
+        self.text = site.place
         self.known: dict[Any, Run | None] = {}
         self.kind: type | None = None
         self.op: Any = None
@@ -54,30 +55,29 @@ class Places:
         guard: the strategy's; it knows where calls were made that are done in another thread.
 
     Attributes:
-        known: the places by the caller's code and instruction.
-        at: of those with the same instruction number the first, whose code is to be looked at: found faster.
+        callers: the innermost frames of the places, by instruction; see `CallTree.root`.
     """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self.known: dict[tuple[int, int], Place] = {}
-        self.at: dict[int, Place] = {}
+        self._tree = CallTree(Place)
         self._elsewhere: dict[str, Place] = {}
+        self.callers: dict[int, Node[Place]] = self._tree.root.callers
 
-    def of(self, frame: FrameType | None) -> Place:
-        """Return the place of a frame that is not in `at`: it is not the first there, or the library's own, or None."""
-        caller = None if self._guard.site is not None else outside(frame)
-        if caller is None:
-            site = self._guard.site or UNKNOWN
-            if len(self._elsewhere) >= _REMEMBERED:
-                self._elsewhere.clear()
-            return self._elsewhere.setdefault(site.place, Place(site.place, None))
-        key = (id(caller.f_code), caller.f_lasti)
-        place = self.known.get(key)
-        if place is None:
-            if len(self.known) >= _REMEMBERED:
-                self.known.clear()
-                self.at.clear()
-            place = self.known[key] = Place(site_of(caller).place, caller.f_code)
-            self.at.setdefault(caller.f_lasti, place)
-        return place
+    def of(self, frame: FrameType | None, step: Any) -> Place:
+        """Return the place of a call that `frame` makes in a step function with the code `step`.
+
+        A frame of this package, or None, makes none of its own: the call was made elsewhere, at the guard's site.
+        """
+        site = self._guard.site
+        if site is None and outside(frame) is not None:
+            return self._tree.find(frame, step)
+        site = site or UNKNOWN
+        if len(self._elsewhere) >= _REMEMBERED:
+            self._elsewhere.clear()
+        return self._elsewhere.setdefault(site.place, Place(site))
+
+    def clear(self) -> None:
+        """Forget everything that was worked out."""
+        self._tree.clear()
+        self._elsewhere.clear()

@@ -29,6 +29,8 @@ from mpistrategy.device_arrays import as_target
 from mpistrategy.errors import ContextError, OptionError, StructureError
 from mpistrategy.mpi.faults import collective, own_value
 from mpistrategy.options import ReduceOp
+from mpistrategy.outside_steps import warn_if_alone
+from mpistrategy.pickling import NotPickled
 from mpistrategy.quick_cells import NOT_QUICK
 
 if TYPE_CHECKING:
@@ -36,9 +38,15 @@ if TYPE_CHECKING:
     from mpistrategy.strategy import Strategy
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+#: What to call outside a step in place of a collective of the context.
+_OUTSIDE_STEPS = {
+    "all_reduce": "strategy.reduce",
+    "all_reduce_async": "strategy.reduce",
+    "all_gather": "strategy.gather",
+}
 
 
-class ReplicaContext:
+class ReplicaContext(NotPickled):
     """What a step function knows about its replica, and how it talks to the others.
 
     `get_replica_context()` returns it inside `strategy.run`; entering one with `with` puts the thread into replica
@@ -52,6 +60,8 @@ class ReplicaContext:
         OptionError: for a replica id that is no int.
     """
 
+    instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
+
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
         check_strategy(strategy, "ReplicaContext")
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
@@ -63,7 +73,7 @@ class ReplicaContext:
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
         self._entered: list[Frame] = []
-        self._quick: Callable[[Any, Any, Any, FrameType], Any] | None = None
+        self._quick: Callable[[Any, Any, Any, FrameType, Any], Any] | None = None
 
     def __enter__(self) -> ReplicaContext:
         frame = current_frame()
@@ -119,7 +129,7 @@ class ReplicaContext:
             value: arrays, numbers, variables or IndexedSlices, alone or in any nest of dict, list, tuple, namedtuple
                 and dataclass; structure, dtypes and shapes are equal on all ranks.
             options: hints; None for the strategy's own.
-            name: what to compare between the ranks besides the call itself; for code that branches by rank.
+            name: is compared between the ranks instead of the place of the call; for branches that differ by rank.
             weight: for MEAN, the weight of this replica's values, e.g. its number of rows; the result is
                 sum(weight * value) / sum(weight).
             out: a structure like `value` of arrays to write the result into; may be `value` itself.  An array in GPU
@@ -144,18 +154,18 @@ class ReplicaContext:
         if options is None and weight is None and name is None:
             frames = entered.frames
             in_arena = out is not None and id(value) in resident_values
-            if frames and frames[-1].replica_context is self and not in_arena:
+            if frames and (frame := frames[-1]).replica_context is self and not in_arena:
                 quick = self._quick
                 if quick is None:
                     quick = self._quick = self._strategy.extended.quick.run
-                result = quick(reduce_op, value, out, _getframe(1))
+                result = quick(reduce_op, value, out, _getframe(1), frame.step)
                 if result is not NOT_QUICK:
                     return result
         extended = self._strategy.extended
         guard = extended.communicator.guard
         with (
             self._required("all_reduce"),
-            guard.call("ReplicaContext.all_reduce", name=name or "", anywhere=bool(name)) as call,
+            guard.call("ReplicaContext.all_reduce", called=name) as call,
         ):
             if (arena := resident(value, out)) is not None:
                 return arena.all_reduce(extended, reduce_op, call, options=options, weight=weight, out=out)
@@ -188,7 +198,7 @@ class ReplicaContext:
             reduce_op: as in `all_reduce`.
             value: as in `all_reduce`; leave its arrays and variables as they are until `wait` has returned.
             options: hints; None for the strategy's own.
-            name: what to compare between the ranks besides the call itself.
+            name: is compared between the ranks instead of the place of the call.
             out: a structure like `value` of arrays to write the result into; may be `value` itself.  Not to be read
                 before `wait` has returned.
 
@@ -221,13 +231,16 @@ class ReplicaContext:
             )
 
     @collective("gather", own=own_value("value"))
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None, *, name: str | None = None
+    ) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective.
 
         Args:
             value: an array or a nest of arrays; the length along `axis` may differ between ranks, and may be 0.
             axis: an int; negative counts from the end.
             options: hints; None for the strategy's own.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             A structure like `value`; the same on every rank.
@@ -238,7 +251,8 @@ class ReplicaContext:
             CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
         """
         extended = self._strategy.extended
-        with self._required("all_gather"), extended.communicator.guard.call("ReplicaContext.all_gather") as call:
+        guard = extended.communicator.guard
+        with self._required("all_gather"), guard.call("ReplicaContext.all_gather", called=name) as call:
             call.wait_as(extended.options.merge(options).timeout_seconds)
             return extended.gather_nest(value, axis, call)
 
@@ -264,6 +278,9 @@ class ReplicaContext:
         if frame is not None and frame.replica_context is self:
             return _NOTHING
         if frame is None and self._strategy is get_strategy():
+            if method in _OUTSIDE_STEPS:
+                cure = f"Call it in the function given to strategy.run; outside a step use {_OUTSIDE_STEPS[method]}."
+                warn_if_alone(self._strategy, f"ReplicaContext.{method}", "was called outside every step", cure)
             return Frame(self._strategy, Mode.REPLICA, self)
         where = f"ReplicaContext.{method}"
         if frame is not None and frame.mode is not Mode.REPLICA:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from mpistrategy.errors import LaunchError, OptionError
 from mpistrategy.mpi import abort, check_level, fault_plans, timeout, watchdog
+from mpistrategy.mpi.exit_hooks import status_of
 from mpistrategy.mpi.launch import no_mpi
 from mpistrategy.telemetry import start_from_environment, tracing
 
@@ -282,7 +283,7 @@ def _refuse(text: str, status: int) -> NoReturn:
 
 
 def _note_exit(error: SystemExit, unfinished: str) -> None:
-    status = abort.status_of(error.code)
+    status = status_of(error.code)
     trace = _without_ours(error.__traceback__)
     abort.note_end(status, abort.in_words(SystemExit, error, trace) if status else "")
     if status == 0:

@@ -151,7 +151,7 @@ class SlicedSteps:
     ) -> SlicedStep | None:
         communicator = strategy.extended.communicator
         one_node = communicator.size > 1 and max(communicator.node_of) == 0
-        if not (one_node and adds_in_rank_order(strategy.extended)) or len({*map(id, variables)}) < len(variables):
+        if not one_node or len({*map(id, variables)}) < len(variables):
             return None
         if not all(map(_lives_in_shared_memory, [*variables, *(slot for beside in slots for slot in beside.values())])):
             return None

@@ -13,21 +13,23 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpistrategy import context, nest
+from mpistrategy import context, extremes, nest
 from mpistrategy.arena import Arena
-from mpistrategy.arrays import COMBINE, Array, dtype_name, to_reducible, wire_dtype
+from mpistrategy.arrays import Array, dtype_name, host_wire_dtype, to_reducible
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.gathering import checked_axis
 from mpistrategy.cross_device_ops.mean import finish
 from mpistrategy.cross_device_ops.packed import refuse_mirrored_sum
 from mpistrategy.device_arrays import like_given
-from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError, ShapeError
 from mpistrategy.explain import Explained
-from mpistrategy.extended import StrategyExtended, as_given
+from mpistrategy.extended import StrategyExtended
+from mpistrategy.inputs import as_given
 from mpistrategy.mirrored_check import MirroredCheck
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.faults import collective, own_value
 from mpistrategy.options import ReduceOp
+from mpistrategy.outside_steps import OF_DEFAULT, warn_if_alone
 from mpistrategy.strategy_input import InputMethods
 from mpistrategy.strategy_old_names import OldNames
 from mpistrategy.streams import Streams
@@ -136,7 +138,9 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
     @collective("reduce", own=own_value("value"))
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None, *, weight: Any = None) -> Any:
+    def reduce(
+        self, reduce_op: Any, value: Any, axis: Any = None, *, weight: Any = None, name: str | None = None
+    ) -> Any:
         """Reduce a value over the replicas, and along `axis` of each replica's array.  Collective.
 
         Args:
@@ -147,6 +151,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
                 reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
                 number of elements along it over all ranks.
             weight: for MEAN without axis, the weight of this rank's value.
+            name: is compared between the ranks instead of the place of the call; for branches that differ by rank.
 
         Returns:
             The result, equal on every rank; NumPy scalars for scalars.
@@ -157,9 +162,11 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
         context.require_cross_replica(self, "Strategy.reduce")
+        if self.is_default:
+            warn_if_alone(self, "Strategy.reduce", *OF_DEFAULT)
         communicator, algorithm = self.extended.communicator, self.extended.cross_device_ops
         options = self.extended.options
-        with context.cross_replica(self), communicator.guard.call("Strategy.reduce") as call:
+        with context.cross_replica(self), communicator.guard.call("Strategy.reduce", called=name) as call:
             if isinstance(value, Arena):
                 if axis is not None:
                     raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
@@ -215,12 +222,13 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         return like_given(finish(np.asarray(local_component(extreme)), array.dtype, op, 1), given)
 
     @collective("gather", own=own_value("value"))
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int, *, name: str | None = None) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
 
         Args:
             value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.
             axis: an int; negative counts from the end.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             The same on every rank.
@@ -231,7 +239,9 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             UnsupportedError: for IndexedSlices.
         """
         context.require_cross_replica(self, "Strategy.gather")
-        with self.extended.communicator.guard.call("Strategy.gather") as call:
+        if self.is_default:
+            warn_if_alone(self, "Strategy.gather", *OF_DEFAULT)
+        with self.extended.communicator.guard.call("Strategy.gather", called=name) as call:
             return self.extended.gather_nest(value, axis, call)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -317,11 +327,19 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         Done at the end of the program, too, and by ``with MirroredStrategy() as strategy:``.
         """
         communicator = self.extended.communicator
-        if communicator.guard.closed:
-            return
-        with communicator.guard.call("Strategy.close", anywhere=True) as call:
-            call.agree("close")
+        guard = communicator.guard
+        if guard.closed:
             communicator.free()
+        else:
+            with guard.call("Strategy.close", anywhere=True) as call:
+                try:
+                    call.agree("close")
+                except RemoteError:
+                    if not guard.is_broken:  # else it takes no more calls
+                        raise
+                communicator.free()
+        while guard.at_close:
+            guard.at_close.pop()()
 
     def __enter__(self) -> Self:
         return self
@@ -353,15 +371,16 @@ class _DefaultStrategy(Strategy):
 
 def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
     """Combine `array` along `axes`, in its wire dtype; a rank without elements gives the neutral one."""
-    dtype = wire_dtype(array.dtype)
-    extra: dict[str, Any] = {}
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        extreme = np.iinfo(dtype) if dtype.kind in "iu" else None
-        if op is ReduceOp.MIN:
-            extra["initial"] = extreme.max if extreme else np.inf
-        else:
-            extra["initial"] = extreme.min if extreme else -np.inf
-    return np.asarray(COMBINE[op.on_the_wire].reduce(array.astype(dtype, copy=False), axis=axes, dtype=dtype, **extra))
+    dtype = host_wire_dtype(array.dtype)
+    wide = array.astype(dtype, copy=False)
+    with np.errstate(all="ignore"):  # as in sums between the replicas
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+            if op is ReduceOp.MIN:
+                return extremes.minimum.reduce(wide, axes, limits.max if limits else np.inf)
+            return extremes.maximum.reduce(wide, axes, limits.min if limits else -np.inf)
+        add = np.multiply if op is ReduceOp.PROD else np.add
+        return np.asarray(add.reduce(wide, axis=axes, dtype=dtype))
 
 
 def _contribution(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpistrategy import context
 from mpistrategy.errors import OptionError
+from mpistrategy.first_batches import OFF, WARN, FirstBatches, checked_level
 from mpistrategy.input import (
     DistributedDataset,
     DistributedDatasetsFromFunction,
@@ -43,6 +44,7 @@ class InputMethods:
         *,
         drop_remainder: bool = False,
         pad: bool = False,
+        check_batches: str = "warn",
     ) -> Any:
         """Return a dataset that gives each rank its part of every global batch.  Collective.
 
@@ -52,6 +54,11 @@ class InputMethods:
             options: accepted for TensorFlow's sake.
             drop_remainder: leave out the rows that would make the ranks' parts unequal.
             pad: fill the ranks' parts up with zeros until they are equal.
+            check_batches: what to do when the first batch that an iterator takes has other rows on another rank:
+                "warn" on rank 0 with a DatasetWarning, "raise", or "off": compare nothing.  The first element of an
+                iterator is collective with the former two.  Of a large batch the first and the last rows of each
+                array are compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
+                out.
 
         Returns:
             An iterable of this rank's contiguous parts, a `DistributedDataset`; for the default strategy `dataset`
@@ -59,9 +66,12 @@ class InputMethods:
 
         Raises:
             OptionTypeError, OptionError, BatchError: on every rank; see `DistributedDataset`.
-            CollectiveMismatchError: on every rank, for datasets known to differ.
+            CollectiveMismatchError: on every rank, for datasets known to differ; from the first element of an iterator,
+                for first batches of another structure, shape or dtype, none on some rank, another number of batches,
+                and with "raise" for other rows.
         """
-        return _distribute(self, "Strategy.experimental_distribute_dataset", dataset, options, drop_remainder, pad)
+        where = "Strategy.experimental_distribute_dataset"
+        return _distribute(self, where, dataset, options, drop_remainder, pad, check_batches)
 
     def distribute_datasets_from_function(
         self: _Strategy,
@@ -133,16 +143,26 @@ class InputMethods:
 
 
 def _distribute(
-    strategy: _Strategy, where: str, dataset: Any, options: Any = None, drop_remainder: bool = False, pad: bool = False
+    strategy: _Strategy,
+    where: str,
+    dataset: Any,
+    options: Any = None,
+    drop_remainder: bool = False,
+    pad: bool = False,
+    check_batches: str = WARN,
 ) -> Any:
     communicator = strategy.extended.communicator
     with communicator.guard.call(where) as call:
         check_options(options, where)
+        level, number = checked_level(check_batches, where), strategy.extended.datasets_made + 1
+        compares = level != OFF and communicator.size > 1
+        first = FirstBatches(communicator, level, f"dataset {number} of the strategy") if compares else None
         distributed = DistributedDataset(
-            dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad
+            dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first
         )
         call.structure = describe(dataset)
-        call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}")
+        call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, {check_batches=}")
+        strategy.extended.datasets_made = number  # after the agreement: the ranks' counts must not differ
     return dataset if strategy.is_default else distributed
 
 

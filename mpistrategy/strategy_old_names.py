@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar
 
 from mpistrategy.errors import CopyError, OptionTypeError
+from mpistrategy.pickling import NotPickled
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -22,10 +23,13 @@ class _Strategy(Protocol):
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any: ...
 
 
-class OldNames:
+class OldNames(NotPickled):
     """The part of Strategy that is kept for programs written for TensorFlow 1."""
 
     is_default: bool
+    instead_of_pickling = (
+        "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there."
+    )
 
     def experimental_run_v2(
         self: _Strategy, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -11,13 +11,14 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from mpistrategy.creation_order import Created
 from mpistrategy.errors import OptionError, OptionTypeError
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
 _WORD = 2**32
 
 
-class Streams:
+class Streams(Created):
     """The random generators of one replica; made by `Strategy.rng(seed)`.
 
     Make it once, outside the step function: each one made starts its streams from the beginning.

@@ -152,6 +152,9 @@ class PerReplica(DistributedValues):
         super().__init__(values)
         self.group = group
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "group": None}  # the ranks belong to this process
+
 
 class Mirrored(DistributedValues):
     """A value that is the same on every replica where it lives.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -167,6 +167,9 @@ class Variable(ArrayLike):
         raise _no_copy(self)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _no_copy(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise _no_copy(self)
 
     def numpy(self) -> Array:
@@ -370,8 +373,8 @@ def _parsed_dtype(dtype: Any) -> np.dtype[Any]:
 
 def _no_copy(variable: Variable) -> CopyError:
     return CopyError.at(
-        f"copying {variable.name!r}",
+        f"copying or pickling {variable.name!r}",
         found="a copy of a variable",
         expected="a new variable, which all ranks make together",
-        fix="Keep v.read_value(), or create another Variable from it.",
+        fix="Keep or send v.read_value() (an array), save it with a Checkpoint, or create another Variable from it.",
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Interrupts trainings at random, and shows that no step that was saved is lost and that nothing else has changed.
 
-scripts/soak_preemption.py [--stops 20] [--ranks 1,2,3,4] [--no-slurm] [--slurm-only]
+scripts/soak_preemption.py [--stops 20] [--ranks 1,2,3,4] [--no-slurm] [--slurm-only] [--interruptions 500]
 
 Under mpiexec: a training is told to stop `stops` times, at random moments and on random ranks, and started again each
 time; at its end it has on every rank the same weights, slots, random numbers, metrics and next batch as one that was
@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -73,6 +74,34 @@ def under_mpiexec(ranks: int, stops: int, plan: random.Random) -> str:
     return (
         f"{ranks} ranks: {len(saved)} stops at steps {saved}, status 75 each; ends bit for bit as the uninterrupted run"
     )
+
+
+def interrupted(count: int, plan: random.Random) -> str:
+    """Interrupt so many trainings once each, beside busy processes; return a line of figures.
+
+    Each must end with status 75, and say on stderr why.
+    """
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    statuses: Counter[int] = Counter()
+    silent = []
+    try:
+        for _ in range(count):
+            ranks = plan.randint(1, 4)
+            with tempfile.TemporaryDirectory() as folder:
+                after = f"{plan.uniform(0, 0.5):.3f}:{plan.randrange(ranks)}"
+                arguments = [TRAINING, folder, "--steps", "100000", "--after", after]
+                done = launching.launch(ranks, arguments, 120, PATHS)
+            statuses[done.returncode] += 1
+            if done.returncode != AGAIN or "saved step" not in done.stderr:
+                silent.append(done)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    for done in silent:
+        print(f"--- no reason, or another status: {done}")
+    assert not silent
+    return f"{count} trainings interrupted once beside busy processes: statuses {dict(statuses)}, each with a reason"
 
 
 class SlurmRun:
@@ -217,6 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stops", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2,3,4", help="default: %(default)s")
+    parser.add_argument("--interruptions", type=int, default=500, help="default: %(default)s; 0 for none")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: another each time")
     parser.add_argument("--no-slurm", action="store_true")
     parser.add_argument("--slurm-only", action="store_true")
@@ -226,6 +256,7 @@ def main() -> int:
     if not given.slurm_only:
         for ranks in map(int, given.ranks.split(",")):
             print(under_mpiexec(ranks, given.stops, plan), flush=True)
+        print(interrupted(given.interruptions, plan), flush=True)
     why_not = slurm_bed.why_not()
     if given.no_slurm or why_not:
         print(f"Slurm: not run: {why_not or '--no-slurm'}")

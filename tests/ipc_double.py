@@ -13,6 +13,7 @@ import hashlib
 import mmap
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -111,6 +112,9 @@ def library(code: str) -> Any:
     text = f"{_SHIM}{code}{_LAUNCH}"
     folder = Path(tempfile.gettempdir()) / f"mpistrategy-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not this user's alone: nothing is loaded from there")
     made = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
     if not made.exists():
         own = folder / f"{made.stem}-{os.getpid()}.so"

@@ -90,6 +90,14 @@ def _read_only(array: Array) -> Array:
     return array
 
 
+def unaligned(array: Array) -> Array:
+    """Return a copy that is contiguous and lies one byte behind where its dtype expects it; writeable."""
+    memory = np.empty(array.nbytes + 1, np.uint8)
+    copied = memory[1:].view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied
+
+
 #: The same values in other memory: a rank may bring each of these while its peers bring another.
 LAYOUTS: list[Callable[[Array], Array]] = [
     np.ascontiguousarray,
@@ -98,6 +106,7 @@ LAYOUTS: list[Callable[[Array], Array]] = [
     lambda array: np.flip(np.flip(array).copy()),  # negative strides
     _big_endian,
     _read_only,
+    unaligned,
 ]
 
 

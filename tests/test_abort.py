@@ -72,9 +72,6 @@ ENDS: dict[str, tuple[str, int | None, str]] = {
         3,
         "sys.exit(3) was called here",
     ),
-    "after close": ('world.Barrier()\nstrategy.close()\nraise ValueError("the reason")', 1, "ValueError: the reason"),
-    # No strategy is left to tell the others: the kernel ends the rank, and the launcher the job.
-    "exit after close": ("world.Barrier()\nstrategy.close()\nsys.exit(3)", None, ""),
 }
 CASES = [
     # how the bad rank ends, how the others wait, whether there was a collective before, which rank is bad
@@ -91,8 +88,6 @@ CASES = [
     ("merge_fn", "in a library collective", True, 2),
     ("a hook of the user's", "in an MPI call of the user's", True, 2),
     ("a kept SystemExit", "in an MPI call of the user's", True, 2),
-    ("after close", "in an MPI call of the user's", True, 0),
-    ("exit after close", "in an MPI call of the user's", True, 2),
 ]
 
 
@@ -104,8 +99,6 @@ def test_one_rank_ends_and_the_job_ends(
 ) -> None:
     code, status, said = ENDS[how]
     wait = WAITS[waiting]
-    if "close" in how:
-        wait = f"world.Barrier()\n    strategy.close()\n    {wait}"
     source = PROGRAM.format(fail="\n".join(f"    {line}" for line in code.split("\n")), wait=wait, first=first, bad=bad)
     when = tmp_path / "when"
     job = launch(3, source, timeout=20, env={"WHEN": str(when)})

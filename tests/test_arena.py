@@ -580,6 +580,7 @@ def test_arenas_that_are_dropped_leave_nothing_open(strategy: ms.Strategy) -> No
 
 
 @pytest.mark.parametrize("shared_result", [False, True])
+@pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
 def test_one_replica_and_simulated_ones_have_arenas(shared_result: bool) -> None:
     for alone in (ms.OneDeviceStrategy(), ms.get_strategy()):
         arena = alone.arena({"a": np.zeros(3), "b": np.zeros((), np.int8)}, shared_result)

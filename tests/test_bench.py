@@ -135,15 +135,16 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(
         assert re.search(rf"(?m)^{name}: .* \(default ", job.stderr), (name, job)
     saved = json.loads(file.read_text())["paths"]
     source = """
-        import json
+        import json, sys
         import mpistrategy as ms
         strategy = ms.MirroredStrategy()
-        print(json.dumps(strategy.layout()["thresholds"]))
+        with open(f"{sys.argv[1]}/rank-{strategy.replica_id_in_sync_group}.json", "w") as told:
+            json.dump(strategy.layout()["thresholds"], told)
         strategy.explain(1.0)
     """
-    printed = launch(2, [launching.program(source, tmp_path)], env=where).check().stdout.splitlines()
-    assert [json.loads(line) for line in printed if line.startswith("{")] == [saved] * 2
-    assert f"thresholds: {file}; rates: {file}" in "\n".join(printed)
+    job = launch(2, [launching.program(source, tmp_path), tmp_path], env=where).check()
+    assert [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)] == [saved] * 2
+    assert f"thresholds: {file}; rates: {file}" in job.stdout
 
 
 def test_save_that_cannot_write(launch: Launch, tmp_path: Path) -> None:

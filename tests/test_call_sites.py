@@ -1,12 +1,17 @@
 """Calls that look alike but stand at different places are different calls: swapped ones are found before data moves."""
 
+# ruff: noqa: RUF034  (equal branches stand at different columns, which is what is tested)
+
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import launching
 import numpy as np
 import pytest
 from replicas import RANK, SIZE, OnNodes, context, still_works
@@ -136,6 +141,175 @@ def test_through_optimizers_variables_and_other_strategies_calls(strategy: ms.St
     assert still_works(strategy)
 
 
+def allsum(value: Any, name: str | None = None) -> Any:
+    """Reduce as a program's own function does: all its calls are made on one line."""
+    return context().all_reduce("SUM", value, name=name)  # allsum
+
+
+def allsum_of(values: list[Any]) -> list[Any]:
+    return [allsum(value) for value in values]
+
+
+@several
+@pytest.mark.parametrize("what", VALUES)
+@pytest.mark.parametrize("warm", [False, True])
+def test_calls_of_a_helper_in_another_order_are_found(strategy: ms.Strategy, what: str, warm: bool) -> None:
+    """What the helper is called for tells its calls apart, not its only line."""
+    value = VALUES[what]
+
+    def loss() -> Any:
+        return allsum(value)  # the loss
+
+    def count() -> Any:
+        return allsum(value)  # the count
+
+    def step(swapped: bool) -> None:
+        for one in (count, loss) if swapped else (loss, count):
+            one()
+
+    for _ in range(3 if warm else 0):
+        strategy.run(step, args=(False,))
+    with pytest.raises(CollectiveMismatchError, match="differ in: place") as caught:
+        strategy.run(step, args=(RANK == 0,))
+    report = str(caught.value)
+    for rank in range(SIZE):
+        caller = line_of("the loss" if rank else "the count")
+        place = rf"place=test_call_sites.py:{line_of('allsum')}:\d+ from test_call_sites.py:{caller}:\d+ from "
+        assert re.search(rf"rank {rank}: .*{place}.* at {re.escape(__file__)}:{line_of('allsum')}\n", report), report
+    assert "pass the same name= in" in report
+    assert still_works(strategy)
+
+
+@several
+def test_two_callers_count_within_a_step_and_one_outside(strategy: ms.Strategy) -> None:
+    def middle(value: Any) -> Any:
+        return allsum(value)
+
+    def outer(value: Any) -> Any:
+        return middle(value)  # the third caller is not looked at
+
+    def by_middle() -> Any:
+        return middle(1.0) if RANK else middle(1.0)
+
+    def by_outer() -> Any:
+        return outer(1.0) if RANK else outer(1.0)
+
+    with pytest.raises(CollectiveMismatchError, match="differ in: place"):
+        strategy.run(by_middle)
+    assert strategy.run(by_outer) == SIZE
+
+    def reduce(value: Any) -> Any:
+        return strategy.reduce("SUM", value)
+
+    def by_reduce() -> Any:
+        return reduce(1.0)
+
+    with pytest.raises(CollectiveMismatchError, match="differ in: place"):
+        reduce(1.0) if RANK else reduce(1.0)
+    assert (by_reduce() if RANK else by_reduce()) == SIZE
+    assert still_works(strategy)
+
+
+class Called:
+    """A step that is no function."""
+
+    def __call__(self) -> Any:
+        return allsum(1.0)
+
+    def method(self) -> Any:
+        return allsum(1.0)
+
+
+@several
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_place_ends_at_the_step_function(strategy: ms.Strategy, warm: bool) -> None:
+    """Who calls `run`, and where, is not compared."""
+
+    def step() -> Any:
+        return allsum(1.0)
+
+    def wrapped(*args: Any) -> Any:
+        return step()
+
+    called = Called()
+    steps = [
+        step,
+        wrapped,
+        partial(wrapped, 1),
+        partial(partial(wrapped, 1), 2),
+        called,
+        called.method,
+        lru_cache(step),
+    ]
+    for one in steps * (3 if warm else 1):
+        assert (strategy.run(one) if RANK else strategy.run(one)) == SIZE
+
+
+@several
+def test_frames_of_the_library_are_no_callers(strategy: ms.Strategy) -> None:
+    def step(values: Any) -> Any:
+        return ms.nest.map_structure(allsum, values) if RANK else ms.nest.map_structure(allsum, values)
+
+    with pytest.raises(CollectiveMismatchError, match="differ in: place"):
+        strategy.run(step, args=([1.0],))
+
+    def merged() -> Any:
+        def reduce(replicas: ms.Strategy) -> Any:
+            return replicas.reduce("SUM", 1.0)
+
+        return context().merge_call(reduce) if RANK else context().merge_call(reduce)
+
+    with pytest.raises(CollectiveMismatchError, match="differ in: place"):
+        strategy.run(merged)
+    assert still_works(strategy)
+
+
+@several
+def test_a_name_stands_for_all_of_the_place_in_every_call_that_takes_one(strategy: ms.Strategy) -> None:
+    extended = strategy.extended
+    calls: dict[str, Callable[[str], Any]] = {
+        "all_reduce": lambda name: strategy.run(lambda: context().all_reduce("SUM", 1.0, name=name)),
+        "through a helper": lambda name: strategy.run(lambda: allsum(1.0, name)),
+        "all_reduce_async": lambda name: strategy.run(lambda: context().all_reduce_async("SUM", 1.0, name=name).wait()),
+        "all_gather": lambda name: strategy.run(lambda: context().all_gather(np.ones(1), 0, name=name)),
+        "reduce": lambda name: strategy.reduce("SUM", 1.0, name=name),
+        "gather": lambda name: strategy.gather(np.ones(1), 0, name=name),
+        "reduce_to": lambda name: extended.reduce_to("SUM", 1.0, "task:0", name=name),
+        "batch_reduce_to": lambda name: extended.batch_reduce_to("SUM", [(1.0, "task:0")], name=name),
+        "broadcast_to": lambda name: extended.broadcast_to(1.0, "task:0", name=name),
+        "barrier": lambda name: strategy.barrier(name),
+    }
+    for make in calls.values():
+        make("one") if RANK else make("one")
+        with pytest.raises(CollectiveMismatchError, match="differ in: name"):
+            make("one") if RANK else make("another")
+        not_a_string: Any = 3
+        with pytest.raises(ms.errors.OptionTypeError, match="name=3"):
+            make(not_a_string if RANK else "one")
+    assert still_works(strategy)
+
+
+def test_what_calls_a_module_does_not_count(tmp_path: Path, launch: Callable[..., launching.Finished]) -> None:
+    """Ranks may be started differently: a debugger or a profiler on one of them."""
+    program = launching.program(
+        """
+        import mpistrategy as ms
+        strategy = ms.MirroredStrategy()
+        assert strategy.reduce("SUM", 1.0) == 2
+        """,
+        tmp_path,
+    )
+    starter = f"""
+        import runpy
+        from mpi4py import MPI
+        if MPI.COMM_WORLD.rank:
+            runpy.run_path({str(program)!r}, run_name="__main__")
+        else:
+            exec(compile(open({str(program)!r}).read(), {str(program)!r}, "exec"))
+        """
+    launch(2, starter).check()
+
+
 @several
 def test_between_nodes() -> None:
     with OnNodes(list(range(SIZE)), ms.MpiAllReduce()) as apart:
@@ -160,10 +334,13 @@ def test_ranks_may_close_at_different_places() -> None:
 def test_the_place_is_the_users() -> None:
     site = call_site()  # here
     assert site.text == f"{__file__}:{line_of('here')}"
-    assert re.fullmatch(rf"test_call_sites.py:{line_of('here')}:\d+", site.place)
+    assert re.fullmatch(rf"test_call_sites.py:{line_of('here')}:\d+ from [\w.]+:\d+:\d+", site.place)
+    assert re.fullmatch(
+        rf"test_call_sites.py:{line_of('here')} from [\w.]+:\d+", call_sites.without_columns(site.place)
+    )
     places = {call_site() for _ in range(3)}
     assert len(places) == 1
-    code = compile("found = call_site()", "/somewhere/else/program.py", "exec")
+    code = compile("found = call_site()", "/somewhere/else/program.py", "exec")  # a module
     space: dict[str, Any] = {"call_site": call_site}
     exec(code, space)
     assert space["found"] == ("/somewhere/else/program.py:1", "program.py:1:8")
@@ -175,7 +352,7 @@ def test_code_that_comes_and_goes_is_not_mistaken() -> None:
         space: dict[str, Any] = {"call_site": call_site}
         exec("\n" * (number % 1000) + "found = call_site()", space)
         assert space["found"].text == f"<string>:{number % 1000 + 1}"
-    assert len(call_sites._known) <= 4096
+    assert call_sites._sites._count <= 4096
 
 
 def test_without_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +361,7 @@ def test_without_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     code = frame.f_code
 
     class Lines:
-        co_filename = code.co_filename
+        co_filename, co_name = code.co_filename, "<module>"
 
         @staticmethod
         def co_positions() -> Any:

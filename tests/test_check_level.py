@@ -228,9 +228,9 @@ if what == "error caught":
 
     with strategy.scope():
         everywhere = ms.Variable(np.zeros(2))
-    send(np.zeros(2))
     try:
-        send(np.array([None]) if rank == 1 else np.full(2, 5.0))
+        for value in (np.zeros(2), np.array([None]) if rank == 1 else np.full(2, 5.0)):
+            send(value)  # one place: the second is compared now and then only
         strategy.barrier()
     except ms.errors.LeafError:
         print("caught", flush=True)

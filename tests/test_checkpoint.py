@@ -196,6 +196,18 @@ def test_an_optimizer_that_has_made_no_step_yet(strategy: ms.MirroredStrategy, f
     assert weights.numpy().tolist() == [1, 1]
 
 
+def test_steps_that_are_counted_in_a_variable_of_ones_own(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    weights, counter = variable(strategy, np.ones(2)), variable(strategy, np.int32(0), aggregation="ONLY_FIRST_REPLICA")
+    sgd = ms.optimizers.SGD(0.5)
+    sgd.iterations = counter
+    strategy.run(lambda: sgd.apply_gradients([(np.ones(2), weights)]))
+    checkpoint = checkpoint_of(strategy, weights=weights, sgd=sgd)
+    checkpoint.save(folder / "c")
+    counter.assign(np.int32(7))
+    checkpoint.restore(folder / "c")
+    assert int(counter) == 1
+
+
 def test_variables_that_only_the_optimizer_knows(strategy: ms.MirroredStrategy, folder: Path) -> None:
     weights, adam = variable(strategy, np.ones(2)), ms.optimizers.Adam(0.5)
     with strategy.scope():
@@ -417,14 +429,39 @@ def test_every_rank_reads_a_checkpoint_alone(strategy: ms.MirroredStrategy, fold
 # ------------------------------------------------------------------------------------------------ files
 
 
-def test_permissions_are_those_of_the_umask(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    before = os.umask(0o027)
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("is_of_group", [False, True])
+def test_who_may_read_a_checkpoint(strategy: ms.MirroredStrategy, folder: Path, umask: int, is_of_group: bool) -> None:
+    """The user alone, whatever the umask; where the folder is a group's, the group, if the umask lets it."""
+    if is_of_group and RANK == 0:
+        os.chown(folder, -1, os.getgroups()[-1] if os.getgroups() else os.getegid())
+        folder.chmod(0o2770)
+    strategy.barrier("made")
+    before = os.umask(umask)
     try:
-        checkpoint_of(strategy, x=np.arange(3)).save(folder / "c")
+        checkpoint = checkpoint_of(strategy, x=np.arange(3))
+        for path in (folder / "deep" / "c", folder / "asynchronous"):
+            checkpoint.save(path, wait=path.name == "c")
+        checkpoint.wait()
+        manager = ms.CheckpointManager(checkpoint, folder / "m")
+        manager.save(1)
+        manager.close()
     finally:
         os.umask(before)
-    assert (folder / "c").stat().st_mode & 0o777 == 0o750
-    assert {(folder / "c" / name).stat().st_mode & 0o777 for name in os.listdir(folder / "c")} == {0o640}
+    strategy.barrier("saved")
+    group = 0o050 if (is_of_group and umask == 0o022) or (is_of_group and not umask) else 0
+    folders = {
+        folder / "deep",
+        folder / "deep" / "c",
+        folder / "asynchronous",
+        folder / "m",
+        *(folder / "m").glob("step*"),
+    }
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700 | group}
+    files = {path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600 | group & 0o040}
+    assert {path.stat().st_gid for path in {*files, *folders}} == {folder.stat().st_gid}
+    assert (folder / "m" / ".lock").stat().st_mode & 0o777 == 0o600, "who can open a lock can hold it"
 
 
 def test_what_is_there_stays(strategy: ms.MirroredStrategy, folder: Path) -> None:

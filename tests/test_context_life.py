@@ -88,6 +88,7 @@ def test_what_a_replica_context_knows(strategy: ms.Strategy) -> None:
         ms.ReplicaContext(strategy, None).replica_id_in_sync_group  # noqa: B018
 
 
+@pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
 def test_the_default_strategy_is_one_replica(strategy: ms.Strategy) -> None:
     default = ms.get_strategy()
     assert default is ms.get_strategy()

@@ -205,6 +205,7 @@ def test_no_closed_strategy_works(make: Callable[[], ms.Strategy]) -> None:
         strategy.reduce("SUM", 1.0)
 
 
+@pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
 def test_the_default_strategy_stays_open() -> None:
     ms.get_strategy().close()
     assert ms.get_strategy().reduce("SUM", 1.0) == 1.0

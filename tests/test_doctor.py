@@ -56,9 +56,9 @@ def rank(number: int, **others: Any) -> Facts:
             machine_cores=4,
             threads=2,
             threads_source="OMP_NUM_THREADS=2",
-            shm_bytes=4096 * MIB,
-            shm_free=4000 * MIB,
-            shm_needed=4 * MIB,
+            room_free=4000 * MIB,
+            room_of="the node's memory, 4096.0 MiB",
+            room_needed=4 * MIB,
             start_seconds=0.6,
             homes={"Python": ("/opt/venv", "ext4"), "MPI": ("/opt/mpich/lib/libmpi.so.12", "ext4")},
             sight=Sight(host=f"node{node + 1}", reason="CuPy is not installed", fix="pip install it").text(),
@@ -186,12 +186,13 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "more ranks than cores": (
         job(on(ALL, cores=(0,), threads=1, machine_cores=1)), "cores", NOTE, ["take turns"], "at most 1 ranks", {0, 1},
     ),
-    "a tiny /dev/shm": (
-        job(on({2, 3}, shm_bytes=64 * 2**10, shm_free=60 * 2**10)), "shared memory", BAD,
-        ["node2 has 0.1 MiB free", "no room"], "--shm-size", {2, 3},
+    "too little memory": (
+        job(on({2, 3}, room_free=60 * 2**10)), "shared memory", BAD,
+        ["0.1 MiB are free (the node's memory, 4096.0 MiB); 2 ranks share 4.0 MiB", "on node2", "no room"], "--mem",
+        {2, 3},
     ),
-    "a small /dev/shm": (
-        job(on(ALL, shm_bytes=64 * MIB, shm_free=30 * MIB)), "shared memory", NOTE, ["less than half"], "--shm-size",
+    "little memory": (
+        job(on(ALL, room_free=7 * MIB)), "shared memory", NOTE, ["less than half"], "--memory",
         {0, 1},
     ),
     "hidden GPUs": (

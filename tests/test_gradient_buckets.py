@@ -199,3 +199,70 @@ def test_other_settings_on_one_rank_change_nothing(place: ms.Strategy) -> None:
     place.run(step)
     assert same_everywhere(variables)
     assert still_works(place)
+
+
+# ------------------------------------------------------------------------------------- with every algorithm
+
+
+class Own(ms.CrossDeviceOps):
+    """An algorithm of a program's own: sums on the last rank, and asks for its strategy as it may in a step."""
+
+    def reduce_implementation(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        return self.batch_reduce_implementation(reduce_op, [(value, destinations)], options)[0]
+
+    def batch_reduce_implementation(self, reduce_op: Any, pairs: Any, options: Any) -> Any:
+        assert ms.get_strategy().num_replicas_in_sync == SIZE
+        there = [(value, f"task:{SIZE - 1}") for value, _ in pairs]
+        ms.MpiAllReduce().batch_reduce(reduce_op, there, options)
+        everywhere = list(ms.get_strategy().devices_by_rank)
+        return ms.ReductionToOneDevice(everywhere[-1]).batch_reduce(
+            reduce_op, [(value, everywhere) for value, _ in pairs], options
+        )
+
+
+LAST = f"task:{SIZE - 1}"
+EVERY_ALGORITHM: dict[str, ms.CrossDeviceOps] = {
+    "MpiAllReduce": ms.MpiAllReduce(),
+    "Hierarchical": ms.HierarchicalCopyAllReduce(),
+    "Hierarchical in packs": ms.HierarchicalCopyAllReduce(num_packs=3),
+    "Nccl": ms.NcclAllReduce(),
+    "Ordered": ms.OrderedAllReduce(),
+    "ReductionToOneDevice": ms.ReductionToOneDevice(),
+    "ReductionToOneDevice, the last": ms.ReductionToOneDevice(LAST),
+    "ReductionToOneDevice, in full": ms.ReductionToOneDevice("/job:worker/replica:0/task:0/device:CPU:0"),
+    "ReductionToOneDevice, accumulation_fn": ms.ReductionToOneDevice(LAST, lambda values: np.sum(values, axis=0)),
+    "a program's own": Own(),
+}
+
+
+@pytest.mark.parametrize("algorithm", EVERY_ALGORITHM)
+def test_every_algorithm_works_in_the_background(algorithm: str) -> None:
+    """The background has a communicator of its own, which must know the devices of all ranks, too."""
+    placed = OnNodes([rank % 2 for rank in RANKS], EVERY_ALGORITHM[algorithm])
+
+    def start() -> Any:
+        values = [np.full(size, RANK + 1, np.float32) for size in (1, 9, 100_000)]
+        context = ms.get_replica_context()
+        handles = [context.all_reduce_async("SUM", value) for value in values]
+        handles += [context.all_reduce_async("MEAN", {"a": np.arange(3) + RANK, "b": 2.5})]
+        return [handle.wait() for handle in handles]
+
+    *sums, means = placed.run(start)
+    for found in sums:
+        np.testing.assert_array_equal(found, np.full(found.shape, SIZE * (SIZE + 1) / 2))
+    np.testing.assert_array_equal(means["a"], np.arange(3) + (SIZE - 1) / 2)
+    assert means["b"] == 2.5
+    variables, optimizer = model(placed), SGD(1.0)
+    before = [v.numpy().copy() for v in variables]
+    buckets = optimizer.gradient_buckets(variables, 600)
+    for step in range(2):
+        gradients = gradients_for(variables, step)
+        placed.run(lambda g=gradients: (backward(buckets, g, range(len(g))), optimizer.apply_gradients(buckets)))
+    for number, variable in enumerate(variables):
+        random = [[np.random.default_rng([step, rank]) for rank in RANKS] for step in range(2)]
+        every = [[each.integers(-50, 50, v.shape) / 8 for v in variables] for of_one in random for each in of_one]
+        wanted = before[number].astype(np.float64) - np.sum([one[number] for one in every], axis=0)
+        np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-5, atol=1e-5)
+    assert same_everywhere(variables)
+    assert still_works(placed)
+    placed.close()

@@ -21,6 +21,7 @@ from replicas import RANK, SIZE, in_step, part_of
 from replicas import numbers_of as values
 
 import mpistrategy as ms
+from mpistrategy.arrays import COMBINE
 from mpistrategy.mpi import gpus, ipc_kernels, ipc_path
 from mpistrategy.mpi.ipc_path import IpcPath
 from mpistrategy.options import GPU_PATH
@@ -233,6 +234,10 @@ def contributions(dtype: str, count: int, size: int, random: np.random.Generator
         made = made.reshape(count, -1).view(dtype)[:, :size].copy()
         made.flat[::7] = np.nan
         made.flat[3::11] = np.inf
+    if made.dtype.kind == "f":
+        made.flat[5::14] = -made.dtype.type(np.nan)
+        made.flat[1::6] = 0
+        made.flat[2::10] = -0.0
     return made
 
 
@@ -270,6 +275,9 @@ def test_kernels_do_as_numpy_does(name: str) -> None:
                 assert np.allclose(out[finite], expected[finite], rtol=1e-4 if dtype == "complex64" else 1e-12)
             else:
                 assert np.array_equal(out, expected, equal_nan=out.dtype.kind in "fc"), (name, count, size)
+            if op in ("min", "max"):
+                with np.errstate(all="ignore"):
+                    assert out.tobytes() == reduce(COMBINE[op.upper()], values).tobytes(), (name, count, size)
 
 
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:

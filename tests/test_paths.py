@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
+import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+import launching
 import numpy as np
 import pytest
+from launching import Finished
 from mpi4py import MPI
 
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi import path_files
+from mpistrategy.mpi import cuda_trials, path_files
 from mpistrategy.mpi.path_files import VARIABLE, Machine
 from mpistrategy.mpi.paths import DEFAULT, Paths, Rates, default_for
 
@@ -109,6 +116,11 @@ def spoiled(file: Path, **changes: object) -> str:
     [
         ("", "not JSON"),
         ("{", "not JSON"),
+        pytest.param("[" * 10**5, "not JSON", id="deep"),
+        pytest.param("9" * 10**4, "not JSON", id="many digits"),
+        pytest.param(" " * 2**20 + "{}", "more than 1048576 bytes", id="large"),
+        ({"window_bytes_by_dtype": {"f4,f4": 64}}, "expected names of dtypes"),
+        ({"window_bytes_by_dtype": {"(9,9,9,9)": 64}}, "expected names of dtypes"),
         ("[]", "does not have the thresholds"),
         ('{"format": 1}', "does not have the thresholds"),
         ('{"format": 2}', "does not have the thresholds"),
@@ -143,6 +155,7 @@ def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[s
         ({"cell_seconds": 0}, "cell_seconds is 0, expected a positive number"),
         ({"cell_seconds": float("nan")}, "cell_seconds is nan"),
         ({"link_bytes_per_second": "fast"}, "link_bytes_per_second is 'fast'"),
+        ({"link_bytes_per_second": 10**400}, "link_bytes_per_second is 1000"),
     ],
 )
 def test_spoiled_rates_mean_the_defaults(rates: object, what: str) -> None:
@@ -213,3 +226,79 @@ def test_a_strategy_of_ranks_with_different_files(
             assert communicator.paths == default_for(communicator.library)
             assert strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1)) == comm.size
     assert len([one for one in caught if "different thresholds" in str(one.message)]) == (comm.rank == 0)
+
+
+# ------------------------------------------------------------------------------------------- no home folder
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a container with a user of any number has: no HOME, and no entry of that user."""
+
+    def no_entry(user: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+
+
+@pytest.mark.usefixtures("no_home")
+def test_without_a_home_folder_the_defaults_are_taken() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+    assert cuda_trials.load(VERSION) is None
+    with pytest.raises(FileNotFoundError, match=r"No home folder is known of this user.*HOME"):
+        path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+
+
+def test_a_cache_that_cannot_be_looked_into_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + 300 * "x")
+    assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+
+
+@pytest.mark.parametrize("variable", [VARIABLE, "XDG_CACHE_HOME"])
+def test_a_home_folder_of_nobody(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "~no-such-user/x.json")
+    if variable == VARIABLE:
+        with pytest.warns(FallbackWarning, match=r"~no-such-user/x\.json cannot be used: .*a user 'no-such-user'"):
+            assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+    else:
+        assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+        with pytest.raises(FileNotFoundError, match="'no-such-user'"):
+            path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+
+
+WITHOUT_HOME = """
+import os, sys
+
+if os.getuid() == 0:
+    for name in ("HOME", "XDG_CACHE_HOME", "MPISTRATEGY_PATHS"):
+        os.environ.pop(name, None)
+    rights = "+dac_override,+dac_read_search"  # Python may be where only root can read it
+    os.execvp("setpriv", [
+        "setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", f"--inh-caps={rights}",
+        f"--ambient-caps={rights}", sys.executable, *sys.argv])
+
+import numpy as np
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+with strategy.scope():
+    weights = ms.Variable(np.ones(3))
+    sgd = ms.optimizers.SGD(0.5)
+for batch in strategy.experimental_distribute_dataset([np.ones(4)] * 2):
+    strategy.run(lambda: sgd.apply_gradients([(np.ones(3), weights)]))
+ms.Checkpoint(weights=weights).save(sys.argv[1])
+print("without a home:", os.getuid(), os.environ.get("HOME"), weights.numpy().tolist())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="not run: needs root and setpriv")
+@pytest.mark.skipif(launching.IS_OPEN_MPI, reason="Open MPI itself does not start without a home folder")
+def test_a_job_without_home_and_passwd_entry_works(launch: Callable[..., Finished], tmp_path: Path) -> None:
+    program = launching.program(WITHOUT_HOME, tmp_path)
+    done = launch(2, [program, tmp_path / "saved"]).check()
+    assert done.stdout.splitlines() == ["without a home: 54321 None [-1.0, -1.0, -1.0]"] * 2
+    assert "Warning" not in done.stderr

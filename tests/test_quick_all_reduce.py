@@ -595,6 +595,12 @@ def test_more_kinds_of_values_than_are_remembered(strategy: ms.Strategy) -> None
         assert quick(strategy, "SUM", np.ones((1 + number % 5, 1 + number))).sum() == SIZE * (1 + number % 5) * (
             1 + number
         )
-    assert all(len(place.known) <= 1024 for place in strategy.extended.quick._places.known.values())
+    waiting, places = [*strategy.extended.quick._places.callers.values()], []
+    while waiting:
+        node = waiting.pop()
+        waiting += [*node.callers.values(), *([node.following] if node.following is not None else [])]
+        places += [node.found] if node.found is not None else []
+    assert places
+    assert all(len(place.known) <= 1024 for place in places)
     assert quick(strategy, "SUM", {f"key {number}": 1.0 for number in range(50)})["key 7"] == SIZE
     assert still_works(strategy)

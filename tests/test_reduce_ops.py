@@ -30,7 +30,7 @@ from replicas import (
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.arrays import COMBINE, Array
+from mpistrategy.arrays import Array
 
 pytestmark = pytest.mark.mpi
 
@@ -39,7 +39,8 @@ ALGORITHMS: dict[str, Callable[[], ms.Strategy]] = {
     "ReductionToOneDevice": lambda: ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice(f"task:{SIZE - 1}")),
     "hierarchical": lambda: OnNodes([r % 2 for r in RANKS], ms.HierarchicalCopyAllReduce()),
 }
-OPS = ("MIN", "MAX", "PROD")
+UFUNCS = {"MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply}
+OPS = tuple(UFUNCS)
 FLOATS = [dtype for dtype in DTYPES if dtype.kind == "f" or dtype == BFLOAT16]
 
 
@@ -66,7 +67,7 @@ def combined(op: str, arrays: list[Array]) -> Array:
     """Return what must come out: NumPy's own operation, in the dtype of the values."""
     result = arrays[0].copy()
     for array in arrays[1:]:
-        result = COMBINE[op](result, array, dtype=np.float32 if result.dtype in SIXTEEN_BITS else result.dtype)
+        result = UFUNCS[op](result, array, dtype=np.float32 if result.dtype in SIXTEEN_BITS else result.dtype)
         result = np.asarray(result).astype(arrays[0].dtype)
     return np.asarray(result)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from replicas import BFLOAT16, RANK, RANKS, SIZE, context, outcomes, same_everyw
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi import shared_memory
+from mpistrategy.mpi import memory_limits, shared_memory
+from mpistrategy.mpi.memory_limits import Room
 from mpistrategy.mpi.shared_memory import ALIGNMENT, FOLDER, private_memory
 
 pytestmark = pytest.mark.mpi
@@ -38,7 +41,7 @@ def lasting(names: set[str]) -> set[str]:
 
 def mappings() -> int:
     """Return how many of our nameless files this process has mapped."""
-    return Path("/proc/self/maps").read_text().count("/dev/shm/mpistrategy-")
+    return len(re.findall(r"/memfd:mpistrategy |/dev/shm/mpistrategy-", Path("/proc/self/maps").read_text()))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4095, 4096, 4097, 1_000_000])
@@ -71,7 +74,7 @@ def test_private_memory_has_the_same_alignment() -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_nothing_is_left_behind() -> None:
-    """The file has no name from the beginning on; the mapping goes with the last array in it."""
+    """No file ever has a name; the mapping goes with the last array in it."""
     gc.collect()  # strategies of other tests
     mapped, files = mappings(), len(os.listdir("/proc/self/fd"))
     strategy = ms.MirroredStrategy()
@@ -79,7 +82,7 @@ def test_nothing_is_left_behind() -> None:
     memory = ranks.shared(100_000)
     kept = memory.segments[0][5:10]
     ranks.node_barrier()
-    assert not {name for name in files_in_memory() if f"{name}" in Path("/proc/self/maps").read_text()}
+    assert "/dev/shm/mpistrategy-" not in Path("/proc/self/maps").read_text()
     assert mappings() == mapped + 2
     kept[...] = 7
     ranks.node_barrier()
@@ -97,34 +100,35 @@ def test_nothing_is_left_behind() -> None:
 # ------------------------------------------------------------------------------------- no room
 
 
-def no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "FOLDER", "/dev/shm/there-is-no-such-folder")
-
-
-def refuse(*_: object) -> None:
+def refuse(*_: object) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(shared_memory, "FOLDER", "/dev/shm/there-is-no-such-folder")
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", refuse)
 
 
-def no_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "ftruncate", refuse)
-
-
 def no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory.mmap, "mmap", refuse)
 
 
+def a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limits, "memory", lambda: Room(100, 2**30, "what a made-up limit allows"))
+
+
 TROUBLES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "no folder": (no_folder, "No such file or directory"),
+    "no file": (no_file, "No such file or directory"),
     "no room": (no_room, "No space left on device"),
-    "no length": (no_length, "No space left on device"),
     "no mapping": (no_mapping, "No space left on device"),
+    "a limit": (a_limit, "where 0 MiB are free of what a made-up limit allows"),
 }
 # The first rank makes the file, each rank reserves and maps it.
-CASES = [(0, "no folder"), (0, "no length"), *((rank, t) for rank in {0, SIZE - 1} for t in ("no room", "no mapping"))]
+CASES = [(0, "no file"), *((rank, t) for rank in sorted({0, SIZE - 1}) for t in ("no room", "no mapping", "a limit"))]
 
 
 def assert_all_works(strategy: ms.Strategy) -> None:
@@ -173,7 +177,7 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
     assert len(ours) == (RANK == 0), [str(warning.message) for warning in ours]
     if RANK == 0:
         assert reason in str(ours[0].message)
-        assert "--shm-size" in str(ours[0].message)
+        assert "srun --mem" in str(ours[0].message)
     assert ranks.cells is None
     assert ranks.window is None
     assert not again.is_shared
@@ -203,3 +207,145 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         assert ranks.cells is not None
         assert still_works(strategy)
         assert ranks.shared(10_000).is_shared, "where there is room again"
+
+
+# ------------------------------------------------------------------------------------- files with a name
+
+
+def unreachable(path: str, *arguments: Any, **more: Any) -> int:
+    """Open no descriptor of another process: as between containers."""
+    if str(path).startswith("/proc/"):
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return OPEN(path, *arguments, **more)
+
+
+def another(path: str, *arguments: Any, **more: Any) -> int:
+    """Open what has the number of the descriptor in another container."""
+    return OPEN("/dev/null" if str(path).startswith("/proc/") else path, *arguments, **more)
+
+
+OPEN = os.open
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("where", sorted({0, SIZE - 1}))
+@pytest.mark.parametrize("why", ["no memfd", "unreachable", "another"])
+def test_where_descriptors_are_out_of_reach_the_file_has_a_name_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, why: str, where: int
+) -> None:
+    if why == "no memfd" and where:
+        pytest.skip("only the first rank makes one")
+    gc.collect()  # strategies of other tests
+    mapped, before, named = shared_by_name(), files_in_memory(), set[str]()
+
+    def fallocate(*arguments: int) -> None:
+        named.update(lasting(files_in_memory() - before))
+        FALLOCATE(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", fallocate)
+        if where == RANK and why == "no memfd":
+            patched.delattr(os, "memfd_create")
+        elif where == RANK:
+            patched.setattr(os, "open", unreachable if why == "unreachable" else another)
+        strategy = ms.MirroredStrategy()
+    if why != "no memfd" and where == 0:
+        assert shared_by_name() == mapped, "the first rank opens nothing"
+    else:
+        assert shared_by_name() == mapped + 1
+    assert not named, "the name is gone before memory is taken"
+    assert_all_works(strategy)
+    strategy.close()
+
+
+FALLOCATE = os.posix_fallocate
+
+
+def shared_by_name() -> int:
+    return Path("/proc/self/maps").read_text().count("/dev/shm/mpistrategy-")
+
+
+@pytest.mark.mpi(max_size=1)
+def test_names_that_killed_processes_left_are_removed_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
+    for name in ("mpistrategy-left", "mpistrategy-in-use", "another-program"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "mpistrategy-with-content").write_bytes(b"x")
+    (tmp_path / "mpistrategy-folder").mkdir()
+    (tmp_path / "mpistrategy-link").symlink_to(tmp_path / "another-program")
+    os.mkfifo(tmp_path / "mpistrategy-fifo")
+    with open(tmp_path / "mpistrategy-in-use", "rb") as in_use:
+        fcntl.flock(in_use, fcntl.LOCK_SH)
+        handle, path = shared_memory._named_file()
+        (tmp_path / "mpistrategy-of-another-start").write_bytes(b"")
+        monkeypatch.setattr(shared_memory, "_are_removed", False)
+        shared_memory._remove_left_names()
+        assert os.path.exists(path), "it is locked"
+        os.close(handle)
+        os.unlink(path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {
+        "mpistrategy-in-use",
+        "another-program",
+        "mpistrategy-with-content",
+        "mpistrategy-folder",
+        "mpistrategy-link",
+        "mpistrategy-fifo",
+    }
+    if os.geteuid() == 0:
+        (tmp_path / "mpistrategy-of-another-user").write_bytes(b"")
+        os.chown(tmp_path / "mpistrategy-of-another-user", 65534, 65534)
+        monkeypatch.setattr(shared_memory, "_are_removed", False)
+        shared_memory._remove_left_names()
+        assert (tmp_path / "mpistrategy-of-another-user").exists()
+
+
+# ------------------------------------------------------------------------------------- limits
+
+V2 = {"memory.max": "8388608", "memory.current": "6291456", "memory.stat": "anon 5242880\nactive_file 512\n"}
+V1 = {
+    "memory.limit_in_bytes": "8388608",
+    "memory.usage_in_bytes": "6291456",
+    "memory.stat": "cache 5\ntotal_inactive_file 512\n",
+}
+NONE_V1 = {**V1, "memory.limit_in_bytes": "9223372036854771712"}
+GROUPS: dict[str, tuple[str, dict[str, dict[str, str]], int]] = {
+    "version 2": ("0::/job/step\n", {"job/step": V2}, 2**21 + 512),
+    "of the group above": ("0::/job/step\n", {"job/step": {**V2, "memory.max": "max"}, "job": V2}, 2**21 + 512),
+    "seen from inside a container": ("0::/hidden/by/the/container\n", {"": V2}, 2**21 + 512),
+    "version 1": ("5:cpu,memory:/job\n1:name=systemd:/x\n", {"memory/job": V1}, 2**21 + 512),
+    "none in version 1": ("5:memory:/job\n", {"memory/job": NONE_V1}, 2**30),
+    "none": ("0::/job\n", {"job": {**V2, "memory.max": "max"}}, 2**30),
+    "used up": ("0::/job\n", {"job": {**V2, "memory.current": "9388608"}}, 0),
+    "unreadable": ("0::/../..\nnonsense\n", {"": {"memory.max": "lots", "memory.current": ""}}, 2**30),
+}
+
+
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("case", GROUPS)
+def test_the_limits_of_control_groups_are_known_beforehand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    groups, folders, free = GROUPS[case]
+    (tmp_path / "meminfo").write_text("MemTotal: 2097152 kB\nMemFree: 5 kB\nMemAvailable: 1048576 kB\n")
+    (tmp_path / "cgroup").write_text(groups)
+    for folder, files in folders.items():
+        (tmp_path / "mount" / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (tmp_path / "mount" / folder / name).write_text(text)
+    monkeypatch.setattr(memory_limits, "_MEMINFO", str(tmp_path / "meminfo"))
+    monkeypatch.setattr(memory_limits, "_CGROUP", str(tmp_path / "cgroup"))
+    monkeypatch.setattr(memory_limits, "_MOUNT", str(tmp_path / "mount"))
+    room = memory_limits.memory()
+    assert room is not None
+    assert room.free == free
+    assert ("the node's memory" if free == 2**30 else str(tmp_path)) in room.of
+
+
+@pytest.mark.mpi(max_size=1)
+def test_without_any_such_files_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_MEMINFO", "_CGROUP"):
+        monkeypatch.setattr(memory_limits, name, "/there/is/no/such/file")
+    assert memory_limits.memory() is None

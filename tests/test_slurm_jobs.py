@@ -371,6 +371,38 @@ def test_chain(user: User) -> None:
     assert user.bed.show(taken_back[1])["JobState"] == "CANCELLED"
 
 
+WORKS = """
+import time
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+for _ in range(900):
+    strategy.barrier("works")
+    time.sleep(0.1)
+"""
+
+
+@needs_srun
+@twice
+def test_what_a_killed_job_leaves_its_next_start_removes(user: User) -> None:
+    user.environment["MPISTRATEGY_TIMEOUT"] = "10"  # the nodes tell each other of themselves every second
+    (user.folder / "works.py").write_text(WORKS)
+    user.edit("requeue.sbatch", "works.py")
+    job = user.submit("requeue.sbatch")
+    output = user.output(job)
+
+    def runs(again: str) -> list[Path]:
+        return list(user.folder.glob(f"mpistrategy-run-{job}-0-{again}"))
+
+    user.bed.until(lambda: runs("*"), 60, "a run directory", output)
+    user.bed.run("scontrol", "requeue", job)
+    user.bed.until(lambda: runs("r1-*"), 90, "a run directory of the next start", output)
+    assert sorted(runs("*")) == sorted(runs("r1-*")), output.read_text()
+    user.bed.run("scancel", job)
+    user.bed.until(lambda: user.bed.show(job)["JobState"] == "CANCELLED", 60, "the end", output)
+    user.bed.until(lambda: not list(user.folder.glob(".mpistrategy-*")), 30, "the end of the script", output)
+
+
 # ------------------------------------------------------------------------------------------------ other homes
 
 
@@ -431,13 +463,22 @@ def test_staged_env(user: User) -> None:
     subprocess.run(
         ["tar", "-C", sys.prefix, "--exclude=tests", "--exclude=__pycache__", "-cf", str(archive), *kept], check=True
     )
-    text = render(JobSpec.of("staged_env", {"local": str(user.bed.local), "arguments": "--steps 10"}))
+    local = str(user.bed.local)
+    text = render(JobSpec.of("staged_env", {"local": local, "arguments": "--steps 10", "extra": "--hold"}))
     (user.folder / "staged.sbatch").write_text(text)
     user.environment["PATH"] = os.environ["PATH"]
-    job = user.run("staged.sbatch")
-    check(job, 4, "made all 10 steps")
-    left = user.bed.run("srun", "--nodes=2", "ls", "-A", str(user.bed.local))
-    assert (left.returncode, left.stdout) == (0, ""), left
+    job = user.submit("staged.sbatch")
+    # Somebody else knows the job's number, and has made a folder for it; tests/test_slurm_stage.py shows what for.
+    squat = f"chmod 1777 {local} && mkdir -m 777 {local}/mpistrategy-{job} && chown 65534 {local}/mpistrategy-{job}"
+    each_node = ("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c")
+    assert user.bed.run(*each_node, squat).returncode == 0
+    try:
+        assert user.bed.run("scontrol", "release", job).returncode == 0
+        check(user.bed.wait(job, user.output(job)), 4, "made all 10 steps")
+        left = user.bed.run(*each_node, f"cd {local} && find . -mindepth 1")
+        assert (left.returncode, left.stdout) == (0, f"./mpistrategy-{job}\n" * 2), left
+    finally:
+        user.bed.run(*each_node, f"rm -rf {local}/mpistrategy-*")
 
 
 # ------------------------------------------------------------------------------------------------ on paper

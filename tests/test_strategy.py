@@ -82,6 +82,18 @@ class TestSubCommunicators:
         with pytest.raises(errors.OptionTypeError, match="intracommunicator"):
             ms.MirroredStrategy(communicator=communicator)
 
+    def test_a_rank_outside_the_sub_communicator_is_told_so(self) -> None:
+        outside = WORLD.rank == WORLD.size - 1
+        part = WORLD.Split(MPI.UNDEFINED if outside else 0, WORLD.rank)
+        if outside:
+            for null in (part, MPI.COMM_NULL):
+                with pytest.raises(errors.OptionTypeError, match=r"communicator=MPI\.COMM_NULL;.*must not make"):
+                    ms.MirroredStrategy(communicator=null)
+            return
+        with ms.MirroredStrategy(communicator=part) as strategy:
+            assert strategy.reduce("SUM", 1) == WORLD.size - 1
+        part.Free()
+
 
 class TestDevices:
     def test_automatic(self, strategy: ms.MirroredStrategy) -> None:
@@ -143,6 +155,7 @@ class TestOneReplica:
     """`OneDeviceStrategy` and the default strategy are the specification of every other one."""
 
     @pytest.mark.parametrize("make", [lambda: ms.OneDeviceStrategy("CPU:0"), ms.get_strategy])
+    @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
     def test_everything_works_alone(self, make: object) -> None:
         strategy = make()  # type: ignore[operator]
         assert strategy.num_replicas_in_sync == 1

@@ -155,7 +155,8 @@ def test_the_last_to_come_are_named(strategy: ms.Strategy, folder: Path) -> None
         lines = list(report(timeline))
         waited = [line for line in lines if line.startswith("waited")]
         assert re.search(
-            rf"waited 0\.\d+ s in Strategy\.reduce at test_trace\.py:\d+: rank {SIZE - 1} came last to [234] of 4",
+            r"waited 0\.\d+ s in Strategy\.reduce at test_trace\.py:\d+ from .*: "
+            rf"rank {SIZE - 1} came last to [234] of 4",
             waited[0],
         )
 

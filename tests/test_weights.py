@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -91,6 +93,57 @@ def test_what_weighs_nothing_says_nothing(weighted_mean: Any) -> None:
 def test_a_weighted_mean_that_fits_does_not_overflow(weighted_mean: Any) -> None:
     value = np.full(2, 60000, np.float16)
     np.testing.assert_array_equal(weighted_mean(value, 1000 + RANK), value)
+
+
+EXTREME_WEIGHTS = [0, 5e-324, 1e-310, 1e-46, 1e-40, 1e-7, 0.1, 1, 3, 1e7, 1e38, 1e39, 3e300, 1.7e308]
+
+
+@settings(max_examples=part_of(90))
+@given(
+    weights=st.lists(st.sampled_from(EXTREME_WEIGHTS), min_size=4, max_size=4),
+    scale=st.sampled_from([1.0, 1e-30, 1e30, 3e38]),
+    dtype=st.sampled_from(["int8", "float16", BFLOAT16, "float32", "float64", "complex64"]),
+    seed=st.integers(0, 9),
+    in_step=st.booleans(),
+)
+def test_weights_of_any_magnitude(
+    strategy: ms.Strategy, weights: list[float], scale: float, dtype: Any, seed: int, in_step: bool
+) -> None:
+    """They may be larger and smaller than a number of the dtype, and their sum larger than any; nothing warns."""
+    dtype, weights = np.dtype(dtype), weights[:SIZE]
+    scale = scale if dtype in (np.float32, np.float64, np.complex64) else 1.0
+    parts = [(np.random.default_rng([seed, r]).uniform(-1, 1, 5) * scale).astype(dtype) for r in RANKS]
+    mine, weight = parts[RANK], weights[RANK]
+
+    def ask() -> Any:
+        return ms.get_replica_context().all_reduce("MEAN", mine, weight=weight)
+
+    found = strategy.run(ask) if in_step else strategy.reduce("MEAN", mine, weight=weight)
+    assert found.dtype == mean_dtype(dtype)
+    assert same_everywhere(found)
+    if not any(weights):
+        assert np.isnan(found).all()
+        return
+    total = sum(map(Fraction, weights))
+    shares = [float(Fraction(weight) / total) for weight in weights]
+    wide = np.clongdouble if dtype.kind == "c" else np.longdouble
+    terms = [share * part.astype(wide) for share, part in zip(shares, parts, strict=True)]
+    digits = ml_dtypes.finfo(found.real.dtype)
+    bound = 4 * float(digits.eps) * np.sum(np.abs(terms), axis=0) + 4 * SIZE * float(digits.smallest_subnormal)
+    assert (np.abs(found.astype(wide) - np.sum(terms, axis=0)) <= bound).all()
+
+
+def test_a_small_weight_keeps_its_digits(weighted_mean: Any) -> None:
+    """A weight of 1e-40 is a number of float32 with five digits; its product with 1e30 has all."""
+    first = RANK == 0
+    value = np.full(3, 0 if first else 1e30, np.float32)
+    found = weighted_mean(value, 1.0 if first else 1e-40)
+    np.testing.assert_allclose(found, np.full(3, (SIZE - 1) * 1e-10, np.float32), rtol=3e-7)
+
+
+def test_a_weighted_mean_of_the_largest_numbers(weighted_mean: Any) -> None:
+    value = np.array([np.finfo(np.float32).max, np.finfo(np.float32).tiny], np.float32)
+    np.testing.assert_allclose(weighted_mean(value, 3 + 2 * RANK), value, rtol=3e-7)
 
 
 def test_inputs_are_not_changed(weighted_mean: Any) -> None:

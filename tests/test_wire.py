@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis.extra.numpy as hnp
+import launching
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -181,6 +182,50 @@ def test_simulated_nodes_round_alike() -> None:
     wanted = sum((values[a] + values[b]).astype(BFLOAT16).astype(np.float32) for a, b in ((0, 2), (1, 3)))
     for result in run_replicas(program, 4, nodes=[0, 1, 0, 1]):
         assert bits(result) == bits(np.asarray(wanted).astype(BFLOAT16).astype(np.float32))
+
+
+EMPTY = """
+import itertools
+import numpy as np
+import mpistrategy as ms
+
+NESTS = [
+    [np.zeros(0, np.float32)],
+    {"a": np.zeros((0, 4), np.float16), "b": np.zeros((2, 0)), "c": np.ones(3)},
+    [np.zeros(0, np.float32), np.ones(100_000), np.zeros(0, np.int8)],
+]
+algorithms = (ms.MpiAllReduce, ms.HierarchicalCopyAllReduce, ms.ReductionToOneDevice)
+for algorithm, wire, shared in itertools.product(algorithms, ("bfloat16", None), (False, True)):
+    with ms.MirroredStrategy(cross_device_ops=algorithm()) as strategy:
+        node_of, size = strategy.extended.communicator.node_of, strategy.num_replicas_in_sync
+        assert sorted(map(node_of.count, set(node_of))) == [1, 2], node_of
+        options = ms.CommunicationOptions(wire=wire)
+        for like in NESTS:
+            arena = strategy.arena(like, shared_result=shared)
+            for leaf, value in zip(arena.leaves, like.values() if isinstance(like, dict) else like):
+                leaf[...] = value
+
+            def step():
+                context = ms.get_replica_context()
+                found = [context.all_reduce("SUM", given, options) for given in (like, arena)]
+                return [*found, context.all_reduce_async("SUM", like, options).wait()]
+
+            for found in strategy.run(step):
+                for leaf in found.values() if isinstance(found, dict) else found:
+                    assert (leaf == size).all()
+            strategy.extended.broadcast_to(arena, "CPU:0")
+            arena.close()
+        rank = strategy.replica_id_in_sync_group
+        slices = ms.IndexedSlices(np.ones((rank, 2), np.float32), np.arange(rank), (9, 2))
+        assert strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", slices, options)).values.shape == (3, 2)
+        assert strategy.gather(np.ones((0 if rank else 2, 2)), 0).shape == (2, 2)
+"""
+
+
+@pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes")
+def test_empty_arrays_on_nodes_of_two_ranks_and_of_one(launch: Callable[..., launching.Finished]) -> None:
+    """What the ranks make together the first time must not depend on whether there is something to reduce."""
+    launch(3, EMPTY, env={"MPIR_CVAR_NUM_CLIQUES": "2", "MPIR_CVAR_CLIQUES_BY_BLOCK": "1"}).check()
 
 
 def test_the_view_is_the_communicator_in_everything_else() -> None:

@@ -20,7 +20,7 @@ from mpistrategy.bench.plot import draw
 from mpistrategy.bench.shapes import LISTS, NETWORKS
 from mpistrategy.bench.timing import FULL, QUICK, measure
 from mpistrategy.mirrored_strategy import MirroredStrategy
-from mpistrategy.mpi.path_files import VARIABLE, Machine, check_can_save, save, trying
+from mpistrategy.mpi.path_files import VARIABLE, Machine, check_can_save, expanded, save, trying
 from mpistrategy.mpi.paths import DEFAULT, default_for
 from mpistrategy.replica_context import ReplicaContext
 
@@ -160,8 +160,10 @@ def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, repo
     environment, node_of = report["environment"], strategy.extended.communicator.node_of
     machine = Machine(environment["mpi"], environment["ranks_on_node"], environment["nodes"])
     named = os.environ.get(VARIABLE)
-    file = Path(named).expanduser() if named else machine.file
     saves = node_of.index(node_of[ranks.rank]) == ranks.rank  # one rank of each node: their homes may differ
+
+    def place() -> Path:
+        return expanded(named) if named else machine.file
 
     def failed(action: Callable[[], object]) -> bool:
         """Say on all ranks whether a rank that saves could not do it."""
@@ -174,7 +176,7 @@ def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, repo
             _tell(f"rank {ranks.rank} cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
         return bool(ranks.greatest(np.array([float(trouble)]))[0])
 
-    if failed(lambda: check_can_save(file)):
+    if failed(lambda: check_can_save(place())):
         return 1
     tell = _tell if ranks.rank == 0 else lambda line: None
     effort, trials = (QUICK_SEARCH, 1) if options.quick else (EFFORT, 3)
@@ -183,11 +185,11 @@ def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, repo
     paths = replace(search.run(), source=f"measured {environment['date']} on {environment['cpu']}")
     report["cases"] = search.cases
     report["paths"] = asdict(paths)
-    if failed(lambda: save(paths, machine, file)):
+    if failed(lambda: save(paths, machine, place())):
         return 1
     tell(
-        f"saved {file}. Every new strategy of {machine.ranks_on_node} ranks on each of {machine.nodes} node(s) under "
-        f"{machine.library} uses it."
+        f"saved {place()}. Every new strategy of {machine.ranks_on_node} ranks on each of {machine.nodes} node(s) "
+        f"under {machine.library} uses it."
     )
     return 0
 

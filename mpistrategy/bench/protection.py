@@ -38,15 +38,16 @@ _LOOKS = 200
 class _Unrecorded(QuickAllReduce):
     """Writes nothing into the flight record."""
 
-    def _runner(self) -> Callable[[Any, Any, Any, FrameType | None], Any]:
-        guard, at, places, find, call = self._guard, self._places.at, self._places, self._find, self._call
+    def _runner(self) -> Callable[[Any, Any, Any, FrameType | None, Any], Any]:
+        guard, callers, places, find, call = self._guard, self._places.callers, self._places, self._find, self._call
 
-        def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None) -> Any:
+        def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
             assert guard.current is None
             assert frame is not None
-            place = at.get(frame.f_lasti)
-            if place is None or place.code is not frame.f_code:
-                place = places.of(frame)
+            code, node = frame.f_code, callers.get(frame.f_lasti)
+            place = node.found if node is not None and node.code is code and code is step else None
+            if place is None:
+                place = places.of(frame, step)
             known = place.run
             if reduce_op is not place.op or value.dtype is not place.dtype or value.shape != place.shape:
                 known = find(place, reduce_op, value)
@@ -110,7 +111,7 @@ def _through(kind: type[QuickAllReduce], mine: Array, communicator: MpiCommunica
     run = kind(communicator, MpiAllReduce(), CommunicationOptions()).run
 
     def call() -> Any:
-        return run("SUM", mine, None, _getframe())
+        return run("SUM", mine, None, _getframe(), call.__code__)
 
     return call
 

@@ -150,8 +150,8 @@ class CrossDeviceOps:
             if array.dtype.hasobject:
                 raise DTypeError.at(call.where, found=f"dtype {array.dtype}", expected="a dtype of fixed size")
             layout = ((dtype_name(array.dtype), array.shape),)
+            sent = np.array(array, order="C", copy=True)  # short memory must show before the ranks agree
             call.agree("broadcast", values=layout, destination=destination.text, sparingly=True)
-            sent = np.array(array, order="C", copy=True)
             communicator.bcast(sent, 0)
             return mirrored(like_given(sent, given), destination, communicator)
 

@@ -62,12 +62,18 @@ class BlockReduction:
                 self._sizes.append(start)
         self._blocks: list[Array] | None = None
         self._sources: list[Array] = []
+        self._has_begun = False
 
     @property
     def is_possible(self) -> bool:
         """Whether there are blocks for it, or will be when it is done again."""
         blocks = self._communicator.blocks
         return blocks is not None and blocks.may_have(self._sizes)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` has found blocks for this rank's arrays."""
+        return self._blocks is not None
 
     def prepare(self, arrays: Sequence[Array], *, wanted: bool = True) -> None:
         """Bring this rank's arrays, before the ranks agree on the call; where one does not want it, none will."""
@@ -90,6 +96,10 @@ class BlockReduction:
         everybodys = ranks.blocks.taken(self._sizes)
         if everybodys is None or mine is None:
             return None
+        if not self._has_begun:
+            self._has_begun = True
+            for place in self._places:
+                ranks.pool.forget(place.pack.nbytes)  # what was taken while there were no blocks
         for place, source in zip(self._places, sources, strict=True):
             targets = [place.of(theirs) for theirs in everybodys[place.block]]
             arrays = targets.copy()

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.arrays import Array, host_wire_dtype
 from mpistrategy.cross_device_ops.block_reduction import BlockReduction, Combination
 from mpistrategy.cross_device_ops.cell_program import CellProgram, fits
 from mpistrategy.cross_device_ops.mean import finish, rounded
-from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Member, Pack, plan_layouts
+from mpistrategy.cross_device_ops.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
 from mpistrategy.mpi.paths import Way
 from mpistrategy.mpi.replicas import combine
 from mpistrategy.mpi.transport import Communicator
@@ -64,7 +64,8 @@ class DenseReduction:
         self._dtypes = [dtype for dtype, _ in layouts]
         #: Whether results leave the wire as they are: no other dtype, no division of integers.
         self._exact = all(
-            dtype == wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu") for dtype in self._dtypes
+            dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
+            for dtype in self._dtypes
         )
         self.program: CellProgram | None = None
         self.packs: tuple[Pack, ...] = ()
@@ -79,6 +80,8 @@ class DenseReduction:
         if communicator.blocks is not None and set(self._ways()) == {"window"}:
             divisors = [self._divisor(pack.dtype) for pack in self.packs]
             self._blocks = BlockReduction(communicator, self.packs, op.on_the_wire, divisors, self.combination)
+        #: Memory for each pack, between `prepare` and `run`: short memory must show before the ranks agree.
+        self._memory: list[Array] | None = None
         #: Lone numbers in blocks, and in packs: their results must not keep so much memory.
         self._numbers = [m.index for p in self.packs for m in p.members if m.stop - m.start == 1]
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
@@ -105,8 +108,19 @@ class DenseReduction:
         """Do what must be done before the ranks agree on the call; the arguments are those of `run`."""
         if self.program is not None:
             self.program.write(arrays)
-        elif self._blocks is not None:
+            return
+        self.prepare_blocks(arrays, targets)
+        self._memory = None if self.has_block else self._taken(targets)
+
+    def prepare_blocks(self, arrays: Sequence[Any], targets: Sequence[Array | None] | None = None) -> None:
+        """Do the part of `prepare` that `run_in_blocks` needs."""
+        if self._blocks is not None:
             self._blocks.prepare(arrays, wanted=targets is None or not any(target is not None for target in targets))
+
+    @property
+    def has_block(self) -> bool:
+        """Whether `prepare` has brought this rank's arrays into blocks, which have room for the results, too."""
+        return self._blocks is not None and self._blocks.is_prepared
 
     def only_array(self) -> Callable[[Array, Array], None] | None:
         """Return what reduces one contiguous array into another of its dtype; None for other lists and ways.
@@ -139,13 +153,13 @@ class DenseReduction:
             return found
         results = [np.empty(0)] * len(arrays)
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
-        for pack in self.packs:
+        memory, self._memory = self._memory or self._taken(targets), None
+        for pack, taken in zip(self.packs, memory, strict=True):
             if len(pack.members) == 1:
-                (member,) = pack.members
-                result = results[member.index] = self._place(pack, member, targets)
-                source, target = self._one(pack, arrays, result)
+                results[pack.members[0].index] = taken
+                source, target = self._one(pack, arrays, taken)
             else:
-                source = target = pack.fill(arrays, self._communicator.pool.take(pack.dtype, (pack.size,)))
+                source = target = pack.fill(arrays, taken)
                 for index, view in pack.views(target):
                     results[index] = view
             if pack.size:
@@ -172,8 +186,14 @@ class DenseReduction:
                 results[index] = view
         return self._finished(results, self._numbers)
 
-    def _place(self, pack: Pack, member: Member, targets: Sequence[Array | None] | None) -> Array:
-        """Return where the result of a lone array goes: its target, or memory that is used again."""
+    def _taken(self, targets: Sequence[Array | None] | None) -> list[Array]:
+        """Return memory for each pack: the target of a lone array, or memory that is used again."""
+        return [self._place(pack, targets) for pack in self.packs]
+
+    def _place(self, pack: Pack, targets: Sequence[Array | None] | None) -> Array:
+        if len(pack.members) > 1:
+            return self._communicator.pool.take(pack.dtype, (pack.size,))
+        (member,) = pack.members
         given = targets[member.index] if targets is not None else None
         if given is not None and given.dtype == pack.dtype:
             return given
@@ -204,6 +224,6 @@ def _hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float)
     small: list[int] = []
     large: list[int] = []
     for index, (dtype, shape) in enumerate(layouts):
-        (small if prod(shape) * wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
+        (small if prod(shape) * host_wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
     packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)
     return packs + tuple(pack for index in large for pack in plan_layouts(layouts, [index], 1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, dtype_name, wire_dtype
+from mpistrategy.arrays import Array, dtype_name, host_wire_dtype
 from mpistrategy.cross_device_ops import sparse
 from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_reduction
 from mpistrategy.cross_device_ops.destinations import EVERY_RANK, Destination
@@ -51,7 +51,8 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     for the maxima, and several sums; it loses what is far below the maximum, and this does not.
 
     A zero is +0.0 always; NaN has one pattern of bits: NaN anywhere, or both infinities, give it.  Values are finite
-    as long as the partial sums from the least to the greatest are.  MIN, MAX and PROD (sorted alike) obey the same.
+    as long as the partial sums from the least to the greatest are.  PROD (sorted alike) obeys the same; for MIN and
+    MAX, -0.0 is less than +0.0.
 
     Cost: on one node that of `MpiAllReduce` for two ranks, and with n > 2 the sorting, about log2(n)^2 / 2 comparisons
     for each value.  Between nodes each rank sends all its values once and gets the result once, with no sums on the
@@ -87,7 +88,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         indices, counts = np.unique(every.indices, return_counts=True)
         order = np.argsort(every.indices, kind="stable")
         starts = np.cumsum(counts) - counts
-        total = np.empty((indices.size, *every.values.shape[1:]), wire_dtype(dtype))
+        total = np.empty((indices.size, *every.values.shape[1:]), host_wire_dtype(dtype))
         with np.errstate(all="ignore"):
             for count in np.unique(counts):
                 chosen = np.flatnonzero(counts == count)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import COMBINE, Array, wire_dtype
+from mpistrategy.arrays import COMBINE, Array, host_wire_dtype
 from mpistrategy.mpi.replicas import chunk_elements
 
 
@@ -51,11 +51,12 @@ def reals(array: Array) -> Array:
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
-def settle(total: Array) -> None:
-    """Give zeros and NaN the bits that do not tell of the order: +0.0, and NumPy's NaN."""
+def settle(total: Array, *, zeros: bool = True) -> None:
+    """Give NaN, and with `zeros` zeros, the bits that do not tell of the order: NumPy's NaN, and +0.0."""
     if total.dtype.kind != "f" or total.size == 0:
         return
-    np.add(total, total.dtype.type(0), out=total)
+    if zeros:
+        np.add(total, total.dtype.type(0), out=total)
     if np.isnan(np.maximum.reduce(total)):
         np.copyto(total, total.dtype.type(np.nan), where=np.isnan(total))
 
@@ -104,8 +105,10 @@ class _Combination:
     """The combination of chunks of several ranks, with the memory that it takes."""
 
     def __init__(self, count: int, length: int, dtype: np.dtype[Any], op: str) -> None:
-        assert dtype == wire_dtype(dtype)
+        assert dtype == host_wire_dtype(dtype)
         self._op = COMBINE[op]
+        # Of zeros with different signs MIN and MAX take the same one in any order.
+        self._settles_zeros = op in ("SUM", "PROD")
         # Two values are combined alike either way, and MIN, MAX and integers in any order.
         self._sorts = count > 2 and dtype.kind == "f" and op in ("SUM", "PROD")
         self._rows: list[Array] = []
@@ -126,7 +129,7 @@ class _Combination:
             self._op(chunks[0], chunks[1], out=total)
             for chunk in chunks[2:]:
                 self._op(total, chunk, out=total)
-        settle(total)
+        settle(total, zeros=self._settles_zeros)
 
     def _add_sorted(self, chunks: list[Array], total: Array) -> None:
         # Chunks are read where they are: what is compared goes into rows that are free.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, dtype_name
+from mpistrategy.arrays import Array, dtype_name, host_wire_dtype
 from mpistrategy.cross_device_ops import destinations as placing
 from mpistrategy.cross_device_ops import packing, sparse
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
@@ -91,7 +91,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         An array that is a pack by itself is not copied first.
         """
         sums: list[Array] = [np.empty(0)] * len(arrays)
-        for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs):
+        for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs, host_wire_dtype):
             buffer, source = communicator.pool.take(pack.dtype, (pack.size,)), None
             if pack.is_array(arrays):
                 source = arrays[pack.members[0].index].reshape(-1)

@@ -6,7 +6,7 @@ A pack is summed in one call, and the results are views of it: fresh memory that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, wire_dtype
+from mpistrategy.arrays import Array, host_wire_dtype, is_buffer, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 
 #: What bytes_per_pack=0 stands for.
@@ -24,6 +24,7 @@ _MOST_JOINED_BYTES = 4 * 2**20
 
 Layout = tuple[np.dtype[Any], tuple[int, ...]]
 _Entry = tuple[int, np.dtype[Any], tuple[int, ...]]
+_Wire = Callable[[np.dtype[Any]], np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Pack:
     def is_array(self, arrays: Sequence[Array]) -> bool:
         """Return whether the buffer can be the one array in it as it is."""
         array = arrays[self.members[0].index]
-        return len(self.members) == 1 and array.dtype == self.dtype and array.flags.c_contiguous
+        return len(self.members) == 1 and array.dtype == self.dtype and is_buffer(array)
 
     def in_one_piece(self, arrays: Sequence[Array]) -> Array | None:
         """Return the arrays' values one after the other, to be read only; None where some need more than that.
@@ -116,26 +117,29 @@ def checked_num_packs(num_packs: Any, where: str) -> Any:
     return num_packs
 
 
-def plan(arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 0) -> tuple[Pack, ...]:
+def plan(
+    arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 0, wire: _Wire = wire_dtype
+) -> tuple[Pack, ...]:
     """Return the packs for these arrays; equal on every rank for equal dtypes and shapes.
 
     Args:
         bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
         num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
+        wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
     """
-    return _plan(tuple((array.dtype, array.shape) for array in arrays), int(bytes_per_pack), int(num_packs))
+    return _plan(tuple((array.dtype, array.shape) for array in arrays), int(bytes_per_pack), int(num_packs), wire)
 
 
 def plan_layouts(layouts: Sequence[Layout], indices: Sequence[int], bytes_per_pack: float) -> tuple[Pack, ...]:
-    """Return the packs for some of the arrays with these layouts, which are named by their index."""
-    by_dtype = _by_dtype(layouts, indices)
+    """Return the packs for some arrays on the host with these layouts, which are named by their index."""
+    by_dtype = _by_dtype(layouts, indices, host_wire_dtype)
     return tuple(pack for dtype, entries in by_dtype.items() for pack in _split(dtype, entries, int(bytes_per_pack)))
 
 
 @lru_cache(maxsize=256)
-def _plan(layouts: tuple[Layout, ...], bytes_per_pack: int, num_packs: int) -> tuple[Pack, ...]:
+def _plan(layouts: tuple[Layout, ...], bytes_per_pack: int, num_packs: int, wire: _Wire) -> tuple[Pack, ...]:
     packs: list[Pack] = []
-    for dtype, entries in _by_dtype(layouts, range(len(layouts))).items():
+    for dtype, entries in _by_dtype(layouts, range(len(layouts)), wire).items():
         limit = bytes_per_pack or DEFAULT_BYTES_PER_PACK
         if num_packs:
             total = sum(prod(shape) for _, _, shape in entries) * dtype.itemsize
@@ -144,12 +148,12 @@ def _plan(layouts: tuple[Layout, ...], bytes_per_pack: int, num_packs: int) -> t
     return tuple(packs)
 
 
-def _by_dtype(layouts: Sequence[Layout], indices: Sequence[int]) -> dict[np.dtype[Any], list[_Entry]]:
+def _by_dtype(layouts: Sequence[Layout], indices: Sequence[int], wire: _Wire) -> dict[np.dtype[Any], list[_Entry]]:
     """Return the arrays by the dtype in which they travel, in order."""
     found: dict[np.dtype[Any], list[_Entry]] = {}
     for index in indices:
         dtype, shape = layouts[index]
-        found.setdefault(wire_dtype(dtype), []).append((index, dtype, shape))
+        found.setdefault(wire(dtype), []).append((index, dtype, shape))
     return found
 
 

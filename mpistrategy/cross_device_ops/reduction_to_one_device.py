@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy import devices
-from mpistrategy.arrays import Array, dtype_name
+from mpistrategy.arrays import Array, dtype_name, host_wire_dtype
 from mpistrategy.cross_device_ops import packing
 from mpistrategy.cross_device_ops.destinations import Destination, ranks_of
 from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
@@ -85,7 +85,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             return super().reduce_arrays(communicator, arrays, op, destination, options, call)
         root = self._root(communicator, destination)
         results: list[Array] = [np.empty(0)] * len(arrays)
-        for pack in packing.plan(arrays, options.bytes_per_pack):
+        for pack in packing.plan(arrays, options.bytes_per_pack, wire=host_wire_dtype):
             buffer = pack.fill(arrays)
             everyone = [np.empty_like(buffer) for _ in range(communicator.size)] if communicator.rank == root else None
             communicator.gatherv(buffer, everyone, root)

@@ -30,8 +30,8 @@ class Facts:
         machine_cores: how many the node has.
         threads: how many threads linear algebra takes; 0 if unknown.
         threads_source: how that is known.
-        shm_bytes, shm_free: the size of /dev/shm, and what is free there; 0 of nothing.
-        shm_needed: what the ranks of this node share there for each strategy.
+        room_free, room_of: how many bytes the ranks of this node may still share, and what limits them; "" if unknown.
+        room_needed: what they share for each strategy.
         start_seconds: from the start of the process until this command ran: the imports.
         homes: where things lie: the path and the kind of file system, by their names.
         sight: what it sees of GPUs, as `mpistrategy.mpi.gpus.Sight.text` has it; "" where nobody looked.
@@ -71,9 +71,9 @@ class Facts:
     machine_cores: int = 1
     threads: int = 0
     threads_source: str = ""
-    shm_bytes: int = 0
-    shm_free: int = 0
-    shm_needed: int = 0
+    room_free: int = 0
+    room_of: str = ""
+    room_needed: int = 0
     start_seconds: float = 0.0
     homes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sight: str = ""

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 from mpistrategy.doctor import blas, peer_access
 from mpistrategy.doctor.facts import Facts
 from mpistrategy.doctor.file_system import kind_of
+from mpistrategy.doctor.finding import mebibytes
 from mpistrategy.doctor.gpu_checks import parts_of
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi import launch, mapped_mpi
 from mpistrategy.mpi.path_files import library_name
-from mpistrategy.mpi.shared_memory import FOLDER
+from mpistrategy.mpi.shared_memory import room
 from mpistrategy.mpi.waiting import cores
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
     mine = sorted(cores())
     threads, source = blas.threads(files, environment, len(mine))
     claim = launch.claim_in(environment)
-    shm_bytes, shm_free = _room()
+    shared = room()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return Facts(
         host=os.uname().nodename,
@@ -82,8 +83,8 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         machine_cores=os.cpu_count() or 1,
         threads=threads,
         threads_source=source,
-        shm_bytes=shm_bytes,
-        shm_free=shm_free,
+        room_free=shared.free if shared else 0,
+        room_of=f"{shared.of}, {mebibytes(shared.total)}" if shared else "",
         start_seconds=round(start_seconds, 3),
         homes=homes(),
         gpu_devices=len(glob("/dev/nvidia[0-9]*")),
@@ -146,7 +147,7 @@ def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
         local_rank=local_rank,
         local_size=local_size,
         sight=sight.text(),
-        shm_needed=local_size * each if local_size > 1 else 0,
+        room_needed=local_size * each if local_size > 1 else 0,
     )
     if not sight.gpus:
         return found
@@ -203,14 +204,6 @@ def _library_wanted(path: str) -> str:
     if not _PATH.fullmatch(path):
         return ""
     return os.path.realpath(path) if "/" in path else path
-
-
-def _room() -> tuple[int, int]:
-    try:
-        state = os.statvfs(FOLDER)
-    except OSError:
-        return 0, 0
-    return state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -16,10 +16,12 @@ from mpistrategy.doctor.privacy import covered, veil
 from mpistrategy.doctor.run_files import SILENT_SECONDS, Seen
 from mpistrategy.mpi import run_directory
 from mpistrategy.mpi.launch import ranks_in_words
+from mpistrategy.mpi.own_files import printable
 
 #: From here on waiting is worth a word; or from a tenth of the timeout on.
 _LONG_SECONDS = 10.0
 _MOST_ROWS = 64
+_MOST_LEFT_OUT = 8
 _HANGS, _COULD_NOT = 1, 2
 
 
@@ -27,12 +29,13 @@ def run(options: argparse.Namespace) -> int:
     """Tell about the job that the options name; return 0 when nothing hangs, 1 when something does, 2 if unknown."""
     seen: Sequence[Seen] = ()
     roll_call, hint, trouble = "", "", ""
+    left_out: Sequence[str] = ()
     if options.run_dir:
         if not os.path.isdir(options.run_dir):
             return _fail(f"there is no folder {options.run_dir}")
         title, source = "the job", options.run_dir
-        files = run_files.read(options.run_dir, time.time())
-        seen, roll_call = files.seen, files.roll_call
+        files = run_files.read(options.run_dir, time.time(), follow=True)
+        seen, roll_call, left_out = files.seen, files.roll_call, files.left_out
     elif options.pid:
         title, source = f"the job of process {options.pid}", "the memory that its ranks share"
         view = node_view.of_process(options.pid)
@@ -42,9 +45,11 @@ def run(options: argparse.Namespace) -> int:
             return _fail(f"{options.job!r} is no number of a job; expected 17, 17.0 or 17_2")
         job = slurm_job.ask(options.job)
         title = f"job {options.job}" + (f" ({job.state})" if job.state else "")
-        seen, roll_call, source, trouble = _of(job)
+        seen, roll_call, source, trouble, left_out = _of(job)
         if job.nodes and not seen:
             hint = f"srun --jobid={job.number} --overlap --nodes=1 --ntasks=1 {_myself()} --job {job.number}"
+    if left_out:
+        _say("\n".join(f"mpistrategy doctor: left out {each}" for each in left_out[:_MOST_LEFT_OUT]))
     if not seen and not roll_call:
         return _fail(f"{title}: {trouble or f'nothing is known of its ranks in {source}'}", hint)
     cover = veil(os.environ)
@@ -52,24 +57,25 @@ def run(options: argparse.Namespace) -> int:
         told = {"format": 1, "job": title, "source": source, "hangs": hangs(seen), "ranks": [asdict(e) for e in seen]}
         print(json.dumps(covered({**told, "roll_call": roll_call}, cover), indent=1))
     else:
-        print(cover("\n".join(lines(title, source, seen, roll_call))))
+        print(printable(cover("\n".join(lines(title, source, seen, roll_call)))))
     return _HANGS if hangs(seen) or roll_call else 0
 
 
-def _of(job: slurm_job.SlurmJob) -> tuple[Sequence[Seen], str, str, str]:
-    """Return the ranks of a Slurm job, its roll call, where that comes from, and what is in the way."""
+def _of(job: slurm_job.SlurmJob) -> tuple[Sequence[Seen], str, str, str, list[str]]:
+    """Return the ranks of a Slurm job, its roll call, where that comes from, what is in the way, what was left out."""
     places = [os.environ.get(run_directory.VARIABLE, ""), job.folder, os.getcwd()]
-    folders = run_files.folders_of(job.number, places)
-    if folders:
-        files = run_files.read(folders[0], time.time())
+    left_out: list[str] = []
+    for folder in run_files.folders_of(job.number, places):
+        files = run_files.read(folder, time.time())
+        left_out += files.left_out
         if files.seen or files.roll_call:
-            return files.seen, files.roll_call, files.folder, ""
+            return files.seen, files.roll_call, files.folder, "", left_out
     view = node_view.of_slurm_job(job.number)
     if view.seen:
-        return view.seen, "", "the memory that its ranks share on this node", ""
+        return view.seen, "", "the memory that its ranks share on this node", "", left_out
     looked = " and ".join(dict.fromkeys(filter(None, places)))
     trouble = f"no mpistrategy-run-{job.number}-* in {looked} (--run-dir names another); {view.trouble}"
-    return (), "", "", f"{job.trouble}; {trouble}" if job.trouble else trouble
+    return (), "", "", f"{job.trouble}; {trouble}" if job.trouble else trouble, left_out
 
 
 def hangs(seen: Sequence[Seen]) -> bool:
@@ -149,5 +155,9 @@ def _myself() -> str:
 
 
 def _fail(text: str, hint: str = "") -> int:
-    sys.stderr.write(f"mpistrategy doctor: {text}\n" + (f"  -> on its nodes: {hint}\n" if hint else ""))
+    _say(f"mpistrategy doctor: {text}" + (f"\n  -> on its nodes: {hint}" if hint else ""))
     return _COULD_NOT
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{printable(text)}\n")

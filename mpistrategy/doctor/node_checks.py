@@ -102,7 +102,7 @@ def _cores_of(ranks: list[Facts]) -> Finding | None:
 
 
 def shared_memory(job: Job) -> Iterator[Finding]:
-    """Find a /dev/shm that is too small for what the ranks of a node share."""
+    """Find too little memory for what the ranks of a node share."""
     needing = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
     if not needing:
         yield Finding("shared memory", OK, "one rank on each node: nothing to share")
@@ -111,35 +111,34 @@ def shared_memory(job: Job) -> Iterator[Finding]:
     for ranks in needing:
         first = ranks[0]
         members = tuple(each.rank for each in ranks)
-        state = (
-            f"/dev/shm on {first.host} has {mebibytes(first.shm_free)} free of {mebibytes(first.shm_bytes)}; "
-            f"{len(ranks)} ranks share {mebibytes(first.shm_needed)} for each strategy"
-        )
-        if first.shm_free < first.shm_needed:
+        state = f"{_room_in_words(first)} on {first.host}"
+        if first.room_of and first.room_free < first.room_needed:
             yield Finding(
                 "shared memory",
                 BAD,
                 f"{state}: there is no room, and everything goes through MPI, slower",
-                "docker run --shm-size=8g or --ipc=host; on a node: mount -o remount,size=50% /dev/shm; and remove "
-                "what killed jobs have left there: ls -l /dev/shm",
+                _MORE_MEMORY,
                 members,
             )
             return
-        if tight is None and first.shm_free - first.shm_needed < first.shm_bytes // 2:
+        if tight is None and first.room_of and first.room_free < 2 * first.room_needed:
             tight = Finding(
                 "shared memory",
                 NOTE,
                 f"{state}; less than half of it would stay free, so that large arrays and arenas are not shared",
-                "A larger one makes them faster: docker run --shm-size=8g; mount -o remount,size=50% /dev/shm",
+                _MORE_MEMORY,
                 members,
             )
-    if tight is not None:
-        yield tight
-        return
-    least = min((ranks[0] for ranks in needing), key=lambda each: each.shm_free)
-    yield Finding(
-        "shared memory",
-        OK,
-        f"/dev/shm has {mebibytes(least.shm_free)} free of {mebibytes(least.shm_bytes)}; {least.local_size} ranks "
-        f"share {mebibytes(least.shm_needed)} for each strategy",
+    yield tight or Finding(
+        "shared memory", OK, _room_in_words(min((ranks[0] for ranks in needing), key=lambda each: each.room_free))
     )
+
+
+_MORE_MEMORY = (
+    "Ask for more: srun --mem=16G; docker run --memory=16g; where /dev/shm is named, --shm-size=8g or --ipc=host"
+)
+
+
+def _room_in_words(facts: Facts) -> str:
+    known = f"{mebibytes(facts.room_free)} are free ({facts.room_of}); " if facts.room_of else ""
+    return f"{known}{facts.local_size} ranks share {mebibytes(facts.room_needed)} for each strategy"

@@ -21,7 +21,9 @@ from mpistrategy.mpi.shared_memory import FOLDER, SharedMemory
 from mpistrategy.mpi.watch_lines import ANSWERED, BYTES, CALLED, Line, Lines
 
 _MOST_RANKS = 1024
-_MAPPING = re.compile(rf"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)\s+{FOLDER}/mpistrategy-\S+", re.M)
+_MAPPING = re.compile(
+    rf"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)\s+(?:/memfd:mpistrategy |{FOLDER}/mpistrategy-)", re.M
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def _view(processes: list[int]) -> View:
                 continue
             lines = lines_in(block)
             if lines:
-                return View(tuple(_seen(line) for line in lines), tuple(processes))
+                return View(tuple(_seen(line, process) for line in lines), tuple(processes))
     if not processes:
         trouble = "no process of the job is on this node"
     elif not ranks:
@@ -114,11 +116,19 @@ def _is_line(line: Line) -> bool:
     )
 
 
-def _seen(line: Line) -> Seen:
+def _seen(line: Line, told_by: int) -> Seen:
     age = max(0.0, time.monotonic() - line.beat)
     # The watchdog looks once a second: a line that is older has nobody who writes it any more.
     silent = process_view.why_silent(line.process) if age > 3 and line.state < ANSWERED else ""
-    return Seen(line.rank, age, line.waited, line.limit, line.text, line.process, bool(line.signal), 0, silent)
+    # Its owner can write into that memory what he likes: it must not have somebody end other users' processes.
+    shows_stacks = bool(line.signal) and _owner(line.process) == _owner(told_by) is not None
+    return Seen(line.rank, age, line.waited, line.limit, line.text, line.process, shows_stacks, 0, silent)
+
+
+def _owner(process: int) -> int | None:
+    with suppress(OSError):
+        return os.stat(f"/proc/{process}").st_uid
+    return None
 
 
 def _all_processes() -> Iterator[int]:

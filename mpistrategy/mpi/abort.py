@@ -2,13 +2,13 @@
 
 MPI leaves the others hanging when a Python exception ends one rank.  From the first communicator of several ranks on,
 an uncaught exception (in any thread) and a non-zero `sys.exit` abort the whole job, with that rank's traceback; an
-orderly end waits for the peers and tells a peer that still calls a collective who has left.
+orderly end waits for the peers and tells a peer that still calls a collective who has left.  After the last one is
+closed nothing of that holds any more.  A strategy that contains errors (`on_error="raise"`) ends nothing but itself.
 """
 
 from __future__ import annotations
 
 import atexit
-import builtins
 import math
 import os
 import sys
@@ -20,14 +20,16 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi import reports
 from mpistrategy.mpi.channel import growing_pauses
-from mpistrategy.mpi.guard import OF_ANOTHER_RANK, PATIENCE_SECONDS, Guard
+from mpistrategy.mpi.exit_hooks import ExitHooks
+from mpistrategy.mpi.guard import Guard
+from mpistrategy.mpi.telling import PATIENCE_SECONDS
 
 #: The status of a program that Ctrl-C has ended, as shells count.
 INTERRUPTED = 130
 _PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FORWARDING_SECONDS = 0.2
-_FIRST_SECONDS = 0.5
 _ENDS = "the whole job ends here."
 
 
@@ -41,6 +43,7 @@ class _Watch:
         self.known_status: int | None = None
         self.last_words = ""
         self.pid = os.getpid()
+        self.hooks = ExitHooks(self)
         self._bottom = _bottom_frame()
 
     def status(self) -> int:
@@ -54,11 +57,13 @@ class _Watch:
     def say(self, text: str) -> None:
         prefix = f"[rank {self.rank}/{self.size}] "
         sys.stdout.flush()
-        sys.stderr.write("".join(prefix + line + "\n" for line in text.splitlines()))
-        sys.stderr.flush()
+        reports.write("".join(prefix + line + "\n" for line in text.splitlines()))
 
     def abort(self, status: int) -> NoReturn:
+        if failed := reports.failed_tests():
+            self.say(failed)
         # MPI_Abort kills the launcher's helpers, and with them whatever they have not yet read from our pipes.
+        reports.wait_until_read()
         time.sleep(_FORWARDING_SECONDS)
         if not self.mpi_is_over():
             self._abort(status)
@@ -113,13 +118,18 @@ def watch(
     abort: Callable[[int], Any],
     mpi_is_over: Callable[[], bool],
 ) -> None:
-    """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `free` with them."""
+    """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `free` with them.
+
+    What is not caught ends the job while some guard is watched that does not contain errors.
+    """
     global _watch
     if _watch is None:
         _watch = _Watch(rank, size, abort, mpi_is_over)
-        _install(_watch)
+        atexit.register(_say_goodbye, _watch)
     _watch.open[guard] = free
-    guard.give_up = _watch.end_untold
+    if not guard.contains_errors:
+        _watch.hooks.install()
+        guard.give_up = _watch.end_untold
 
 
 def note_end(status: int, last_words: str = "") -> None:
@@ -130,72 +140,15 @@ def note_end(status: int, last_words: str = "") -> None:
 
 
 def forget(guard: Guard) -> None:
-    """Say no goodbye to the peers of `guard`: its communicator is closed."""
-    if _watch is not None:
-        _watch.open.pop(guard, None)
-
-
-def _install(state: _Watch) -> None:
-    previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
-
-    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        alone = _is_interactive() or os.getpid() != state.pid
-        if alone or previous_hook is not sys.__excepthook__:
-            previous_hook(kind, error, trace)
-        if not alone:
-            if OF_ANOTHER_RANK in getattr(error, "__dict__", ()):
-                time.sleep(_FORWARDING_SECONDS + _FIRST_SECONDS)  # that rank's traceback is the one that tells
-            state.end_job(error, kind, trace, "")
-
-    def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-        if issubclass(args.exc_type, SystemExit):
-            return  # ends the thread and nothing else, as always in Python
-        if args.exc_value is None or os.getpid() != state.pid:
-            previous_thread_hook(args)
-        else:
-            name = args.thread.name if args.thread is not None else "?"
-            state.end_job(args.exc_value, args.exc_type, args.exc_traceback, f" in thread {name!r}")
-
-    sys.excepthook = uncaught
-    threading.excepthook = uncaught_in_thread
-    _watch_atexit(state)
-    _replace_exit(state)
-    atexit.register(_say_goodbye, state)
-
-
-def _watch_atexit(state: _Watch) -> None:
-    """Make an exception in an atexit callback end the job: Python only mentions it, and ends with status 0."""
-    previous_hook = sys.unraisablehook
-
-    def ignored(args: sys.UnraisableHookArgs) -> None:
-        error, kind = args.exc_value, args.exc_type
-        code = status_of(error.code) if isinstance(error, SystemExit) else 1
-        at_the_end = "atexit callback" in (args.err_msg or "")
-        if not at_the_end or error is None or not code or os.getpid() != state.pid or state.mpi_is_over():
-            previous_hook(args)
-            return
-        if previous_hook is not sys.__unraisablehook__:
-            previous_hook(args)
-        state.end_job(error, kind, args.exc_traceback, " in an atexit callback", code)
-
-    sys.unraisablehook = ignored
-
-
-def _replace_exit(state: _Watch) -> None:
-    """Make `sys.exit`, `exit` and `quit` remember their status: Python tells nobody with which one it ends."""
-
-    def leave(status: Any = None, /) -> NoReturn:
-        """Exit the interpreter by raising SystemExit(status)."""
-        if threading.current_thread() is threading.main_thread():
-            stack = "".join(traceback.format_stack(sys._getframe(1)))
-            state.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
-            state.exit_status = status_of(status)
-        raise SystemExit(status)
-
-    sys.exit = leave
-    for name in ("exit", "quit"):
-        if hasattr(builtins, name):
-            setattr(builtins, name, leave)
+    """Say no goodbye to the peers of `guard`: its communicator is closed.  The last one gives Python's hooks back."""
+    global _watch
+    if _watch is None or os.getpid() != _watch.pid or _watch.open.pop(guard, None) is None:
+        return
+    if all(other.contains_errors for other in _watch.open):
+        _watch.hooks.remove()
+    if not _watch.open:
+        atexit.unregister(_say_goodbye)
+        _watch = None
 
 
 def _bottom_frame() -> FrameType | None:
@@ -215,26 +168,26 @@ def _was_unwound(frame: FrameType | None) -> bool:
     return not opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
-def status_of(code: Any) -> int:
-    """Return the status of `SystemExit(code)`."""
-    if code is None:
-        return 0
-    return code & 0xFF if isinstance(code, int) else 1
-
-
 def _say_goodbye(state: _Watch) -> None:
-    if os.getpid() != state.pid or state.mpi_is_over():
+    if os.getpid() != state.pid:
+        # A forked child that came to its end as a program does would take part in its parent's MPI_Finalize.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(state.status())
+    if state.mpi_is_over():
         return
-    status = state.status()
-    end = time.monotonic() + (PATIENCE_SECONDS if status else math.inf)
-    waiting = list(state.open)
+    _leave_contained(state)
+    status = state.status() if any(not guard.contains_errors for guard in state.open) else 0
+    all_leave = any(guard.all_leave for guard in state.open)
+    end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
+    waiting = [guard for guard in state.open if not guard.is_broken]
     for guard in waiting:
         guard.start_leaving()
     pauses = growing_pauses()
     while waiting:
         for guard in list(waiting):
             left = guard.peers_have_left()
-            if left:
+            if left or guard.is_broken:
                 waiting.remove(guard)
             elif left is False and not status:
                 try:
@@ -244,13 +197,24 @@ def _say_goodbye(state: _Watch) -> None:
             elif status and (left is False or time.monotonic() > end):
                 state.end_with(status)
         time.sleep(next(pauses))
-    if status and not any(guard.size == state.size for guard in state.open):
+    if status and not all_leave and not any(guard.size == state.size for guard in state.open):
         # No strategy of ours reaches every rank of the job, and MPI_Finalize would wait for the others.
         time.sleep(PATIENCE_SECONDS)
         state.end_with(status)
-    for free in list(state.open.values()):
-        free()
+    for guard, free in list(state.open.items()):
+        if not guard.is_broken:  # messages may be under way
+            free()
 
 
-def _is_interactive() -> bool:
-    return hasattr(sys, "ps1")
+def _leave_contained(state: _Watch) -> None:
+    """Tell the peers of strategies that contain errors of one that was not caught; they raise RemoteError."""
+    error = getattr(sys, "last_value", None)
+    contained = [guard for guard in state.open if guard.contains_errors and not guard.is_broken]
+    if error is None or not contained:
+        return
+    state.say(
+        f"{type(error).__name__} was not caught. The other ranks of its communicator are told, and this one waits for "
+        "all ranks of the job in MPI_Finalize."
+    )
+    for guard in contained:
+        guard.leave_with(error)

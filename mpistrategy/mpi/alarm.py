@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from mpistrategy.mpi import process_view
+from mpistrategy.errors import RemoteError
+from mpistrategy.mpi import process_view, reports
+from mpistrategy.mpi.failures import NO_MORE_CALLS
 from mpistrategy.mpi.roll_call import account_of, roll_call
 from mpistrategy.mpi.watch_lines import ALARMED, ANSWERED, CALLED, Line
 from mpistrategy.mpi.watched import Watched
@@ -55,6 +57,19 @@ def answer(
         os._exit(STATUS)
 
 
+def contain(watched: Watched, line: Callable[[], Line], rank: int, size: int) -> None:
+    """Answer the alarm of ranks whose errors are contained: nothing ends, and who waits among them raises.
+
+    Args:
+        watched: the ranks.
+        line, rank, size: as for `answer`.
+    """
+    try:
+        _call_the_roll((watched,), line, rank, size)
+    finally:
+        watched.guard.stop_waiting(RemoteError(f"a collective is late, as the roll call says. {NO_MORE_CALLS}"))
+
+
 def _call_the_roll(everything: Sequence[Watched], line: Callable[[], Line], rank: int, size: int) -> None:
     began = time.monotonic()
     widest = max(everything, key=lambda watched: len(watched.ranks))
@@ -72,12 +87,13 @@ def _call_the_roll(everything: Sequence[Watched], line: Callable[[], Line], rank
         if text:
             _say(title, text)
             _within(_FILE_SECONDS, lambda: widest.publish(text))
-            time.sleep(_FORWARDING_SECONDS)
+            _forward()
         _set_state(everything, CALLED)
     else:
         _until(lambda: widest.lines.state() >= CALLED, began + _NODES_SECONDS + 2 * _FILE_SECONDS)
+    _say(title, reports.failed_tests())
     _flush_output()
-    time.sleep(_FORWARDING_SECONDS)
+    _forward()
 
 
 def _write_record(widest: Watched, everything: Sequence[Watched], rank: int, title: str) -> str:
@@ -113,7 +129,8 @@ def _text(widest: Watched, began: float, where: str, last_calls: Mapping[int, st
             return ""
         accounts += [account for _, _, told in others for account in told]
     known = {account.line.rank for account in accounts}
-    return roll_call(accounts, [each for each in widest.ranks if each not in known], len(widest.ranks), where)
+    unknown = [each for each in widest.ranks if each not in known]
+    return roll_call(accounts, unknown, len(widest.ranks), where, contained=widest.guard.contains_errors)
 
 
 def _all_final(widest: Watched) -> bool:
@@ -151,11 +168,13 @@ def _within(seconds: float, work: Callable[[], object]) -> None:
 
 
 def _say(title: str, text: str) -> None:
-    """Write to stderr itself: the program may hold the lock of sys.stderr, or have replaced it."""
-    data = "".join(f"{title}{line}\n" for line in text.splitlines()).encode(errors="replace")
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(2, data) :]
+    reports.write_at_once("".join(f"{title}{line}\n" for line in text.splitlines()))
+
+
+def _forward() -> None:
+    """Give the launcher time to read what was written, before anything ends."""
+    reports.wait_until_read(_FILE_SECONDS)
+    time.sleep(_FORWARDING_SECONDS)
 
 
 def _flush_output() -> None:

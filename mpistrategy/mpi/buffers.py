@@ -57,6 +57,14 @@ class Pool:
         self._blocks.setdefault(nbytes, []).append([block, self._taken])
         return np.ndarray(shape, dtype, block)
 
+    def forget(self, nbytes: int) -> None:
+        """Forget the free blocks of this size, whose results are elsewhere from now on."""
+        entries = self._blocks.pop(nbytes, [])
+        kept = [entry for entry in entries if sys.getrefcount(entry[0]) != _FREE]
+        self._bytes -= nbytes * (len(entries) - len(kept))
+        if kept:
+            self._blocks[nbytes] = kept
+
     def clear(self) -> None:
         """Forget all blocks; those in use live on with their views."""
         self._blocks.clear()

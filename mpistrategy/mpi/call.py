@@ -29,6 +29,7 @@ class Call:
         "_agreed",
         "_anywhere",
         "_before",
+        "_called",
         "_entry",
         "_guard",
         "_on_gpu",
@@ -42,9 +43,10 @@ class Call:
         "where",
     )
 
-    def __init__(self, guard: Guard, where: str, structure: str, name: str, *, anywhere: bool) -> None:
+    def __init__(self, guard: Guard, where: str, structure: str, name: str, *, called: Any, anywhere: bool) -> None:
         self._guard = guard
-        self._anywhere = anywhere
+        self._called = called
+        self._anywhere = anywhere or bool(called)
         self._outer: Call | None = None
         self._agreed = False
         self._entry: list[Any] | None = None
@@ -57,7 +59,7 @@ class Call:
         self.timeout: float | None = None
         self.where = where
         self.structure = structure
-        self.name = name
+        self.name = name or (called if isinstance(called, str) else "")
         #: Where the program makes the call; "" for one that may be made anywhere.
         self.place = ""
         self._on_gpu: AbstractContextManager[Any] | None = None
@@ -86,6 +88,10 @@ class Call:
             self.timeout = outer.timeout
         self._before = guard.since
         guard.current = self
+        if self._called is not None and not isinstance(self._called, str):
+            raise self._refused(
+                errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
+            )
         if outer is None and guard.on_gpu is not None:  # a new thread works on the first one
             self._enter(guard.on_gpu)
         return self
@@ -98,9 +104,13 @@ class Call:
             failure = errors.DeviceError.at(
                 self.where, found=f"a GPU that does not answer ({error})", expected="the GPU that this rank drives"
             )
-            self.__exit__(type(failure), failure, None)
-            raise failure from error
+            raise self._refused(failure) from error
         self._on_gpu = found
+
+    def _refused(self, failure: errors.MpiStrategyError) -> errors.MpiStrategyError:
+        """Leave a call that cannot be made, after the other ranks have heard why."""
+        self.__exit__(type(failure), failure, None)
+        return failure
 
     def agree(
         self,
@@ -129,7 +139,10 @@ class Call:
 
     def agree_on(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None:
         """Do `agree` with a signature."""
-        self._guard.compare(signature, patiently=patiently, sparingly=sparingly)
+        guard = self._guard
+        guard.compare(signature, patiently=patiently, sparingly=sparingly)
+        if guard.failures is not None:
+            guard.failures.agree()
         self._set_agreed(True)
 
     def expect_more(self) -> None:
@@ -155,12 +168,11 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         guard = self._guard
-        if not isinstance(error, Exception):
+        if error is None:
             self._leave()
             return
-        # After an agreement the peers are on their way through the data: too late to tell them, here or further out.
-        if not self._agreed and not guard.is_settled(error):
-            guard.report_failure(self.where, error)
+        if not guard.is_settled(error):
+            guard.fail(self.where, error, agreed=self._agreed)
         self._leave()
         if self._outer is None:
             guard.unsettled(error)  # the same object may be raised again, in another call
@@ -174,6 +186,8 @@ class Call:
             guard.since = math.inf  # it was a part of the program's own work, which goes on
         if self._entry is not None:
             self._entry[LEFT] = time.monotonic()
+        if self._outer is None and guard.failures is not None:
+            guard.failures.agreed_at = None
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # a GPU that has failed says so at the next call

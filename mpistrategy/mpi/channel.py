@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
@@ -26,10 +26,11 @@ class ControlChannel(Protocol):
         """Return every rank's text, in rank order."""
 
 
-def all_equal_patiently(channel: ControlChannel, digest: int) -> bool:
-    """Do `ControlChannel.all_equal` without keeping a core busy."""
+def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] = lambda: None) -> bool:
+    """Do `ControlChannel.all_equal` without keeping a core busy; call `look` now and then, which may raise."""
     channel.start(digest)
     for pause in growing_pauses():
+        look()
         for _ in range(_LOOKS):  # an MPI may need several to get on
             if (answer := channel.finished()) is not None:
                 return answer

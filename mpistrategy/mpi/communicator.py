@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from mpi4py import MPI
 
 from mpistrategy.devices import Device, parse
 from mpistrategy.errors import LaunchError, OptionTypeError
-from mpistrategy.mpi import abort, buffers, watch_lines, watchdog, world
+from mpistrategy.mpi import abort, buffers, failures, watch_lines, watchdog, world
 from mpistrategy.mpi.across_nodes import lanes_of
 from mpistrategy.mpi.blocks import Blocks
 from mpistrategy.mpi.buffers import Pool
@@ -23,6 +23,7 @@ from mpistrategy.mpi.cells import Cells
 from mpistrategy.mpi.channel import ControlChannel
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.device_path import DevicePaths
+from mpistrategy.mpi.failures import Failures
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.launch import Introduction, introductions
 from mpistrategy.mpi.node_memory import CellChannel, NodeMemory, warn_without_memory
@@ -35,6 +36,11 @@ from mpistrategy.mpi.verbs import Verbs
 from mpistrategy.mpi.waiting import Waiting, cores
 from mpistrategy.mpi.window import NodeWindow
 
+_OF_COMM_NULL = (
+    "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
+    "a communicator is MPI.COMM_NULL, too.)"
+)
+
 
 class MpiCommunicator(Verbs):
     """The verbs of `mpistrategy.mpi.transport.Communicator` on a Dup of an mpi4py communicator.
@@ -44,6 +50,7 @@ class MpiCommunicator(Verbs):
         node_key: groups the ranks into nodes in place of MPI's shared-memory split: ranks with an equal number are
             one node.  For tests, and for machines where the split is not what is wanted.
         channel: makes the guard's channel from the usual one.
+        contains_errors: as of `Guard`.
 
     Raises:
         OptionTypeError: when `comm` is no intracommunicator of mpi4py.
@@ -54,14 +61,18 @@ class MpiCommunicator(Verbs):
         comm: Any = None,
         node_key: int | None = None,
         channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual,
+        *,
+        contains_errors: bool = False,
     ) -> None:
         if comm is None:
             comm = MPI.COMM_WORLD
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            is_null = isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL
             raise OptionTypeError.at(
                 "MirroredStrategy",
-                found=f"communicator={comm!r}",
+                found=f"communicator={'MPI.COMM_NULL' if is_null else repr(comm)}",
                 expected="an mpi4py intracommunicator, or None for all ranks",
+                fix=_OF_COMM_NULL if is_null else "",
             )
         world.check("MirroredStrategy", comm)
         try:
@@ -91,7 +102,6 @@ class MpiCommunicator(Verbs):
         self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.cells: Cells | None = None
         self.blocks: Blocks | None = None
-        self.window: NodeWindow | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
@@ -99,7 +109,14 @@ class MpiCommunicator(Verbs):
         self.compiled: dict[Any, Any] = {}
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(watch_lines.BYTES), None)
         is_free = usual is None or usual is not self._control
-        self.guard = Guard(None if usual is None else channel(usual), self.rank, self.size, is_free=is_free)
+        self.guard = Guard(
+            None if usual is None else channel(usual),
+            self.rank,
+            self.size,
+            is_free=is_free,
+            failures=self.failures,
+            contains_errors=contains_errors,
+        )
         self.devices: tuple[Device, ...] = ()
         self._node: NodeGroups | None = None
         #: The state of the two-level exchange, once `mpistrategy.mpi.across_nodes` has made it.
@@ -108,6 +125,7 @@ class MpiCommunicator(Verbs):
         self.engine: Any = None
         self.device_paths = DevicePaths()
         self._links: list[_Group] = []
+        self._is_free = False
         self.max_count = buffers.MAX_COUNT
         world.watch(self.guard, self.free)
         if self.size > 1:
@@ -138,20 +156,23 @@ class MpiCommunicator(Verbs):
         Returns the memory of the watchdogs' lines, and the channel on which the ranks compare their calls.
         """
         assert self._control is not None
-        shared = self.shared(watch_lines.BYTES + NodeMemory.bytes_for(self.local_size, self.paths))
-        lines, shared = part(shared, 0, watch_lines.BYTES), part(shared, watch_lines.BYTES)
+        before = watch_lines.BYTES + failures.BYTES
+        shared = self.shared(before + NodeMemory.bytes_for(self.local_size, self.paths))
+        lines, errors = part(shared, 0, watch_lines.BYTES), part(shared, watch_lines.BYTES, failures.BYTES)
+        shared = part(shared, before)
         self.shares_memory = shared.is_shared
-        if shared.is_shared and self.local_size > 1:
-            control = self._control
-            alone = self.local_size == self.size
-            waiting = Waiting(self.local_size, control.progress, self._cores)
-            node = NodeMemory(shared, self.paths, waiting, self._shared_if_there_is_room if alone else None)
-            self.window = node.window
-            if alone:
-                self.cells = node.cells
-                self.blocks = Blocks(node.cells, self._shared_if_there_is_room)
-                return lines, CellChannel(node.cells, control.allgather_text)
-        return lines, self._control
+        if not shared.is_shared or self.local_size == 1:
+            return lines, self._control
+        control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
+        if self.local_size < self.size:
+            self.window = NodeMemory(shared, self.paths, wait(), wait()).window
+            return lines, control
+        told = self.failures = Failures(errors, lambda: node.cells.sequence)
+        waits = wait(partial(told.look, agreed=False)), wait(partial(told.look, agreed=True))
+        node = NodeMemory(shared, self.paths, *waits, self._shared_if_there_is_room)
+        self.window, self.cells = node.window, node.cells
+        self.blocks = Blocks(node.cells, self._shared_if_there_is_room)
+        return lines, CellChannel(node.cells, control.allgather_text)
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see.  Collective.
@@ -160,6 +181,7 @@ class MpiCommunicator(Verbs):
         """
         if not self.shares_memory:
             return private_memory(nbytes)
+        self._meet()
         memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
             if not self._has_warned:
@@ -170,6 +192,7 @@ class MpiCommunicator(Verbs):
 
     def _shared_if_there_is_room(self, nbytes: int) -> SharedMemory | None:
         """Return shared memory for what is only faster with it: without a word where there is not plenty."""
+        self._meet()
         memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
         return None if isinstance(memory, str) else memory
 
@@ -183,14 +206,18 @@ class MpiCommunicator(Verbs):
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
-        return [text] if self._control is None else self._control.allgather_text(text)
+        if self._control is None:
+            return [text]
+        self._meet()
+        return self._control.allgather_text(text)
 
     def node(self) -> NodeGroups:
         """Return the transports within this node and between the nodes' leaders; the first call is collective."""
         if self._node is None:
+            self._meet()
             across = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
             self._node = NodeGroups(
-                _Group(self._inside.Dup(), self.max_count, self.window),
+                _Group(self._inside.Dup(), self.max_count, self.window, self.failures),
                 _Group(across, self.max_count) if across != MPI.COMM_NULL else None,
             )
         return self._node
@@ -211,9 +238,11 @@ class MpiCommunicator(Verbs):
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
-        made = MpiCommunicator(self._comm, self.node_of[self.rank], channel)
+        contains = self.guard.contains_errors
+        made = MpiCommunicator(self._comm, self.node_of[self.rank], channel, contains_errors=contains)
         made.guard.timeout = self.guard.timeout
         made.guard.check_as(self.guard.level)
+        made.devices = self.devices
         return made
 
     @property
@@ -228,7 +257,13 @@ class MpiCommunicator(Verbs):
 
     def free(self) -> None:
         """Free the duplicates, where all ranks are known to do so."""
+        if self._is_free:
+            return
+        self._is_free = True
         if self.guard.closed:
+            # In a forked child nothing of it is ours; after a failure messages may be under way.
+            abort.forget(self.guard)
+            watchdog.forget(self.guard)
             return
         if self.engine is not None:
             self.engine.stop()
@@ -263,7 +298,9 @@ def _memory_fence() -> Fence | None:
 class _Group(MpiCommunicator):
     """A part of a communicator whose ranks have already agreed: the same verbs without a guard of its own."""
 
-    def __init__(self, comm: Any, max_count: int, window: NodeWindow | None = None) -> None:
+    def __init__(
+        self, comm: Any, max_count: int, window: NodeWindow | None = None, failures: Failures | None = None
+    ) -> None:
         self._comm = comm
         self._inside = MPI.COMM_NULL
         self.rank = comm.rank
@@ -271,9 +308,10 @@ class _Group(MpiCommunicator):
         self.local_rank, self.local_size = (self.rank, self.size) if window is not None else (0, 1)
         self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
         self.paths = DEFAULT
-        self.cells, self.blocks, self.window = None, None, window
+        self.cells, self.blocks, self.window, self.failures = None, None, window, failures
         self.pool, self.compiled = Pool(), {}
         self.guard, self.devices = Guard(), ()
         self.across, self.engine, self._links, self.device_paths = None, None, [], DevicePaths()
+        self._is_free = False
         self._control = self._node = None
         self.max_count = max_count

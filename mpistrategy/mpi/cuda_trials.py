@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpistrategy.mpi import own_files
 from mpistrategy.mpi.cuda_aware import NO, UNVERIFIED, YES, Answer
-from mpistrategy.mpi.path_files import kept_file, library_name, replace_whole
+from mpistrategy.mpi.path_files import MOST_BYTES, kept_file, library_name, replace_whole
 
 _FORMAT = 1
 _VERDICTS = {"right": YES, "wrong": NO, "died": NO}
@@ -44,7 +45,7 @@ def save(version: str, found: Outcome) -> Path:
         OSError: when it cannot be written.
     """
     file = file_of(version)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    own_files.make_folders(str(file.parent))
     content = {"format": _FORMAT, "library": version, "outcome": found.outcome, "reason": found.reason}
     replace_whole(file, json.dumps(content) + "\n")
     return file
@@ -52,11 +53,11 @@ def save(version: str, found: Outcome) -> Path:
 
 def load(version: str) -> Outcome | None:
     """Return the outcome for a library; None where nobody has tried, or the file is none of these."""
-    with suppress(OSError, ValueError):
-        content = json.loads(file_of(version).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(own_files.read(str(file_of(version)), MOST_BYTES).decode())
         if isinstance(content, dict) and content.get("format") == _FORMAT and content.get("library") == version:
             outcome, reason = content.get("outcome"), content.get("reason")
-            if outcome in _VERDICTS and isinstance(reason, str):
+            if isinstance(outcome, str) and outcome in _VERDICTS and isinstance(reason, str):
                 return Outcome(outcome, reason)
     return None
 

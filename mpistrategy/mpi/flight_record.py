@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.mpi.call_sites import without_columns
+
 #: How many collectives are remembered.
 LENGTH = 256
 
@@ -72,7 +74,7 @@ def in_words(entry: Entry, *, with_place: bool = True) -> str:
     title = getattr(signature, "name", "") or getattr(what, "name", "")
     place = getattr(signature, "place", "") or getattr(what, "place", "")
     parts += [f"name={title!r}"] if title else []
-    parts += [f"at {without_column(place)}"] if place and with_place else []
+    parts += [f"at {without_columns(place)}"] if place and with_place else []
     return " ".join(parts)
 
 
@@ -104,9 +106,3 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     except (TypeError, ValueError, SyntaxError):  # what NumPy alone does not know: bfloat16, slices with their indices
         itemsize = 2 if dtype == "bfloat16" else 0
     return itemsize * math.prod(shape)
-
-
-def without_column(place: str) -> str:
-    """Return ``train.py:12`` of ``train.py:12:8``."""
-    file, _, rest = place.partition(":")
-    return f"{file}:{rest.partition(':')[0]}" if rest else file

@@ -16,38 +16,33 @@ words, find these equal, and go on; all have seen the hand, in the same call.  W
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from mpistrategy import errors
 from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
+from mpistrategy.mpi import forks
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.call_sites import Site, call_site
-from mpistrategy.mpi.channel import ControlChannel, all_equal_patiently, growing_pauses
+from mpistrategy.mpi.channel import ControlChannel, all_equal_patiently
 from mpistrategy.mpi.check_level import ALWAYS, Sparingly
 from mpistrategy.mpi.digests import Digests
+from mpistrategy.mpi.failures import Failures
 from mpistrategy.mpi.flight_record import WHAT, FlightRecord
 from mpistrategy.mpi.mismatch_report import LEFT, Report, is_late, table
 from mpistrategy.mpi.signature import Signature
+from mpistrategy.mpi.telling import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.timeout import DEFAULT_SECONDS
 
-_SETTLED = "_mpistrategy_settled_with"
-#: Marks an error that another rank has met, and raises as well.
-OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
 _HAND = 1 << 62  # digests are smaller
-#: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
-PATIENCE_SECONDS = 2.0
 
-E = TypeVar("E", bound=BaseException)
 _LEAVING = Signature("exit")
 
 
-class Guard:
+class Guard(TellsErrors):
     """Compares the calls of all ranks of one communicator.
 
     Args:
@@ -55,12 +50,32 @@ class Guard:
         rank: this rank's number.
         size: how many ranks there are.
         is_free: whether a comparison rides with the data, so that leaving it out would save nothing.
+        failures: where ranks tell each other of errors after an agreement; None where they cannot.
+        contains_errors: whether an error that ends this rank's program ends this communicator alone, not the job.
     """
 
     def __init__(
-        self, channel: ControlChannel | None = None, rank: int = 0, size: int = 1, *, is_free: bool = True
+        self,
+        channel: ControlChannel | None = None,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        is_free: bool = True,
+        failures: Failures | None = None,
+        contains_errors: bool = False,
     ) -> None:
         self._channel = channel
+        #: How an error after an agreement becomes known to the peers; None where it cannot.
+        self.failures = failures
+        if failures is not None:
+            failures.on_broken = self.stop
+        self.contains_errors = contains_errors
+        #: Why no more calls are taken after a failure; "" while they are.
+        self.broken = ""
+        #: What the watchdog makes this rank raise where it waits.
+        self.late: MpiStrategyError | None = None
+        #: Whether this rank must be able to leave a comparison that goes through MPI.
+        self._is_patient = contains_errors and failures is None
         self._is_free = is_free
         self._rank = rank
         self.size = size
@@ -74,6 +89,8 @@ class Guard:
         self.timeout = DEFAULT_SECONDS
         #: Set when this rank has come to its end.
         self.leaving = False
+        #: Set when all ranks have agreed to end their programs now, with whatever status: each waits for the others.
+        self.all_leave = False
         #: Where the program made the call, when that was in another thread.
         self.site: Site | None = None
         #: How often calls are compared: see `mpistrategy.mpi.check_level`.
@@ -88,6 +105,9 @@ class Guard:
         #: Ends the job with an error that the peers cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
         self._closed = False
+        self._is_in_child = False
+        if size > 1:
+            forks.close_in_children(self)
         #: Set when messages of calls that differed may be under way; no call is taken any more.
         self.is_spoiled = False
         #: Whether calls must come here: the guard is closed, or this rank's hand is up.
@@ -95,6 +115,8 @@ class Guard:
         self._hand = 0
         #: Set on all ranks, in the same call, after some have raised their hands; `raise_hand` tells more.
         self.hand_was_seen = False
+        #: What the program's `Strategy.close` gives back besides; not called when the program ends without it.
+        self.at_close: list[Callable[[], object]] = []
         #: How often this rank has compared its calls, where that costs a message; the same on all ranks.
         self.comparisons = 0
 
@@ -143,30 +165,42 @@ class Guard:
         """Forget that hands were seen, on all ranks at the same place in the program."""
         self._hand, self.takes_no_short_way, self.hand_was_seen = 0, self._closed, False
 
-    def call(self, where: str, structure: str = "", name: str = "", *, anywhere: bool = False) -> Call:
+    def call(
+        self, where: str, structure: str = "", name: str = "", *, called: Any = None, anywhere: bool = False
+    ) -> Call:
         """Return a context manager for one public call that all ranks make together.
+
+        Entering it raises OptionTypeError, on all ranks, when `called` is neither None nor a string.
 
         Args:
             where: the public name.
             structure: that of the values, in words.
-            name: what it is about: the user's name for it, or a variable's.
+            name: what it is about: a variable's name.
+            called: the name= that the program gave it; compared instead of the place where the program makes it.
             anywhere: ranks may make it at different places in the program.
 
         Raises:
             ContextError: when the strategy has been closed.
+            ForkedProcessError: in a forked child of a rank.
             CollectiveMismatchError: after calls that differed were found late.
         """
-        if not isinstance(name, str):
-            raise errors.OptionTypeError.at(where, found=f"name={name!r}", expected="a string")
+        if self._is_in_child:
+            raise forks.refusal(where)
         if self.is_spoiled:
             raise CollectiveMismatchError.at(
                 where,
                 found="a strategy whose ranks have made different calls, which was found late",
                 expected="the end of the program, or another strategy",
             )
+        if self.broken:
+            raise errors.ContextError.at(
+                where,
+                found=f"a strategy after a failure: {self.broken}",
+                expected="another strategy, made by all its ranks",
+            )
         if self._closed:
             raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
-        return Call(self, where, structure, name, anywhere=anywhere)
+        return Call(self, where, structure, name, called=called, anywhere=anywhere)
 
     def here(self) -> Site:
         """Return where the program makes the call that this rank is in."""
@@ -186,7 +220,7 @@ class Guard:
 
     def compare_digest(self, digest: int, signature: Signature) -> None:
         """Do `compare` with a digest that is known, sparingly, outside every `call`."""
-        if self._channel is not None and not self._agrees(digest, signature, self._channel.all_equal, due=False):
+        if self._channel is not None and not self._agrees(digest, signature, due=False):
             self.settle(signature)
 
     def settle(self, signature: Signature) -> None:
@@ -211,12 +245,11 @@ class Guard:
         if self.current is not None:
             self.record.entries[-1][WHAT].signature = kept
         self.since = time.monotonic()
-        compare = partial(all_equal_patiently, self._channel) if patiently else self._channel.all_equal
-        if not self._agrees(digest, kept, compare, due=not sparingly):
+        if not self._agrees(digest, kept, due=not sparingly, patiently=patiently):
             self._settle(self._report(signature))
         self.since = time.monotonic()
 
-    def _agrees(self, digest: int, signature: Signature, compare: Callable[[int], bool], *, due: bool) -> bool:
+    def _agrees(self, digest: int, signature: Signature, *, due: bool, patiently: bool = False) -> bool:
         """Return whether all ranks bring an equal call, or this one is not compared."""
         sparingly, hand = self._sparingly, self._hand
         if sparingly is not None:
@@ -225,7 +258,13 @@ class Guard:
                 return True
             digest = number
         self.comparisons += 1
-        if not compare(digest | hand):
+        channel = self._channel
+        assert channel is not None
+        if patiently or self._is_patient:
+            equal = all_equal_patiently(channel, digest | hand, self.look)
+        else:
+            equal = channel.all_equal(digest | hand)
+        if not equal:
             return False
         if sparingly is not None:
             sparingly.agreed()
@@ -233,34 +272,10 @@ class Guard:
             self._see_hands()
         return True
 
-    def report_failure(self, where: str, error: BaseException) -> None:
-        """Take part in the peers' comparison with an error instead of a call, so that they raise as well."""
-        if self._channel is None:
-            return
-        # No signature has a negative digest, so this never looks like agreement, unless all ranks fail alike.
-        self.since = time.monotonic()
-        self.comparisons += 1
-        self._channel.start(-1 - self._rank)
-        patience_ends = time.monotonic() + PATIENCE_SECONDS
-        told, pauses = False, growing_pauses()
-        while (answer := self._channel.finished()) is None:
-            if not told and time.monotonic() > patience_ends:
-                told = True
-                if self._sparingly is not None and self.give_up is not None:
-                    # The peers may be on their way through data that this rank never brings.
-                    self.give_up(error)
-                sys.stderr.write(
-                    f"[rank {self._rank}] waits to tell the other ranks: {type(error).__name__}: {error}\n"
-                )
-            time.sleep(next(pauses))
-        if not answer:
-            site = self.here().text
-            reports = self._exchange(Report({"call": where}, site, type(error).__name__, str(error), [], self._unseen))
-            if self._sparingly is not None:
-                self._sparingly.begin_anew()
-                if _went_past(reports) and self.give_up is not None:
-                    # Some peer has sent what this rank never received, and which it would take for the next data.
-                    self.give_up(error)
+    def close_in_child(self) -> None:
+        """Take no calls in this process, a forked child; whoever was in one when it was forked is not here."""
+        self._is_in_child = self.closed = True
+        self.current = None
 
     def start_leaving(self) -> None:
         """Begin to tell the peers that this rank has come to its end."""
@@ -281,9 +296,11 @@ class Guard:
         Raises:
             CollectiveMismatchError: when all have come to their end, and made different calls before.
         """
-        reports = self._exchange(Report({LEFT: why}, "its end", earlier=self._pending(), unseen=self._unseen))
+        reports = self.exchange(Report({LEFT: why}, "its end", earlier=self._pending(), unseen=self.unseen))
         if self._sparingly is not None:
             self._sparingly.begin_anew()
+        if self.hear_of_ends(reports):
+            return
         if all(LEFT in report.call for report in reports):
             raise CollectiveMismatchError(table(reports))  # all have left; what they did before differed
         self.start_leaving()
@@ -292,10 +309,11 @@ class Guard:
         digest = self._digests.of(signature)[0]
         if self._sparingly is not None:
             digest = self._sparingly.number_compared(digest)
-        return Report(signature.describe(), self.here().text, "", "", self._pending(), self._unseen, digest)
+        return Report(signature.describe(), self.here().text, "", "", self._pending(), self.unseen, digest)
 
     @property
-    def _unseen(self) -> int:
+    def unseen(self) -> int:
+        """How many calls were not compared since the last agreement."""
         return 0 if self._sparingly is None else self._sparingly.unseen
 
     def _pending(self) -> list[tuple[int, int, dict[str, str]]]:
@@ -303,8 +321,15 @@ class Guard:
         pending = [] if self._sparingly is None else self._sparingly.pending
         return [(number, digest, signature.describe()) for number, digest, signature in pending]
 
-    def _exchange(self, mine: Report) -> list[Report]:
+    def exchange(self, mine: Report) -> list[Report]:
+        """Return the reports of all ranks.
+
+        Raises:
+            RemoteError: when some rank takes no more calls.
+        """
         assert self._channel is not None
+        if self.is_broken:
+            raise self.settled(self.remote_error())
         import json  # here, for the quick import: only reports need it
 
         texts = self._channel.allgather_text(json.dumps(astuple(mine)))
@@ -316,7 +341,7 @@ class Guard:
 
     def _settle(self, mine: Report) -> None:
         """Find out why the digests differ; raise on every rank unless hands are up and nothing else."""
-        reports = self._exchange(mine)
+        reports = self.exchange(mine)
         if mine.digest is not None and all(report.digest == mine.digest for report in reports):
             if self._sparingly is not None:
                 self._sparingly.agreed()
@@ -324,12 +349,14 @@ class Guard:
             return
         if self._sparingly is not None:
             self._sparingly.begin_anew()
+        if self.hear_of_ends(reports):
+            raise self.settled(self.remote_error())
         for rank, report in enumerate(reports):
             if report.error:
                 kind = getattr(errors, report.error, RemoteError)
                 if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
                     kind = RemoteError
-                if _went_past(reports):
+                if went_past(reports):
                     time.sleep(PATIENCE_SECONDS)  # that rank ends the job
                 text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
                 error = kind(text)
@@ -339,21 +366,3 @@ class Guard:
             # What was sent and not received would be taken for the next data.
             self.closed = self.is_spoiled = True
         raise self.settled(CollectiveMismatchError(table(reports)))
-
-    def settled(self, error: E) -> E:
-        """Mark an error that the peers of this guard know, or that it is too late to tell them."""
-        error.__dict__.setdefault(_SETTLED, set()).add(id(self))
-        return error
-
-    def is_settled(self, error: BaseException) -> bool:
-        """Return whether `settled` marked the error."""
-        return id(self) in error.__dict__.get(_SETTLED, ())
-
-    def unsettled(self, error: BaseException) -> None:
-        """Take the mark of `settled` back."""
-        error.__dict__.get(_SETTLED, set()).discard(id(self))
-
-
-def _went_past(reports: Sequence[Report]) -> bool:
-    """Return whether ranks have made calls that others have not, before they heard of it."""
-    return len({report.unseen for report in reports}) > 1

@@ -2,7 +2,8 @@
 
 Every rank adds the same values in the same order, rank 0's first, so all get the same bits.  No multiplication is
 fused with an addition: the product of a complex number and its conjugate has no imaginary part.  Signed integers are
-added as unsigned ones: they wrap around.  A NaN, wherever it comes from, stays.
+added as unsigned ones: they wrap around.  A NaN, wherever it comes from, stays; of MIN and MAX of floats the bits are
+those of `mpistrategy.extremes`.
 """
 
 from __future__ import annotations
@@ -35,13 +36,34 @@ template <typename T> struct Prod<Complex<T>> {
         return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
     }
 };
-// Comparisons with a NaN are false: one in a stays, and one in b is taken.
 template <typename T> struct Min {
-    static __device__ __forceinline__ T of(T a, T b) { return (b < a || b != b) ? b : a; }
+    static __device__ __forceinline__ T of(T a, T b) { return b < a ? b : a; }
 };
 template <typename T> struct Max {
-    static __device__ __forceinline__ T of(T a, T b) { return (a < b || b != b) ? b : a; }
+    static __device__ __forceinline__ T of(T a, T b) { return a < b ? b : a; }
 };
+// Of floats that are equal, two zeros perhaps, the signs decide; comparisons with a NaN are false.
+template <typename T, typename Bits>
+__device__ __forceinline__ T neither_less(T a, T b, bool is_minimum, Bits nan) {
+    union { T value; Bits bits; } one, other;
+    one.value = a;
+    other.value = b;
+    one.bits = a != b ? nan : is_minimum ? one.bits | other.bits : one.bits & other.bits;
+    return one.value;
+}
+#define FLOATS(T, nan)                                                                \
+    template <> struct Min<T> {                                                       \
+        static __device__ __forceinline__ T of(T a, T b) {                            \
+            return a < b ? a : b < a ? b : neither_less(a, b, true, nan);             \
+        }                                                                             \
+    };                                                                                \
+    template <> struct Max<T> {                                                       \
+        static __device__ __forceinline__ T of(T a, T b) {                            \
+            return b < a ? a : a < b ? b : neither_less(a, b, false, nan);            \
+        }                                                                             \
+    };
+FLOATS(float, 0x7fc00000u)
+FLOATS(double, 0x7ff8000000000000ull)
 
 template <typename T> struct alignas(16) Pack {
     static const int length = 16 / sizeof(T);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mpistrategy.mpi.flight_record import without_column
+from mpistrategy.mpi.call_sites import without_columns
 
 _SHOWN = 160
 #: In the place of a call, of a rank that has come to its end: why.
@@ -44,8 +44,9 @@ _DIFFERENT = (
     "dtypes and shapes.",
 )
 _ALIKE = (
-    "Nothing was sent. The calls are alike but stand at different places in the program, as swapped ones do. Make the",
-    "call at one place, in a function that all ranks use, or give it a name= where it takes one.",
+    "Nothing was sent. The calls are alike but stand at different places in the program, as swapped ones do. A place",
+    "is the line of the call and the lines that it was called from. If branches differ by rank, pass the same name= in",
+    "both: it is compared instead of the place. A call that takes no name= must come from the same lines on all ranks.",
 )
 
 
@@ -109,7 +110,7 @@ def _first_divergence(reports: Sequence[Report]) -> str | None:
     lines = [
         f"the ranks did not make the same call earlier: call #{first} of this strategy differed in: "
         f"{', '.join(different) or 'its number'}",
-        *_rows(calls, different, [without_column(call.get("place", "?")) for call in calls]),
+        *_rows(calls, different, [without_columns(call.get("place", "?")) for call in calls]),
         f"It is found only now ({', '.join(sorted(now))}), since calls that were seen before are compared at every "
         "so many only:",
         "its data, and that of the calls after it, may be mixed, and this strategy takes no further calls. Set",
@@ -125,9 +126,12 @@ def _first_difference(texts: Sequence[str]) -> int:
 
 
 def _cut(text: str, start: int) -> str:
-    """Return a long text from a little before its first difference on."""
+    """Return a long text from a little before its first difference on; of a list, from that entry on."""
     if len(text) <= _SHOWN:
         return text
-    begin = max(0, start - _SHOWN // 4)
+    begin, before = max(0, start - _SHOWN // 4), text.rfind("; ", 0, start)
+    entry = 0 if before < 0 else before + len("; ")
+    if start - entry < 3 * _SHOWN // 4:
+        begin = entry
     end = begin + _SHOWN
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

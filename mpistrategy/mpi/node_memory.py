@@ -20,7 +20,8 @@ class NodeMemory:
     Args:
         memory: `bytes_for` the same ranks and paths.
         paths: how large the parts are.
-        waiting: how to wait for a peer.
+        waiting: how to wait for a peer in the cells, before the ranks have agreed on a call.
+        waiting_for_data: how to wait after that.
         more: for the window; see `NodeWindow`.
     """
 
@@ -29,12 +30,13 @@ class NodeMemory:
         memory: SharedMemory,
         paths: Paths,
         waiting: Waiting,
+        waiting_for_data: Waiting,
         more: Callable[[int], SharedMemory | None] | None = None,
     ) -> None:
         cell_bytes = _cell_bytes(paths)
         chunk_bytes = window.chunk_bytes_for(len(memory.segments), paths.chunk_bytes)
         self.cells = Cells(part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
-        self.window = NodeWindow(part(memory, cell_bytes), chunk_bytes, waiting, more)
+        self.window = NodeWindow(part(memory, cell_bytes), chunk_bytes, waiting_for_data, more)
 
     @staticmethod
     def bytes_for(ranks: int, paths: Paths) -> int:
@@ -70,8 +72,8 @@ def warn_without_memory(reason: str, rank: int, *, later: bool = False) -> None:
             else "the ranks of a node share no memory, and everything goes through MPI"
         )
         warn(
-            f"{what}: {reason}. Results are the same, slower. "
-            "Give the node (or the container: --shm-size, --ipc=host) more room there.",
+            f"{what}: {reason}. Results are the same, slower. Give the job more memory (srun --mem, docker run "
+            "--memory); where /dev/shm is named, give the container more room there (--shm-size, --ipc=host).",
             FallbackWarning,
         )
 

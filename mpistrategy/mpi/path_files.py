@@ -6,8 +6,8 @@ strategy looks for its own.  MPISTRATEGY_PATHS=FILE names another file; MPISTRAT
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import os
 import re
 import tempfile
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi import own_files
 from mpistrategy.mpi.call_sites import warn
 from mpistrategy.mpi.paths import DEFAULT, Paths, Rates, default_for
 
@@ -28,6 +29,10 @@ _FORMAT = 2
 _NAMES = tuple(DEFAULT.thresholds())
 _RATES = tuple(field.name for field in fields(Rates))
 _LARGEST = 2**40
+_FASTEST = 1e30
+_LONGEST = 80
+#: A file has less than a thousandth of that.
+MOST_BYTES = 2**20
 #: Parts of buffers: too small ones would be nothing but overhead, and they are cut at cache lines.
 _LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "across_piece_bytes": 4096, "cell_bytes": 64}
 #: These are memory that every rank sets aside.
@@ -67,15 +72,33 @@ class Machine:
 
     @property
     def file(self) -> Path:
-        """Where its thresholds are kept."""
+        """Where its thresholds are kept; FileNotFoundError where no home folder is known."""
         return kept_file(self.library, f"{self.ranks_on_node}x{self.nodes}")
 
 
 def kept_file(library: str, of_what: str) -> Path:
-    """Return where something that was found out about an MPI library is kept from one job to the next."""
+    """Return where something that was found out about an MPI library is kept from one job to the next.
+
+    Raises:
+        FileNotFoundError: where no home folder is known.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = re.sub(r"[^a-z0-9.]+", "-", library.lower()).strip("-.")
-    return Path(cache).expanduser() / "mpistrategy" / f"{name}-{of_what}.json"
+    return expanded(cache) / "mpistrategy" / f"{name}-{of_what}.json"
+
+
+def expanded(path: str) -> Path:
+    """Return a path with the home folder in place of ``~`` and ``~user``.
+
+    Raises:
+        FileNotFoundError: where none is known: without HOME and an entry for this user, or for a user that is none.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = path.partition("/")[0]
+        of = "this user (set HOME, or XDG_CACHE_HOME)" if user == "~" else f"a user {user[1:]!r}"
+        raise FileNotFoundError(errno.ENOENT, f"No home folder is known of {of}", path) from None
 
 
 def library_name(version: str) -> str:
@@ -86,7 +109,7 @@ def library_name(version: str) -> str:
 
 def check_can_save(file: Path) -> None:
     """Raise OSError when `file` cannot be written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    own_files.make_folders(str(file.parent))
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
         pass
 
@@ -126,38 +149,50 @@ def load(file: Path) -> Paths:
     """Return the thresholds of a file.
 
     Raises:
-        OSError: when it cannot be read.
+        OSError: when it cannot be read, or is not a small file of this user's, or root's, own.
         ValueError: when it is none of these files; the text says what is wrong.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # also for what is no UTF-8
-        raise ValueError(f"it is not JSON ({error})") from error
+        content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
+    except (ValueError, RecursionError) as error:  # also for what is no UTF-8
+        raise ValueError(f"it is not JSON ({_shown(error)})") from error
     values = content.get("paths") if isinstance(content, dict) and content.get("format") == _FORMAT else None
     if not isinstance(values, dict) or set(values) != set(_NAMES):
         raise ValueError(f"it does not have the thresholds {', '.join(_NAMES)} in format {_FORMAT}")
     by_dtype = values.pop("window_bytes_by_dtype")
     if not isinstance(by_dtype, dict) or not all(map(_is_dtype, by_dtype)):
-        raise ValueError(f"window_bytes_by_dtype is {by_dtype!r}, expected names of dtypes and their window_bytes")
+        raise ValueError(
+            f"window_bytes_by_dtype is {_shown(by_dtype)}, expected names of dtypes and their window_bytes"
+        )
     checked = [*values.items(), *((f"window_bytes of {name}", value) for name, value in by_dtype.items())]
     for name, value in checked:
         least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
         if type(value) is not int or not least <= value <= most or value % 64:
-            raise ValueError(f"{name} is {value!r}, expected a multiple of 64 from {least} to {most}")
+            raise ValueError(f"{name} is {_shown(value)}, expected a multiple of 64 from {least} to {most}")
     rates = content.get("rates", {})  # they only tell how long a call will take: the file may be without
     if not isinstance(rates, dict) or not set(rates) <= set(_RATES):
-        raise ValueError(f"its rates are {rates!r}, expected some of {', '.join(_RATES)}")
+        raise ValueError(f"its rates are {_shown(rates)}, expected some of {', '.join(_RATES)}")
     for name, value in rates.items():
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}, expected a positive number")
+        if type(value) not in (int, float) or not 0 < value < _FASTEST:
+            raise ValueError(f"{name} is {_shown(value)}, expected a positive number")
     return Paths(**values, window_bytes_by_dtype=tuple(by_dtype.items()), source=str(file), rates=Rates(**rates))
 
 
 def _is_dtype(name: str) -> bool:
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", name):  # NumPy takes whole structures for the name of a dtype
+        return False
     try:
         return np.dtype(name).name == name
-    except TypeError:
+    except (TypeError, ValueError):
         return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = str(value) if isinstance(value, Exception) else repr(value)
+    except (ValueError, RecursionError) as error:  # an int of very many digits, a nest that is too deep
+        text = str(error)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def agreed(version: str, ranks: Ranks) -> Paths:
@@ -174,12 +209,12 @@ def agreed(version: str, ranks: Ranks) -> Paths:
         return _tried[-1]
     machine = Machine.of(version, ranks.node_of)
     named = os.environ.get(VARIABLE)
-    file = machine.file if named is None else Path(named).expanduser()
     shipped = default_for(machine.library)
     paths, trouble = shipped, ""
-    if named is not None or file.is_file():
+    file = named if named is not None else _own_file(machine)
+    if file:
         try:
-            paths = load(file) if named != "" else shipped
+            paths = load(expanded(file))
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
             trouble = f"the thresholds in {file} cannot be used: {reason}"
@@ -197,6 +232,14 @@ def agreed(version: str, ranks: Ranks) -> Paths:
             FallbackWarning,
         )
     return shipped
+
+
+def _own_file(machine: Machine) -> str:
+    """Return the file of a machine's thresholds; "" where there is none, or no home folder to look in."""
+    try:
+        return str(machine.file) if os.path.isfile(machine.file) else ""
+    except OSError:
+        return ""
 
 
 _tried: list[Paths] = []

@@ -78,7 +78,7 @@ def _place() -> str:
         if innermost is None:
             return "its main thread has ended"
         while frame is not None and frame.f_code.co_filename.startswith((_LIBRARY, "<frozen")):
-            frame = frame.f_back
+            frame = outside(frame.f_back)
     frame = frame or innermost
     code = frame.f_code
     return f"at {code.co_filename}:{frame.f_lineno} in {code.co_name}"

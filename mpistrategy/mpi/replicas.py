@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import COMBINE, Array, wire_dtype
+from mpistrategy.arrays import COMBINE, Array, host_wire_dtype
 from mpistrategy.mpi.across_nodes import across_nodes, is_rounded
 from mpistrategy.mpi.shared_memory import SharedMemory
 from mpistrategy.mpi.staging import share
@@ -86,7 +86,7 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
         replicas.is_shared
         and len(replicas.arrays) > 1
         and hasattr(communicator, "links")
-        and wire_dtype(mine.dtype) == mine.dtype
+        and host_wire_dtype(mine.dtype) == mine.dtype
         and communicator.way(mine.nbytes, mine.dtype, op) == "across"
     )
 
@@ -103,6 +103,8 @@ def reduce_replicas(
         divisor: the result is divided by it; floating dtypes only.
         into_result: write `replicas.result` and leave the arrays as they are; else write every array.
     """
+    if replicas.mine.size == 0:
+        return  # on all ranks; which way is made ready for the first time must not depend on how many are on a node
     # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
     with np.errstate(all="ignore"):
         targets = (_result(replicas),) if into_result else replicas.arrays
@@ -152,7 +154,7 @@ def combine(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor:
     dtype = arrays[0].dtype
     begin, end = part
     step = chunk_elements(len(arrays), dtype.itemsize)
-    if dtype != wire_dtype(dtype) and dtype.kind not in "iu":  # integers wrap around in their own dtype as in a wider
+    if dtype != host_wire_dtype(dtype):
         _combine_rounded(arrays, targets, op, divisor, (begin, end, step))
         return
     add, first = COMBINE[op], targets[0]
@@ -185,7 +187,7 @@ def _combine_rounded(
 ) -> None:
     begin, end, step = part
     combine = COMBINE[op]
-    wide = np.empty((2, min(step, max(0, end - begin))), wire_dtype(arrays[0].dtype))
+    wide = np.empty((2, min(step, max(0, end - begin))), host_wire_dtype(arrays[0].dtype))
     scale = _scale(wide.dtype, divisor)
     for start in range(begin, end, step):
         stop = min(start + step, end)
@@ -229,7 +231,7 @@ def _allreduce(communicator: Communicator, source: Array, target: Array, op: str
         if target is not source:
             target[...] = source
         return
-    wire = wire_dtype(target.dtype)
+    wire = host_wire_dtype(target.dtype)
     step = target.size if wire == target.dtype else _CONVERTED_ELEMENTS
     scale = _scale(wire, divisor)
     for start in range(0, target.size, max(1, step)):

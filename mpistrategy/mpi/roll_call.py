@@ -26,7 +26,9 @@ class Account:
     silent: str = ""
 
 
-def roll_call(accounts: Sequence[Account], unknown: Sequence[int], size: int, records: str) -> str:
+def roll_call(
+    accounts: Sequence[Account], unknown: Sequence[int], size: int, records: str, *, contained: bool = False
+) -> str:
     """Return the roll call as text.
 
     Args:
@@ -34,6 +36,7 @@ def roll_call(accounts: Sequence[Account], unknown: Sequence[int], size: int, re
         unknown: the ranks of which nothing is known.
         size: how many ranks the job has.
         records: where the records and the stacks are, in words.
+        contained: whether the job goes on, and the ranks that wait raise.
     """
     accounts = sorted(accounts, key=lambda account: account.line.rank)
     late = max(accounts, key=lambda account: account.line.waited - account.line.limit)
@@ -62,8 +65,9 @@ def roll_call(accounts: Sequence[Account], unknown: Sequence[int], size: int, re
     else:
         lines.append(f"All {size} ranks wait: in calls that do not fit together, or for a network that has stopped.")
     lines.append(records)
+    end = "The ranks that wait raise RemoteError" if contained else "The job ends with status 124"
     lines.append(
-        "The job ends with status 124. Work that one rank does for long on purpose: `with "
+        f"{end}. Work that one rank does for long on purpose: `with "
         "strategy.expect_long(seconds)`; a longer limit: MPISTRATEGY_TIMEOUT."
     )
     return "\n".join(lines)

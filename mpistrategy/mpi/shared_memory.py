@@ -1,29 +1,39 @@
 """Memory that all ranks of a node see: one segment for each rank, mapped into every process of the node.
 
-It is a nameless file of the node's shared-memory file system: made by the first rank of the node, opened by the
-others, and unlinked before anybody uses it, so that nothing is left behind however the job ends.  Every rank reserves
-its own pages (they lie near its own core), which makes a full file system an error here instead of a killed process
-later.  The mapping lives as long as any array in it, also after the strategy is closed.
+It is a file without a name (a memfd), made by the first rank of the node and opened by the others through its
+descriptor, so that nothing is left behind however the job ends.  Where a descriptor cannot be reached (ranks in
+containers of their own, say), it is a file in the node's shared-memory file system whose name is gone before memory is
+taken.  Every rank reserves its own pages (they lie near its own core), after a look at what may be taken: a file system
+that is full, or a limit of memory, is an error here instead of a killed process later.  The mapping lives as long as
+any array in it, also after the strategy is closed.  In a forked child it is the child's own: what it writes there stays
+with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
+import stat
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpistrategy.arrays import Array
+from mpistrategy.mpi import memory_limits
+from mpistrategy.mpi.memory_limits import Room
 
 #: Every segment starts on such a boundary: a cache line, and enough for any vector instruction.
 ALIGNMENT = 64
-#: Where Linux keeps shared memory.
+#: Where Linux keeps shared memory that has a name.
 FOLDER = "/dev/shm"
+_NAME = "mpistrategy"
+_OUT_OF_REACH = "no file for shared memory that all ranks of a node can open"
 
 Fence = Callable[[], object]
 
@@ -82,34 +92,31 @@ class NodePeers(Protocol):
         """Return the first text that is not empty, of all ranks of the job; "" when all are."""
 
 
+def room() -> Room | None:
+    """Return how much memory the ranks of a node may still share; None where the system says nothing."""
+    return _least(memory_limits.memory(), None if hasattr(os, "memfd_create") else memory_limits.file_system(FOLDER))
+
+
 def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
     """Return `nbytes` for each rank of this node, or why they cannot be had: in words, the same on every rank.
 
-    Collective over all ranks of the job; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the
-    file system stays free for others.
+    Collective over all ranks of the job; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of what
+    may be taken stays free for others.
     """
     size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    leads, path, reason = peers.local_rank == 0, "", ""
-    if leads:
-        try:
-            path = _create(size * peers.local_size, sparing)
-        except OSError as error:
-            reason = _in_words(error, size * peers.local_size)
-    try:
-        reason = peers.any_reason(reason)
+    if peers.local_rank == 0:
+        _remove_left_names()
+    limit = memory_limits.memory()
+    handle, _, reason = _opened_by_all(_memfd, peers)
+    block, reason = _taken(handle, size, peers, limit, sparing) if not reason else (None, reason)
+    reason = peers.any_reason(reason)
+    if reason.startswith(_OUT_OF_REACH):
+        block = None
+        handle, reason = _file_that_had_a_name(peers)
         if reason:
             return reason
-        path = peers.text_of_leader(path)
-        block: mmap.mmap | None = None
-        try:
-            block = _open(path, size, peers)
-        except OSError as error:
-            reason = _in_words(error, size * peers.local_size)
+        block, reason = _taken(handle, size, peers, _least(limit, memory_limits.file_system(FOLDER)), sparing)
         reason = peers.any_reason(reason)
-    finally:
-        if leads and path:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
     if reason or block is None:
         return reason
     everything = np.frombuffer(block, np.uint8)
@@ -117,36 +124,194 @@ def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing:
     return SharedMemory(segments, peers.local_rank, True, fence)
 
 
-def _create(total: int, sparing: bool) -> str:
-    if sparing:
-        state = os.statvfs(FOLDER)
-        if state.f_bavail * state.f_frsize - total < state.f_blocks * state.f_frsize // 2:
-            raise OSError(errno.ENOSPC, "more than half of it would be in use")
-    import tempfile  # here, for the quick import
-
-    handle, path = tempfile.mkstemp(prefix="mpistrategy-", dir=FOLDER)
+def _taken(handle: int, size: int, peers: NodePeers, limit: Room | None, sparing: bool) -> tuple[mmap.mmap | None, str]:
+    """Return the file as memory of `size` bytes for each rank, this rank's own reserved; or None and why not."""
+    total = size * peers.local_size
+    # The ranks of a node may be in control groups of their own, each with a limit for its own pages.
+    wanted = total if peers.local_rank == 0 else size
+    reason, block = _refusal(wanted, limit, sparing), None
     try:
-        os.ftruncate(handle, total)
-    except OSError:
-        os.unlink(path)
-        raise
+        if not reason:
+            os.posix_fallocate(handle, peers.local_rank * size, size)
+            block = _mapped(handle, total)
+    except (OSError, MemoryError) as error:
+        reason = f"{total / 2**20:.1f} MiB of shared memory: {getattr(error, 'strerror', '') or type(error).__name__}"
     finally:
-        os.close(handle)
-    return path
+        if block is None:
+            os.close(handle)
+    return block, reason
 
 
-def _open(path: str, size: int, peers: NodePeers) -> mmap.mmap:
-    handle = os.open(path, os.O_RDWR)
+def _least(*rooms: Room | None) -> Room | None:
+    return min((room for room in rooms if room is not None), key=lambda room: room.free, default=None)
+
+
+def _refusal(wanted: int, limit: Room | None, sparing: bool) -> str:
+    """Return why so many bytes cannot be taken; "" when they can."""
+    if limit is None or wanted <= (limit.free // 2 if sparing else limit.free):
+        return ""
+    return (
+        f"{wanted / 2**20:.1f} MiB of shared memory{' for speed alone' if sparing else ''}, where "
+        f"{limit.free / 2**20:.0f} MiB are free of {limit.of}"
+    )
+
+
+# ------------------------------------------------------------------------------------------- files without names
+
+
+def _file_that_had_a_name(peers: NodePeers) -> tuple[int, str]:
+    """Return a descriptor of an empty file that all ranks of the node have open; or -1 and why not, on all ranks."""
+    handle, path, reason = -1, "", ""
     try:
-        os.posix_fallocate(handle, peers.local_rank * size, size)
-        return mmap.mmap(handle, peers.local_size * size)
+        handle, path, reason = _opened_by_all(_named_file, peers)
+        reason = peers.any_reason(reason)
     finally:
+        if path:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    if reason and handle >= 0:
         os.close(handle)
+    if not reason:
+        peers.text_of_leader("the name is gone")  # before any rank takes memory
+    return handle, reason
 
 
-def _in_words(error: OSError, total: int) -> str:
-    room = ""
-    with contextlib.suppress(OSError):
-        state = os.statvfs(FOLDER)
-        room = f", where {state.f_bavail * state.f_frsize / 2**20:.0f} MiB are free"
-    return f"{total / 2**20:.1f} MiB of shared memory in {FOLDER}{room}: {error.strerror or error}"
+def _opened_by_all(make: Callable[[], tuple[int, str]], peers: NodePeers) -> tuple[int, str, str]:
+    """Return this rank's descriptor of a file of the node, on its first rank also the path, and why there is none.
+
+    Args:
+        make: called on the first rank; returns a descriptor of a new file and a path that leads to it.
+        peers: the ranks.
+    """
+    handle, path, told, reason = -1, "", "", ""
+    if peers.local_rank == 0:
+        try:
+            handle, path = make()
+            told = f"{_identity(handle)} {path}"
+        except (OSError, AttributeError, MemoryError) as error:
+            reason = f"{_OUT_OF_REACH}: {error}"
+    told = peers.text_of_leader(told)
+    if peers.local_rank:
+        try:
+            handle = _opened(told)
+        except OSError as error:
+            reason = f"{_OUT_OF_REACH}: {error}"
+    return handle, path, reason
+
+
+def _identity(handle: int) -> str:
+    state = os.fstat(handle)
+    return f"{state.st_dev}:{state.st_ino}"
+
+
+def _opened(told: str) -> int:
+    identity, _, path = told.partition(" ")
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if _identity(handle) != identity:  # ranks in containers have process numbers of their own
+        os.close(handle)
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return handle
+
+
+def _memfd() -> tuple[int, str]:
+    handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    return handle, f"/proc/{os.getpid()}/fd/{handle}"
+
+
+def _named_file() -> tuple[int, str]:
+    """Return an empty file with a name, which is locked: one that nobody has locked was left by a killed process."""
+    while True:
+        path = os.path.join(FOLDER, f"{_NAME}-{os.urandom(8).hex()}")
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.fstat(handle).st_nlink:
+            return handle, path
+        os.close(handle)  # another process took it for one that was left, just before it was locked
+
+
+_are_removed = False
+
+
+def _remove_left_names() -> None:
+    """Remove the empty files that processes of this user have left, killed before they could remove the name; once."""
+    global _are_removed
+    names: list[str] = []
+    if not _are_removed:
+        _are_removed = True
+        with contextlib.suppress(OSError):
+            names = os.listdir(FOLDER)
+    for name in names:
+        if not name.startswith(f"{_NAME}-"):
+            continue
+        path = os.path.join(FOLDER, name)
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                state = os.fstat(handle)
+                if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_size:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
+            finally:
+                os.close(handle)
+
+
+# ------------------------------------------------------------------------------------------- mappings
+
+
+class _Mapping(NamedTuple):
+    address: int
+    nbytes: int
+    handle: int
+
+
+#: The shared memory of this process, by the identity of what keeps it mapped.
+_mappings: dict[int, _Mapping] = {}
+_libc: Any = None
+
+
+def _mapped(handle: int, nbytes: int) -> mmap.mmap:
+    """Return the file as memory that is unmapped, and the descriptor closed, when nobody refers to it any more."""
+    global _libc
+    if _libc is None:
+        import ctypes  # here, for the quick import
+
+        _libc = ctypes.CDLL(None, use_errno=True)
+        _libc.mmap.restype = ctypes.c_void_p
+        _libc.mmap.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        )
+        os.register_at_fork(after_in_child=_make_private)
+    # Python's object keeps the addresses; the file is mapped there by hand, so that a child can do it anew.
+    block = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = _Mapping(np.frombuffer(block, np.uint8).ctypes.data, nbytes, handle)
+    _map(mapping, mmap.MAP_SHARED)
+    _mappings[id(block)] = mapping
+    weakref.finalize(block, _forget, id(block)).atexit = False
+    return block
+
+
+def _map(mapping: _Mapping, kind: int) -> None:
+    import ctypes
+
+    access, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10
+    if _libc.mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0) != mapping.address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _forget(identity: int) -> None:
+    os.close(_mappings.pop(identity).handle)
+
+
+def _make_private() -> None:
+    """Give a forked child mappings of its own: it reads what the parent has there, and what it writes stays with it."""
+    for mapping in list(_mappings.values()):
+        try:
+            _map(mapping, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000))
+        except OSError as error:
+            os.write(2, f"mpistrategy: a forked child has no memory of its own: {error}; it ends\n".encode())
+            os._exit(71)  # rather than write into its parent's variables

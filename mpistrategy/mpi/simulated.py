@@ -156,7 +156,9 @@ class SimulatedCommunicator:
     def duplicate(self) -> SimulatedCommunicator:
         """Return a communicator of the same ranks that never meets this one's calls.  Collective."""
         meeting = self._meeting.exchange(self.rank, "duplicate", Meeting(self._meeting.turns, self._meeting.members))[0]
-        return SimulatedCommunicator(meeting, self.rank, self._nodes)
+        made = SimulatedCommunicator(meeting, self.rank, self._nodes)
+        made.devices = self.devices
+        return made
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
@@ -256,8 +258,9 @@ def _fill(blocks: Sequence[Array], values: Sequence[Array]) -> None:
 
 def _combined(arrays: Sequence[Array], op: str) -> Array:
     total = arrays[0].copy()
-    for array in arrays[1:]:
-        COMBINE[op](total, array, out=total)
+    with np.errstate(all="ignore"):  # as MPI, which does not warn either
+        for array in arrays[1:]:
+            COMBINE[op](total, array, out=total)
     return total
 
 

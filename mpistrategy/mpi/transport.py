@@ -1,7 +1,7 @@
 """The transport seam: the verbs that every layer above needs, and the one-rank transport that needs no MPI.
 
-All buffers are contiguous NumPy arrays in native byte order and are worked on in place.  Every verb is collective
-over the transport's ranks.
+All buffers are NumPy arrays in native byte order, contiguous and aligned (`mpistrategy.arrays.is_buffer`), and are
+worked on in place.  Every verb is collective over the transport's ranks.
 """
 
 from __future__ import annotations

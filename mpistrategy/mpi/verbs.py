@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays import Array
+from mpistrategy.arrays import Array, is_buffer
 from mpistrategy.mpi import buffers
 from mpistrategy.mpi.across_nodes import allreduce_across
 from mpistrategy.mpi.buffers import divide_by
+from mpistrategy.mpi.failures import Failures
 from mpistrategy.mpi.operations import operation
 from mpistrategy.mpi.paths import Paths, Way
 from mpistrategy.mpi.window import NodeWindow
@@ -36,6 +37,7 @@ class Verbs:
         local_rank, local_size: the same among the ranks of this node.
         node_of: the node of each rank.
         window: the memory that the ranks of this node share; None where they share none.
+        failures: what the ranks have told each other of failures; None where they cannot, on several nodes.
         paths: from how many bytes on which way is taken.
         max_count: how many elements one MPI call may carry.
         across: the state of the two-level exchange, once `mpistrategy.mpi.across_nodes` has made it.
@@ -48,7 +50,8 @@ class Verbs:
     local_rank: int
     local_size: int
     node_of: tuple[int, ...]
-    window: NodeWindow | None
+    window: NodeWindow | None = None
+    failures: Failures | None = None
     paths: Paths
     max_count: int
     across: Any
@@ -80,7 +83,8 @@ class Verbs:
                 brought = source
             elif not _is_the_same(source, buffer):
                 np.copyto(buffer, source)
-        count = min(self.max_count, max(1, self.paths.piece_bytes // buffer.itemsize))
+        self._meet()
+        count = self._count(buffer)
         if 0 < buffer.size <= count:
             self._comm.Allreduce(brought, buffer, operation(op, buffer.dtype))
         else:
@@ -109,19 +113,26 @@ class Verbs:
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
-        for piece in buffers.pieces(buffer, self.max_count):
+        self._meet()
+        for piece in buffers.pieces(buffer, self._count(buffer)):
             if self.rank == root:
                 self._comm.Reduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype), root)
             else:
                 self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
 
+    def _count(self, buffer: Array) -> int:
+        """Return how many elements MPI is given to combine in one call: it may take as much memory besides."""
+        return min(self.max_count, max(1, self.paths.piece_bytes // buffer.itemsize))
+
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
+        self._meet()
         for piece in buffers.pieces(buffers.as_bytes(buffer), self.max_count):
             self._comm.Bcast(piece, root)
 
     def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`; any dtype, sizes may differ."""
+        self._meet()
         if self.rank != root:
             for piece in buffers.pieces(buffers.as_bytes(block), self.max_count):
                 self._comm.Send(piece, root)
@@ -139,6 +150,7 @@ class Verbs:
         counts = [target.nbytes for target in blocks]
         if sum(counts) <= self.max_count:
             together = np.empty(sum(counts), np.uint8)
+            self._meet()
             self._comm.Allgatherv(buffers.as_bytes(block), [together, counts])
             for target, piece in zip(blocks, np.split(together, np.cumsum(counts)[:-1]), strict=True):
                 buffers.as_bytes(target)[...] = piece
@@ -154,11 +166,20 @@ class Verbs:
         """
         # Not MPI's Alltoallv: on a node MPICH's takes 30 times as long for megabytes.
         parts = np.split(sent, np.cumsum(counts)[:-1])
+        self._meet()
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         requests = [request for other in others for request in self.irecv(received[other], other, 0)]
         requests += [request for other in others for request in self.isend(parts[other], other, 0)]
         received[self.rank] = parts[self.rank]
         MPI.Request.Waitall(requests)
+
+    def _meet(self) -> None:
+        """Wait until all ranks are about to call MPI, which cannot be left: whoever fails before is heard of here.
+
+        It does nothing on several nodes.
+        """
+        if self.failures is not None and self.window is not None:
+            self.window.barrier()
 
     def isend(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
         """Begin to send `block`, of any dtype; it must stay as it is until the requests are done."""
@@ -177,7 +198,7 @@ class Verbs:
 
 
 def _goes_to_mpi(source: Array, buffer: Array) -> bool:
-    return buffer.nbytes <= _DIRECT_BYTES and source.flags.c_contiguous and not np.may_share_memory(source, buffer)
+    return buffer.nbytes <= _DIRECT_BYTES and is_buffer(source) and not np.may_share_memory(source, buffer)
 
 
 def _is_the_same(source: Array, buffer: Array) -> bool:

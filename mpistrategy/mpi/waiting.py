@@ -30,16 +30,28 @@ class Waiting:
         ranks: how many ranks share the cores of this node.
         progress: called now and then: lets MPI move other messages that need this rank.
         available: how many cores they have together; None means those of this process.
+        look: called between naps; raises where the peer will not come.
     """
 
-    def __init__(self, ranks: int, progress: Callable[[], Any], available: int | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        progress: Callable[[], Any],
+        available: int | None = None,
+        look: Callable[[], object] = lambda: None,
+    ) -> None:
         crowded = ranks > (len(cores()) if available is None else available)
         self._fewest, self._most = (1, 1) if crowded else (_FEWEST_LOOKS, _MOST_LOOKS)
         self._looks = self._most
         self._progress = progress
+        self._look = look
 
     def until(self, numbers: memoryview, value: int) -> None:
-        """Return when ``numbers[0] >= value``; the writer only ever raises it."""
+        """Return when ``numbers[0] >= value``; the writer only ever raises it.
+
+        Raises:
+            RemoteError: when the writer has failed.
+        """
         for _ in range(self._looks):
             if numbers[0] >= value:
                 self._looks = min(2 * self._looks, self._most)
@@ -51,4 +63,5 @@ class Waiting:
             if time.monotonic() < polite_from:
                 os.sched_yield()
             else:
+                self._look()
                 time.sleep(_NAP_SECONDS)

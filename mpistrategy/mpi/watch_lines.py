@@ -19,7 +19,7 @@ _LONGEST_TEXT = BYTES - _TEXT_FROM
 #: the roll call is out.
 WELL, ALARMED, ANSWERED, CALLED = range(4)
 
-_STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH = range(10)
+_STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH, _STRATEGY, _WHOLE = range(12)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Line:
         limit: the timeout of that collective, in seconds.
         signal: which signal makes the process show its stacks; 0 without one.
         text: where it was.
+        strategy: a number for the strategy in which it waited; 0 for none.
+        is_whole: whether that has all ranks of the job.
     """
 
     rank: int
@@ -47,6 +49,8 @@ class Line:
     limit: float
     signal: int
     text: str
+    strategy: int = 0
+    is_whole: bool = False
 
 
 class Lines:
@@ -72,7 +76,7 @@ class Lines:
         mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = line.rank, line.process, line.signal
         mine[_BEAT], mine[_EXPECTED] = _to_ns(line.beat), _to_ns(line.expected)
         mine[_WAITED], mine[_LIMIT] = _to_ns(line.waited), _to_ns(line.limit)
-        mine[_LENGTH] = len(text)
+        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), line.strategy, line.is_whole
         self._texts[self.local_rank][: len(text)] = text
         mine[_STATE] = max(mine[_STATE], line.state)
         self._order()
@@ -119,6 +123,8 @@ class Lines:
             found[_LIMIT] / 1e9,
             found[_SIGNAL],
             text,
+            found[_STRATEGY],
+            bool(found[_WHOLE]),
         )
 
     def _order(self) -> None:

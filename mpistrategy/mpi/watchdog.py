@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from mpistrategy.mpi import alarm, process_view
+from mpistrategy.mpi import alarm, crossed_waits, process_view
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.watch_lines import WELL, Line
 from mpistrategy.mpi.watched import Watched
@@ -26,6 +26,7 @@ _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
 #: How often `Watchdog.moves_on` tells the peers.
 _MOVES_SECONDS = 0.25
+_JOIN_SECONDS = 1.0
 
 
 class Watchdog:
@@ -49,25 +50,32 @@ class Watchdog:
         self._resumed = 0.0
         self._reminded = self._failed = False
         self._changed = threading.Event()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def add(self, watched: Watched) -> None:
         """Watch over one more communicator."""
-        self._watched[watched.guard] = watched
-        self._changed.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
-            self._thread.start()
+        with self._lock:
+            self._watched[watched.guard] = watched
+            self._changed.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
+                self._thread.start()
 
     def watched(self, guard: Guard) -> Watched | None:
         """Return what is watched of the communicator of `guard`; None where nothing is."""
         return self._watched.get(guard)
 
     def remove(self, guard: Guard) -> None:
-        """Watch over the communicator of `guard` no longer."""
-        watched = self._watched.pop(guard, None)
+        """Watch over the communicator of `guard` no longer; the thread ends after the last one."""
+        with self._lock:
+            watched = self._watched.pop(guard, None)
+            thread = None if self._watched else self._thread
+            self._changed.set()
         if watched is not None:
             watched.directory.remove()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)
 
     @contextlib.contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
@@ -97,7 +105,7 @@ class Watchdog:
 
     def _run(self) -> None:
         last = time.monotonic()
-        while True:
+        while not self._is_over():
             tick = self._tick()
             self._changed.wait(tick)
             self._changed.clear()
@@ -112,6 +120,13 @@ class Watchdog:
                     sys.stderr.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
                 self._failed = True
 
+    def _is_over(self) -> bool:
+        """Return whether nothing is watched any more; another thread is started for what comes after that."""
+        with self._lock:
+            if not self._watched:
+                self._thread = None
+            return not self._watched
+
     def _tick(self) -> float:
         limits = [watched.limit for watched in list(self._watched.values())]
         return min(max(min(limits, default=math.inf) / 10, _SHORTEST_TICK), _LONGEST_TICK)
@@ -125,8 +140,16 @@ class Watchdog:
             watched.look()
             watched.lines.write(line)
             watched.exchange(now)
-        if any(watched.is_alarmed() for watched in everything) or self._is_late(now, everything):
-            alarm.answer(everything, lambda: self._line(time.monotonic(), everything), self.rank, self.size, self._end)
+        crossed = crossed_waits.find(everything, self.rank, now)
+        if crossed is not None:
+            crossed[0].guard.stop_waiting(crossed[1])
+        contained = [watched for watched in everything if watched.guard.contains_errors]
+        for watched in contained:
+            if not watched.guard.late and (watched.is_alarmed() or self._is_late(now, [watched])):
+                alarm.contain(watched, lambda: self._line(time.monotonic(), everything), self.rank, self.size)
+        ending = [watched for watched in everything if not watched.guard.contains_errors]
+        if any(watched.is_alarmed() for watched in ending) or self._is_late(now, ending):
+            alarm.answer(ending, lambda: self._line(time.monotonic(), everything), self.rank, self.size, self._end)
         self._remind(now, everything)
 
     def _is_late(self, now: float, everything: list[Watched]) -> bool:
@@ -142,7 +165,10 @@ class Watchdog:
         longest = max(everything, key=lambda watched: watched.waited(now, self._resumed) / watched.limit)
         text = process_view.now_doing(watched.guard for watched in everything)
         waited = longest.waited(now, self._resumed)
-        return Line(self.rank, self.pid, WELL, now, self._expected, waited, longest.limit, stack_signal, text)
+        where = longest.identity if waited else 0
+        is_whole = bool(waited) and len(longest.ranks) == self.size
+        limit = longest.limit
+        return Line(self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, is_whole)
 
     def _remind(self, now: float, everything: list[Watched]) -> None:
         """Say once that this rank has come to its end and waits: others may be at work, which is nobody's fault."""

@@ -37,6 +37,7 @@ class Watched:
         nodes: how many there are.
         directory: for the other nodes, and for records.
         shown: returns the numbers of the exchanges that the ranks of this node have come to; None where none can.
+        identity: a number that all ranks of this communicator know it by, and no other; 0 where there is none.
 
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
@@ -50,7 +51,9 @@ class Watched:
         nodes: int,
         directory: RunDirectory,
         shown: Callable[[], list[int]] | None = None,
+        identity: int = 0,
     ) -> None:
+        self.identity = identity
         self.guard = guard
         self.lines = lines
         self.ranks: Sequence[int] = ()
@@ -89,7 +92,7 @@ class Watched:
             return True
         if now - max(self.guard.own_gpu_since, not_before) > _OWN_GPU * self.limit:
             return True
-        return self._again and self._host_waited(now, not_before) > self.limit
+        return self._again and self.host_waited(now, not_before) > self.limit
 
     @property
     def has_failed(self) -> bool:
@@ -101,13 +104,21 @@ class Watched:
         """Return for how long this rank has waited in a collective: since `not_before` at most; 0 in none."""
         flight = self.guard.in_flight
         on_gpu = 0.0 if flight is None else flight.waited(now, not_before)
-        return max(on_gpu, self._host_waited(now, not_before))
+        return max(on_gpu, self.host_waited(now, not_before))
 
-    def _host_waited(self, now: float, not_before: float) -> float:
+    def host_waited(self, now: float, not_before: float = -math.inf) -> float:
+        """Do `waited` for this rank without its GPU."""
         entry = inside_of(self.guard)
         if entry is None or self.guard.since == math.inf:
             return 0.0
         return max(0.0, now - max(float(entry[ENTERED]), self.guard.since, not_before))
+
+    def was_met_by(self, rank: int, other: int) -> bool:
+        """Return whether a rank of this node has come to the call that another one is in, as far as can be seen."""
+        if self._shown is None:
+            return False
+        shown = {line.rank: number for line, number in zip(self.lines.read(), self._shown(), strict=True)}
+        return rank in shown and other in shown and shown[rank] >= shown[other]
 
     def last_calls(self) -> dict[int, str]:
         """Return where the ranks of this node are that may not say so themselves; nothing while this one is nowhere.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import COMBINE, Array, quiet_runner
+from mpistrategy.arrays import COMBINE, Array, Combine, quiet_runner
 from mpistrategy.mpi import chunk_choice, counters, staging
 from mpistrategy.mpi.chunk_choice import LARGE_BYTES, LEAST_BYTES, SMALL, ChunkChoice
 from mpistrategy.mpi.counters import Counter
@@ -90,7 +90,7 @@ class NodeWindow:
         # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
         self._quiet(self._allreduce_many, pairs, COMBINE[op], divisor)
 
-    def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], combine: np.ufunc, divisor: int) -> None:
+    def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], combine: Combine, divisor: int) -> None:
         nbytes = sum(source.nbytes for source, _ in pairs)
         choice = self._choice_for(nbytes, pairs[0][0].dtype, combine)
         if choice is None:
@@ -99,7 +99,7 @@ class NodeWindow:
         self._through(self._stagings[choice.begin()], pairs, combine, divisor, choice.first_chunk_is_over)
         choice.end(nbytes)
 
-    def _choice_for(self, nbytes: int, dtype: np.dtype[Any], combine: np.ufunc) -> ChunkChoice | None:
+    def _choice_for(self, nbytes: int, dtype: np.dtype[Any], combine: Combine) -> ChunkChoice | None:
         """Return what chooses the chunks for so many bytes; None where they are small ones."""
         # NumPy's products of complex numbers depend on where a slice ends: theirs is always the same.
         if nbytes < LEAST_BYTES or (dtype.kind == "c" and combine is not np.add):
@@ -116,7 +116,7 @@ class NodeWindow:
         self,
         stage: Staging,
         pairs: Sequence[tuple[Array, Array]],
-        combine: np.ufunc,
+        combine: Combine,
         divisor: int,
         begun: Callable[[], None] | None = None,
     ) -> None:
@@ -142,7 +142,7 @@ class NodeWindow:
         layout: Layout,
         source: Array,
         target: Array,
-        combine: np.ufunc,
+        combine: Combine,
         divisor: int,
         last: tuple[Array, Layout] | None,
     ) -> None:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from mpi4py import MPI
 
-from mpistrategy.mpi import abort, cuda_aware, launch, mapped_mpi, run_directory, timeout, watch_lines, watchdog
+from mpistrategy.mpi import (
+    abort,
+    cuda_aware,
+    earlier_runs,
+    forks,
+    launch,
+    mapped_mpi,
+    run_directory,
+    timeout,
+    watch_lines,
+    watchdog,
+)
+from mpistrategy.mpi.channel import growing_pauses
 from mpistrategy.mpi.control_channel import MpiControlChannel
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.node_peers import NodePeers
@@ -29,6 +43,15 @@ def check(where: str, comm: Any = None) -> None:
     """
     if comm is None or comm != MPI.COMM_SELF:
         launch.check_world(MPI.COMM_WORLD.size, library_name(MPI.Get_library_version()), where)
+
+
+def refuse_child(where: str, comm: Any = None) -> None:
+    """Raise ForkedProcessError in a forked child of a rank, where `comm` has several ranks; None means all."""
+    forks.refuse_child(where, lambda: _ranks_of(comm).size)
+
+
+def _ranks_of(comm: Any) -> MPI.Intracomm:
+    return comm if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL else MPI.COMM_WORLD
 
 
 def rank_in_job() -> int:
@@ -64,7 +87,10 @@ def watch_waiting(
     if not memory.is_shared:
         node_of = range(comm.size)
     directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if comm.rank == 0 else "")
-    _watch(comm, Watched(guard, Lines(memory), node_of[comm.rank], max(node_of) + 1, directory, shown))
+    if MPI.COMM_WORLD.rank == 0:
+        earlier_runs.remove_left_ones()
+    nodes = max(node_of) + 1
+    _watch(comm, Watched(guard, Lines(memory), node_of[comm.rank], nodes, directory, shown, _identity(path)))
 
 
 def _watch(comm: MPI.Intracomm, watched: Watched) -> None:
@@ -103,18 +129,34 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         where: the public name of what makes it.
         comm: the ranks; None for all.
     """
-    ranks = comm if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL else MPI.COMM_WORLD
+    ranks = _ranks_of(comm)
     if ranks.size == 1 or MPI.COMM_WORLD.size == 1:
         yield
         return
     guard = Guard(None, ranks.rank, ranks.size)
     lines = Lines(private_memory(watch_lines.BYTES))
-    _watch(ranks, Watched(guard, lines, 0, 1, RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")))
+    directory = RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")
+    _watch(ranks, Watched(guard, lines, 0, 1, directory, identity=_identity(f"the making of {where}")))
     try:
         with guard.call(where, anywhere=True):
+            _meet(ranks, guard)
             yield
     finally:
         watchdog.forget(guard)
+
+
+def _meet(ranks: MPI.Intracomm, guard: Guard) -> None:
+    """Wait for all ranks in a way that can be left: MPI's own collectives cannot."""
+    request = ranks.Ibarrier()
+    for pause in growing_pauses():
+        if request.Test():
+            return
+        guard.look()
+        time.sleep(pause)
+
+
+def _identity(text: str) -> int:
+    return 1 + zlib.crc32(text.encode()) if text else 0
 
 
 def evidence() -> cuda_aware.Evidence:

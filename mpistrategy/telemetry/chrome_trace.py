@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import IO, Any
 
 from mpistrategy.errors import TraceError
+from mpistrategy.mpi import own_files
 from mpistrategy.mpi.launch import version
 from mpistrategy.telemetry.recordings import Interval
 from mpistrategy.telemetry.timeline import Timeline
@@ -88,20 +91,17 @@ def _args(each: Interval) -> dict[str, Any]:
 def write(timeline: Timeline, path: str) -> int:
     """Write a file, compressed if its name ends in .gz, as a whole; return the number of events.
 
+    Who may read it: as of checkpoints (`mpistrategy.mpi.own_files.file_mode`).
+
     Raises:
         TraceError: when it cannot be written.
     """
     count = 0
-    temporary = f"{path}.{os.getpid()}.new"
-    opened: Any = open
-    if path.endswith(".gz"):
-        import gzip  # here, for the quick start of `mpistrategy run`
-
-        opened = gzip.open
+    temporary = f"{path}.{os.urandom(4).hex()}.new"
     begun = timeline.recordings[0].header["begun"] if timeline.recordings else ""
     about = {"program": timeline.recordings[0].header["program"], "begun": begun, "mpistrategy": version()}
     try:
-        with opened(temporary, "wt", encoding="utf-8") as file:
+        with _opened(own_files.new_file(temporary), path.endswith(".gz")) as file:
             file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n')
             for event in events(timeline):
                 file.write((",\n" if count else "") + json.dumps(event))
@@ -115,3 +115,16 @@ def write(timeline: Timeline, path: str) -> int:
             "mpistrategy trace", found=f"{path}: {error.strerror or error}", expected="a file that can be written"
         ) from error
     return count
+
+
+@contextmanager
+def _opened(descriptor: int, compressed: bool) -> Iterator[IO[str]]:
+    with os.fdopen(descriptor, "wb") as file:
+        if compressed:
+            import gzip  # here, for the quick start of `mpistrategy run`
+
+            with gzip.open(file, "wt", encoding="utf-8") as text:
+                yield text
+        else:
+            with io.TextIOWrapper(file, encoding="utf-8") as text:
+                yield text

@@ -8,6 +8,7 @@ import os
 import sys
 
 from mpistrategy.errors import TraceError
+from mpistrategy.mpi.own_files import printable
 
 _COULD_NOT = 2
 _NAME = "trace.json"
@@ -42,10 +43,10 @@ def run(options: argparse.Namespace) -> int:
             timeline = timeline.between(*part)
         chrome_trace.write(timeline, output)
     except TraceError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{printable(str(error))}\n")
         return _COULD_NOT
     for line in report(timeline):
-        print(line)
+        print(printable(line))  # whoever has made the program up
     print(f"{output}: open it in https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing")
     if options.png:
         why_not = trace_plot.draw(timeline, options.png, part)

@@ -15,10 +15,11 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from mpistrategy.mpi import simulated, watchdog
+from mpistrategy.mpi import own_files, simulated, watchdog
 from mpistrategy.mpi.call import Call
 from mpistrategy.mpi.call_events import described
-from mpistrategy.mpi.flight_record import bytes_of, values_in_words, without_column
+from mpistrategy.mpi.call_sites import without_columns
+from mpistrategy.mpi.flight_record import bytes_of, values_in_words
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.own_place import own_place
 from mpistrategy.mpi.signature import Signature
@@ -46,7 +47,7 @@ class Recorder:
     """Records this process into a file of its own.
 
     Args:
-        directory: where; made if need be.
+        directory: where; made if need be, for the user alone (`mpistrategy.mpi.own_files.make_folder`).
     """
 
     def __init__(self, directory: str) -> None:
@@ -185,11 +186,12 @@ class Recorder:
 
     def _begin_file(self) -> bytes:
         rank, size = own_place()
-        os.makedirs(self.directory, exist_ok=True)
+        own_files.make_folders(self.directory)
+        mode = own_files.file_mode(os.stat(self.directory))
         for attempt in range(1000):
             path = os.path.join(self.directory, trace_format.file_name(rank, attempt))
             try:
-                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+                self._file = os.open(path, own_files.NEW | os.O_APPEND, mode)
             except FileExistsError:
                 continue
             self.path = path
@@ -278,7 +280,7 @@ class _Lines:
             self._next_what += 1
             if signature is not None:
                 where, name, place = signature.call or where, signature.name or name, signature.place or place
-            told: dict[str, Any] = {"kind": "what", "what": known[0], "call": where, "place": without_column(place)}
+            told: dict[str, Any] = {"kind": "what", "what": known[0], "call": where, "place": without_columns(place)}
             if name:
                 told["name"] = name
             if signature is not None:

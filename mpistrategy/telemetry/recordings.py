@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from mpistrategy.errors import TraceError
+from mpistrategy.mpi import own_files
 from mpistrategy.telemetry.trace_format import FORMAT, PREFIX, SUFFIX, VERSION
 
 _WHERE = "mpistrategy trace"
 #: Ranks of one run begin to record within so much time.
 _TOGETHER_NS = 600 * 10**9
+#: Far more than a rank writes into a file, and into a line.
+_MOST_BYTES, _LONGEST_LINE = 2**29, 2**20
+_MOST_RANKS = 2**20
+_KINDS = ("call", "step", "span")
+#: What is used of a header, and of a call in words.
+_HEADER = {
+    **dict.fromkeys(("rank", "size", "pid", "monotonic_ns", "wall_ns"), int),
+    **dict.fromkeys(("host", "clock", "program", "begun"), str),
+}
+_WHAT = {**dict.fromkeys(("call", "place", "name", "verb", "op", "values", "destination"), str), "bytes": int}
 
 
 @dataclass(slots=True)
@@ -87,11 +100,12 @@ def read(path: str) -> Recording | None:
     """Return what is in a file, as far as it goes; None for a file that is no recording.
 
     Raises:
-        TraceError: for a file of a later version, and one that cannot be read.
+        TraceError: for a file of a later version, and one that cannot be read, or is no file; where everybody can
+            write, for somebody else's.
     """
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            header = _object(file.readline())
+        with _opened(path) as file:
+            header = _object(file.readline(_LONGEST_LINE))
             if header is None or header.get("format") != FORMAT:
                 return None
             if header.get("version") != VERSION:
@@ -101,24 +115,55 @@ def read(path: str) -> Recording | None:
                     expected=f"version {VERSION}",
                     fix="Read it with the mpistrategy that wrote it.",
                 )
+            _check_header(header)
             reader = _Reader(Recording(path, header))
-            for line in file:
+            while line := file.readline(_LONGEST_LINE):
                 reader.take(line)
     except OSError as error:
-        raise TraceError.at(_WHERE, found=f"{path}: {error.strerror}", expected="a file that can be read") from error
-    except (KeyError, TypeError, ValueError) as error:
         raise TraceError.at(
-            _WHERE, found=f"{path}, a line that is none of ours ({error!r})", expected="a trace"
+            _WHERE, found=f"{path}: {error.strerror}", expected="a file of yours that can be read"
+        ) from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise TraceError.at(
+            _WHERE, found=f"{path}, a line that is none of ours ({error!r:.200})", expected="a trace"
         ) from error
     return reader.finished()
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[IO[str]]:
+    descriptor = own_files.open_file(path)
+    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
+        state, folder = os.fstat(descriptor), os.stat(os.path.dirname(path) or os.curdir)
+        if not own_files.is_trusted(state, folder):
+            owner = own_files.user_in_words(state.st_uid)
+            raise PermissionError(errno.EACCES, f"it belongs to {owner}, and everybody can write to its folder")
+        if state.st_size > _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES} bytes")
+        yield file
 
 
 def _object(line: str) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    if not all(type(header[name]) is kind for name, kind in _HEADER.items()):
+        raise ValueError("a header of other values")
+    if not 0 <= header["rank"] < _MOST_RANKS or not 0 < header["size"] <= _MOST_RANKS:
+        raise ValueError(f"rank {header['rank']} of {header['size']}"[:200])
+    _number(header["monotonic_ns"]), _number(header["wall_ns"])
+
+
+def _number(number: Any) -> float:
+    """Return a time, or a number of bytes; ValueError for what can be none."""
+    if type(number) not in (int, float) or not -(2**63) < number < 2**63:
+        raise ValueError("a number out of range")
+    return float(number)
 
 
 class _Reader:
@@ -137,34 +182,40 @@ class _Reader:
         if told is None:
             into.damaged += 1
         elif kind == "what":
+            if not all(type(told.get(name, kind())) is kind for name, kind in _WHAT.items()):
+                raise ValueError("a call in other words")
+            _number(told.get("bytes", 0))
             self._whats[told["what"]] = told
         elif kind == "group":
-            self._ids[told["group"]] = told["id"]
-            into.groups[told["id"]] = told["ranks"]
+            self._ids[told["group"]] = str(told["id"])
+            into.groups[str(told["id"])] = [int(rank) for rank in told["ranks"]]
         elif kind == "thread":
-            into.threads[told["thread"]] = (told["name"], told["replica"])
+            replica = None if told["replica"] is None else int(told["replica"])
+            into.threads[int(told["thread"])] = (str(told["name"]), replica)
         elif kind == "inside":
             interval = self._interval({**told, "kind": told["of"], "to": told["from"]})
             interval.is_open = True
             self._inside[told["thread"], told["from"]] = interval
-        elif kind in ("call", "step", "span"):
+        elif kind in _KINDS:
             self._inside.pop((told["thread"], told["from"]), None)
             into.intervals.append(self._interval(told))
         elif kind == "alive":
-            self._alive = float(told["at"])
+            self._alive = _number(told["at"])
         elif kind == "lost":
-            into.lost += told["events"]
+            into.lost += int(told["events"])
         elif kind == "end":
             into.is_whole = True
 
     def _interval(self, told: dict[str, Any]) -> Interval:
+        if told["kind"] not in _KINDS:
+            raise ValueError("something of an unknown kind")
         what = self._whats[told["what"]] if told["kind"] == "call" else {}
         replica = self._into.threads.get(told["thread"], ("", None))[1]
         rank = self._into.rank if replica is None else replica
         name = str(what.get("call", told.get("name", "?")))
-        group = self._ids.get(told.get("group", -1), "")
-        start, end = float(told["from"]), float(told["to"])
-        return Interval(told["kind"], name, rank, told["thread"], start, end, told["number"], group, what)
+        group = self._ids.get(told.get("group", -1), "") if what else ""
+        start, end = _number(told["from"]), _number(told["to"])
+        return Interval(told["kind"], name, rank, int(told["thread"]), start, end, int(told["number"]), group, what)
 
     def finished(self) -> Recording:
         into = self._into

@@ -26,10 +26,13 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every ra
 link=${1:-1}
 echo "job $SLURM_JOB_ID, link $link of $max_links, on $SLURM_JOB_NODELIST: $(command -v python3), $(date -Is)"
 
+# The job before has ended: what it left if it was killed (see below) goes.
+[[ ! ${2-} ]] || rm -f -- ".mpistrategy-$2.unfinished"
+
 # Now, and not at the end: a job that is killed gets no further. $0 is Slurm's copy of this script.
 next=
 if ((link < max_links)); then
-    next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" "$0" "$((link + 1))")
+    next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" "$0" "$((link + 1))" "$SLURM_JOB_ID")
     next=${next%%;*}
     echo "job $SLURM_JOB_ID: job $next goes on after it"
 fi

@@ -7,6 +7,7 @@ trap 'told=yes; echo "job $SLURM_JOB_ID: the time is nearly up, $(date -Is)"
 # was started, as after the loss of a node.
 unfinished=.mpistrategy-$SLURM_JOB_ID.unfinished
 { : >"$unfinished"; } 2>/dev/null || unfinished=
+trap 'rm -f -- "$unfinished"' EXIT # scancel as well; what is left after a SIGKILL, the next start of this job removes
 "${launch[@]}" python3 -m mpistrategy run ${unfinished:+--unfinished "$unfinished"} "${program[@]}" &
 step=$!
 status=0
@@ -22,5 +23,5 @@ if [[ $unfinished ]]; then
         echo "job $SLURM_JOB_ID: status 0 from the launcher, but the program has not ended: that counts as status 75"
         status=75
     fi
-    rm -f "$unfinished"
+    rm -f -- "$unfinished"
 fi

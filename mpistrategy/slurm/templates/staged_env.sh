@@ -22,12 +22,21 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every ra
 {{launch}}
 each_node=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1)
 
-stage=$local/mpistrategy-$SLURM_JOB_ID
+stage=$(mktemp -u "$local/mpistrategy-$SLURM_JOB_ID-XXXXXXXXXX") # one name for all nodes; nobody knows it beforehand
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $archive goes to $stage on each node, $(date -Is)"
 # Whatever happens, the disks are left as they were.
-trap '"${each_node[@]}" rm -rf -- "$stage" || true' EXIT
-"${each_node[@]}" mkdir -p -- "$stage"
-sbcast --force -- "$archive" "$stage/environment.tar.gz" # with set -e a copy that fails ends the job: it may be a part
+trap '"${each_node[@]}" find "$stage" -maxdepth 0 -type d -user "$UID" -exec rm -rf -- {} + || true' EXIT
+# Other users may write to $local, too. The folder is made here: one that is there already ends the job, and so does a
+# $local in which others could replace it.
+# shellcheck disable=SC2016 # for the shells on the nodes
+make='read -r link owner mode <<<"$(stat -c %u -- "$1") $(stat -L -c "%u %a" -- "$1")"
+if [[ " 0 $UID " != *" $link "* || " 0 $UID " != *" $owner "* ]] || ((8#$mode & 8#2 && !(8#$mode & 8#1000))); then
+    echo "$1 on $HOSTNAME: other users can replace what is in it; name another folder in local=" >&2
+    exit 1
+fi
+mkdir -m 700 -- "$2"'
+"${each_node[@]}" bash -ec "$make" make "$local" "$stage"
+sbcast -- "$archive" "$stage/environment.tar.gz" # with set -e a copy that fails ends the job: it may be a part
 # shellcheck disable=SC2016 # for the shells on the nodes
 unpack='tar -C "$1" -xf "$1/environment.tar.gz"
 if [[ -x $1/bin/conda-unpack ]]; then "$1/bin/python3" "$1/bin/conda-unpack"; fi'

@@ -1,0 +1,71 @@
+"""The lock of a folder of checkpoints: one file, which only its user can open, and so lock.
+
+Whoever can open a file can lock it, even to read it.  So it is not shared with the group of a group's folder: what
+another user left there is refused, with a word on what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from mpistrategy.checkpoint_files import Folder, lock
+from mpistrategy.errors import CheckpointExistsError
+from mpistrategy.mpi import own_files
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MODE = 0o600
+#: What the system says where somebody else's file is, a link, a folder or a socket.
+_SOMETHING_ELSE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+
+
+def locked_file(folder: Folder, name: str) -> Folder | None:
+    """Return a locked file in a folder, made where missing, to be closed; None where the file system has no locks.
+
+    Raises:
+        CheckpointExistsError: when another process holds it, and for what is no file of this user's.
+        OSError: when it cannot be made.
+    """
+    path = os.path.join(folder.path, name)
+    try:
+        file = Folder(os.open(name, _FLAGS, _MODE, dir_fd=folder.descriptor), path)
+    except OSError as error:
+        if error.errno not in _SOMETHING_ELSE or not folder.kind_of(name):
+            raise
+        raise _not_ours(path, os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)) from error
+    try:
+        state = file.state
+        if not stat.S_ISREG(state.st_mode) or not folder.owns(file):
+            raise _not_ours(path, state)
+        is_locked = lock(file.descriptor)
+        if is_locked is False:
+            raise _held(path, stat.S_IMODE(state.st_mode))
+        if stat.S_IMODE(state.st_mode) != _MODE:  # an older version's, or a copy
+            os.fchmod(file.descriptor, _MODE)
+    except BaseException:
+        file.close()
+        raise
+    if not is_locked:
+        file.close()
+    return file if is_locked else None
+
+
+def _not_ours(path: str, state: os.stat_result) -> CheckpointExistsError:
+    what = "a lock" if stat.S_ISREG(state.st_mode) else "something that is no file"
+    return CheckpointExistsError.at(
+        "CheckpointManager",
+        found=f"{what}, of {own_files.user_in_words(state.st_uid)}, at {path!r}",
+        expected="a folder that only you save into",
+        fix="Give each user a folder of their own. If nobody else saves here any more, remove it.",
+    )
+
+
+def _held(path: str, mode: int) -> CheckpointExistsError:
+    more = f" Others can open it (mode {mode:o}): if no job of yours saves here, remove it." if mode & 0o066 else ""
+    return CheckpointExistsError.at(
+        "CheckpointManager",
+        found=f"another job, or another manager of this one, that holds {path!r}",
+        expected="one writer for a folder",
+        fix=f"Give each job a folder of its own, or close() the other manager first.{more}",
+    )

@@ -1,0 +1,59 @@
+"""Finds ranks of a node that wait for each other in different strategies: none of them would ever go on.
+
+Every rank's line says in which strategy it waits.  Where this rank waits for a peer in one strategy, and that peer for
+this rank in another, the calls are in another order on the two ranks.  The comparison within a strategy cannot see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mpistrategy.errors import CollectiveMismatchError
+from mpistrategy.mpi.watch_lines import Line
+from mpistrategy.mpi.watched import Watched
+
+#: How long both must have waited, in seconds: two looks of the watchdog, and a peer's way out of a call.
+_LEAST_SECONDS = 1.5
+#: Lines that are older than this say nothing about what a rank does now.
+_OLDEST_SECONDS = 2.5
+
+
+def find(everything: Sequence[Watched], rank: int, now: float) -> tuple[Watched, CollectiveMismatchError] | None:
+    """Return where this rank waits for a peer that waits for it elsewhere, and what to raise there; None if nowhere.
+
+    Args:
+        everything: what this process watches.
+        rank: its number in the job.
+        now: time.monotonic().
+    """
+    mine = next((each for each in everything if each.identity and each.host_waited(now) > _LEAST_SECONDS), None)
+    if mine is None:
+        return None
+    known = {each.identity: each for each in everything}
+    for peer in _lines(everything):
+        if peer.rank == rank or peer.rank not in mine.ranks or not peer.strategy or peer.strategy == mine.identity:
+            continue
+        waits = peer.waited > _LEAST_SECONDS and now - peer.beat < _OLDEST_SECONDS
+        there = known.get(peer.strategy)
+        for_me = peer.is_whole if there is None else not there.was_met_by(rank, peer.rank)
+        if waits and for_me and not mine.was_met_by(peer.rank, rank):
+            return mine, CollectiveMismatchError(_in_words(everything, mine, peer))
+    return None
+
+
+def _lines(everything: Sequence[Watched]) -> Iterator[Line]:
+    for watched in everything:
+        yield from watched.lines.read()
+
+
+def _in_words(everything: Sequence[Watched], mine: Watched, peer: Line) -> str:
+    told = {line.rank: line.text for line in _lines(everything) if line.rank in mine.ranks and line.process}
+    told[peer.rank] = peer.text
+    rows = [f"  rank {rank}: {told[rank]}" for rank in sorted(told)]
+    return "\n".join(
+        [
+            "ranks wait for each other in different strategies, or in the making of one",
+            *rows,
+            "Nothing was sent. Make every rank make and use its strategies in the same order.",
+        ]
+    )

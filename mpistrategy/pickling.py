@@ -1,0 +1,31 @@
+"""What belongs to this process and its ranks is not pickled: it says what to send instead."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NoReturn, Self, SupportsIndex
+
+from mpistrategy.errors import CopyError
+
+
+class NotPickled:
+    """Base of what another process can do nothing with, such as a child that multiprocessing has spawned.
+
+    `copy.deepcopy` takes the same way, unless the class has a way of its own; `copy.copy` returns a shallow copy.
+    """
+
+    #: What to do instead.
+    instead_of_pickling: ClassVar[str] = ""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        kind = type(self).__name__
+        raise CopyError.at(
+            f"copying or pickling {kind}",
+            found="an object that belongs to this process and its ranks",
+            expected=f"another {kind}, made where it is used",
+            fix=self.instead_of_pickling,
+        )
+
+    def __copy__(self) -> Self:
+        result = type(self).__new__(type(self))
+        result.__dict__.update(self.__dict__)
+        return result

@@ -1,0 +1,84 @@
+"""A plugin of pytest: what the library reports before it ends a job goes past pytest's capture, failed tests included.
+
+pytest loads it wherever mpistrategy is installed.  It does nothing unless a launcher started several ranks; then it
+keeps a descriptor of stderr from before the capture, and the first failures, of which pytest tells only at its end.
+`mpistrategy.mpi.reports` finds them here.  It is installed beside the package, since to import that takes longer.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+#: Where launchers say how many ranks they have started, on this node or in all.
+_SIZES = (
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+_MOST_FAILURES, _MOST_LINES = 3, 60
+
+
+class Reports:
+    """What the library is told of this session of pytest.
+
+    Attributes:
+        stderr: a descriptor of what stderr was before the capture.
+    """
+
+    def __init__(self) -> None:
+        self.stderr = os.dup(2)
+        self._pid = os.getpid()
+        self._failures: list[str] = []
+        self._more = 0
+
+    def is_of_this_process(self) -> bool:
+        """Return whether this is not a forked child of the session."""
+        return os.getpid() == self._pid
+
+    def failed_tests(self) -> str:
+        """Return the failures of this rank that pytest has not shown yet; "" without any."""
+        more = [f"and {self._more} more failed on this rank"] * bool(self._more)
+        return "\n".join([*self._failures, *more])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        """Keep a failure."""
+        if not report.failed:
+            return
+        if len(self._failures) == _MOST_FAILURES:
+            self._more += 1
+            return
+        when = getattr(report, "when", "collect")
+        lines = report.longreprtext.splitlines()
+        left_out = [f"... ({len(lines) - _MOST_LINES} lines)"] * (len(lines) > _MOST_LINES)
+        title = f"{report.nodeid} failed on this rank before ({when}):"
+        self._failures.append("\n".join([title, *left_out, *lines[-_MOST_LINES:]]))
+
+    pytest_collectreport = pytest_runtest_logreport
+
+    def pytest_unconfigure(self) -> None:
+        """Forget the failures: pytest has shown them."""
+        self._failures.clear()
+        self._more = 0
+
+
+#: None where there are no ranks, or pytest does not run.
+reports: Reports | None = None
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Begin, under several ranks: this is called before pytest captures anything."""
+    global reports
+    # pytest rewrites the assertions of packages that bring a plugin: where it cannot keep the result, at each import.
+    hook = getattr(pluginmanager, "rewrite_hook", None)
+    getattr(hook, "_must_rewrite", set()).discard("mpistrategy")
+    if reports is None and any(os.environ.get(name, "1") not in ("", "0", "1") for name in _SIZES):
+        reports = Reports()
+    if reports is not None:
+        pluginmanager.register(reports, "mpistrategy reports")

@@ -1,0 +1,53 @@
+"""The whole mutation matrix: every mistake on 2 and 3 ranks, made by the first and by the last, at first and later.
+
+    python scripts/soak_mistakes.py [--every N] [--offset N] [NAME...]
+
+Prints what came of how many, and the story of each that was not as the table says.  Exit status 1 with such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from mistakes.judging import judge
+from mistakes.matrix import load
+
+
+def main() -> int:
+    """Run the jobs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--offset", type=int, default=0)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    table, began = load(), time.monotonic()
+    cases = [
+        (name, ranks, odd, rounds)
+        for name, ranks, rounds in product(options.names or table, (2, 3), (0, 2))
+        for odd in (0, ranks - 1)
+    ][options.offset :: options.every]
+    counts: Counter[str] = Counter()
+    wrong = 0
+    for name, ranks, odd, rounds in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = judge(name, ranks, odd, rounds, Path(folder))
+        expected = table[name][1]
+        counts[expected if verdict.is_as(expected) else f"{verdict.kind}, not {expected}"] += 1
+        if not verdict.is_as(expected):
+            wrong += 1
+            title = f"--- {name}: {verdict.kind} in place of {expected}"
+            print(f"{title}; {ranks} ranks, rank {odd}, {rounds} rounds before\n{verdict.story}", flush=True)
+    figures = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    print(f"mistakes: {len(cases)} jobs in {time.monotonic() - began:.0f} s: {figures}; {wrong} not as they should be")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""Checkpoints and files of arrays that were made up to harm, and what reading them comes to.
+
+The tests read a few hundred of them, scripts/soak_hostile.py many thousands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import random
+import shutil
+import signal
+import struct
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpistrategy as ms
+from mpistrategy.checkpoint_files import checksum_of
+from mpistrategy.checkpoint_fitting import ABSENT
+from mpistrategy.checkpoint_manifest import NAME, shard_name
+from mpistrategy.checkpoint_values import NOT_PLAIN
+
+#: Nothing may take longer: a second, with slack for a busy machine.
+MOST_SECONDS = 5.0
+
+
+class HangError(BaseException):
+    """Reading has not come to an end."""
+
+
+@dataclass
+class Figures:
+    """What came of reading many files."""
+
+    what: str
+    read: int = 0
+    fine: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    foreign: list[str] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+
+    def add(self, title: str, call: Callable[[], object], *, again: bool = False) -> bool:
+        """Make a call, and note how it ends; return whether it came to a good end.
+
+        Args:
+            title: what is read, for the report.
+            call: reads it.
+            again: whether it was read before, and is not counted.
+        """
+        if again:
+            read, fine, errors = self.read, self.fine, self.errors.copy()
+            is_fine = self.add(title, call)
+            self.read, self.fine, self.errors = read, fine, errors
+            return is_fine
+        self.read += 1
+        began, is_fine = time.monotonic(), False
+        try:
+            with _alarm():
+                call()
+            self.fine += 1
+            is_fine = True
+        except ms.errors.MpiStrategyError as error:
+            self.errors[type(error).__name__] += 1
+        except HangError:
+            self.hangs.append(title)
+        except Exception as error:
+            self.foreign.append(f"{title}: {type(error).__name__}: {str(error)[:200]}")
+        self.slowest = max(self.slowest, time.monotonic() - began)
+        return is_fine
+
+    def line(self) -> str:
+        """Return the figures as a line."""
+        kinds = ", ".join(f"{name} {count}" for name, count in self.errors.most_common())
+        return (
+            f"{self.read} {self.what}: {len(self.foreign)} errors that are not ours, {len(self.hangs)} hangs, "
+            f"slowest {self.slowest:.2f} s; {self.fine} could be read ({kinds or 'no errors'})"
+        )
+
+    @property
+    def is_good(self) -> bool:
+        """Whether there is nothing to complain of."""
+        return not self.foreign and not self.hangs
+
+
+@contextlib.contextmanager
+def _alarm() -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise HangError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ------------------------------------------------------------------------------------------------ mutations
+
+#: What JSON may have in the place of anything.
+VALUES: list[Callable[[random.Random], Any]] = [
+    lambda dice: dice.choice([0, 1, -1, 2, 7, 63, 64, 65, 2**31, 2**32, 2**46, 2**53, 2**63, 2**64, 10**30, 10**400]),
+    lambda dice: dice.choice([0.0, -0.5, 1e308, float("inf"), float("nan"), 1.5]),
+    lambda dice: dice.choice(["", "x", "/", "../..", "\0", "\x1b[2J", "\u202e", "|O", "<f8", "a" * 5000, "é\ud800"]),
+    lambda dice: dice.choice([None, True, [], {}, [[]], {"a": 1}, [1, 2, 3], {"float": "nan"}, {"dict": [[[], 1]]}]),
+    lambda dice: [0] * dice.choice([1, 64, 65, 10**5]),
+    lambda dice: json.loads("[" * (depth := dice.choice([5, 90, 200, 900])) + "]" * depth),
+    lambda dice: {str(number): number for number in range(dice.choice([3, 1000]))},
+    lambda dice: dice.choice(["variable", "array", "scalar", "plain", "rng", "streams", "iterator", "object"]),
+    lambda dice: dice.choice(["variables", "optimizer", "accumulator", "dict", "list", "tuple", "one", "own", "SUM"]),
+    lambda dice: dice.choice(["<i8", "<U5", "|S3", "<M8[s]", "bfloat16", "|b1", "<c16", "<f4", "<U1000000000"]),
+]  # fmt: skip
+
+
+def places_in(nest: Any) -> list[tuple[Any, Any]]:
+    """Return where something stands in a nest of JSON: what holds it, and its key there."""
+    found, waiting = [], [nest]
+    while waiting:
+        holder = waiting.pop()
+        keys = holder if isinstance(holder, dict) else range(len(holder))
+        for key in list(keys):
+            found.append((holder, key))
+            if isinstance(holder[key], (dict, list)):
+                waiting.append(holder[key])
+    return found
+
+
+def mutated_json(content: Any, dice: random.Random) -> Any:
+    """Change a nest of JSON in place at one to three places; return it."""
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        places = places_in(content)
+        if not places:
+            break
+        (holder, key), (_, other) = dice.choice(places), dice.choice(places)
+        kind = dice.randrange(6)
+        if kind == 0:
+            del holder[key]
+        elif kind == 1 and isinstance(holder, list):
+            holder.insert(key, dice.choice(VALUES)(dice))
+        elif kind == 1:
+            holder[str(other)] = holder[key]
+        elif kind == 2 and isinstance(holder[key], list) and holder[key]:
+            holder[key] += holder[key]
+        elif kind == 3:
+            there, at = dice.choice(places)
+            with contextlib.suppress(LookupError, TypeError, RecursionError):
+                holder[key] = json.loads(json.dumps(there[at]))
+        else:
+            holder[key] = dice.choice(VALUES)(dice)
+    return content
+
+
+def text_of(content: Any) -> bytes:
+    """Return a nest as JSON, whatever is in it; one that is too deep for that as another deep one."""
+    try:
+        return json.dumps(content).encode(errors="surrogatepass")
+    except RecursionError:
+        return b"[" * 2000 + b"]" * 2000
+
+
+def mutated_bytes(data: bytes, dice: random.Random) -> bytes:
+    """Return bytes that were changed somewhere."""
+    at, stop = sorted(dice.randint(0, len(data)) for _ in range(2))
+    some = dice.randbytes(dice.choice([1, 8, 100]))
+    ways: list[Callable[[], bytes]] = [
+        lambda: data[:at] + bytes([data[at] ^ 1 << dice.randrange(8)] if at < len(data) else b"") + data[at + 1 :],
+        lambda: data[:at],
+        lambda: data[at:],
+        lambda: data[:at] + data[stop:],
+        lambda: data[:at] + some + data[at:],
+        lambda: data[:at] + some + data[at + len(some) :],
+        lambda: data + some,
+        lambda: data[:stop] + data[at:stop] + data[stop:],
+        lambda: data.replace(b"0", b"9", dice.randint(1, 5)),
+        lambda: (
+            data[:at] + dice.choice([b"\0" * 64, b"\xff" * 8, b"[" * 5000, b'{"a":' * 500, b"[[]," * 10**5]) + data[at:]
+        ),
+        lambda: data[:8] + struct.pack("<Q", dice.choice([0, 2**63, 2**26, len(data)])) + data[16:],
+        lambda: struct.pack("<Q", dice.choice([0, 1, 2**63, 2**26, 10**8, len(data), len(data) - 8])) + data[8:],
+    ]
+    return dice.choice(ways)()
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+class Model:
+    """An object that tells its own state, and takes any."""
+
+    def __init__(self) -> None:
+        self.state: Any = {"mask": np.arange(3), "epochs": 2}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Program:
+    """A small program with one of everything that a checkpoint can keep; in cross-replica context."""
+
+    def __init__(self, strategy: ms.Strategy) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.weights = ms.Variable(np.arange(6.0).reshape(2, 3), name="weights")
+            self.total = ms.Variable(np.int64(3), synchronization="ON_READ", aggregation="SUM")
+            self.adam, self.sgd = ms.optimizers.Adam(0.05), ms.optimizers.SGD(0.1, momentum=0.9)
+            self.loss = ms.metrics.Mean()
+            self.adam.build([self.weights])
+            self.accumulator = ms.gradients.GradientAccumulator(steps=3)
+            self.accumulator.add([np.ones(2), np.ones(3, np.float32)])
+            rows = ms.Dataset.from_arrays(np.arange(64.0).reshape(32, 2), global_batch_size=8, epochs=None)
+            batches = iter(strategy.experimental_distribute_dataset(rows))
+            next(batches)
+            self.progress: dict[str, Any] = {
+                "step": 3,
+                "losses": [0.5, 1.5],
+                "kept": np.zeros(2),
+                "best": np.float32(1),
+            }
+            self.checkpoint = ms.Checkpoint(
+                weights=self.weights, counts=[self.total, (1, {"a": None})], adam=self.adam, sgd=self.sgd,
+                loss=self.loss, accumulator=self.accumulator, streams=strategy.rng(1), shuffle=np.random.default_rng(1),
+                old=np.random.RandomState(1), batches=batches, progress=self.progress, model=Model(),
+                words=np.array(["a", "bc"]), nest={"w": self.weights, "x": [np.ones(2), {}]},
+            )  # fmt: skip
+
+    def state(self) -> Any:
+        """Return what must stay as it is when a checkpoint is refused."""
+        return self.weights.numpy().tolist(), int(self.total.local_copy()), repr(self.progress), self.adam.learning_rate
+
+    def check(self) -> None:
+        """Raise TypeError for what no checkpoint may put into the objects."""
+        waiting: list[Any] = [self.checkpoint.objects, self.checkpoint.objects["model"].state]
+        while waiting:
+            one = waiting.pop()
+            if one is ABSENT or one is NOT_PLAIN or type(one) is object:
+                raise TypeError("a sentinel among the user's objects")
+            if isinstance(one, (dict, list, tuple)):
+                waiting += one.values() if isinstance(one, dict) else one
+
+
+def body_of(path: Path) -> Any:
+    """Return what the manifest in a folder says."""
+    body = (path / NAME).read_bytes().partition(b"\n")[2]
+    return json.loads(body[len(b'"body":') : -len(b"}\n")])
+
+
+def write_body(path: Path, content: Any) -> None:
+    """Write a manifest whose checksum is right: what somebody with a purpose would do."""
+    inner = b'"body":' + text_of(content) + b"}\n"
+    head = {"format": "mpistrategy checkpoint", "version": 1, "checksum": checksum_of(inner).hexdigest()}
+    (path / NAME).write_bytes(json.dumps(head, separators=(",", ":")).encode()[:-1] + b",\n" + inner)
+
+
+def sign(path: Path, content: Any) -> None:
+    """Write a manifest that has the sizes and the checksums of the shards as they are."""
+    for number, shard in enumerate(content["shards"]):
+        data = (path / shard_name(number)).read_bytes()
+        shard[:] = [len(data), checksum_of(data).hexdigest()]
+    write_body(path, content)
+
+
+def mutate_checkpoint(path: Path, dice: random.Random) -> str:
+    """Change the checkpoint in a folder; return how."""
+    shards = sorted(path.glob("shard-*"))
+    way = dice.choice(["bytes", "signed bytes", "manifest", "manifest", "header", "kinds"])
+    if way == "bytes":
+        file = dice.choice([*shards, path / NAME])
+        file.write_bytes(mutated_bytes(file.read_bytes(), dice))
+        return f"{way} of {file.name}"
+    content = body_of(path)
+    if way == "signed bytes":
+        file = dice.choice(shards)
+        file.write_bytes(mutated_bytes(file.read_bytes(), dice))
+        sign(path, content)
+    elif way == "header":
+        file = dice.choice(shards)
+        data = file.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = text_of(mutated_json(json.loads(data[8 : 8 + length]), dice))
+        file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+        sign(path, content)
+    elif way == "manifest":
+        write_body(path, mutated_json(content, dice))
+    else:  # items in each other's place
+        items = content["items"]
+        one, other = dice.sample(list(items), 2)
+        how = dice.randrange(4)
+        if how == 0:
+            items[one], items[other] = items[other], items[one]
+        elif how == 1:
+            items[one] = items.pop(other)
+        elif how == 2:
+            items[one][0] = items[other][0]
+        else:
+            items[one][5:] = items[other][5:]
+        write_body(path, content)
+    return way
+
+
+def mutate_file_of_others(path: Path, dice: random.Random) -> Path:
+    """Write a .npz, .npy or .safetensors file that was changed; return it."""
+    arrays = {"a": np.arange(12.0).reshape(3, 4), "b": np.ones(5, np.int8), "c": np.array(["x", "yz"])}
+    ending, text = dice.choice(["npz", "packed", "npy", "safetensors"]), io.BytesIO()
+    if ending == "npy":
+        np.save(text, arrays["a"])
+    elif ending == "safetensors":
+        header = mutated_json({"a": {"dtype": "F64", "shape": [3, 4], "data_offsets": [0, 96]}}, dice)
+        written = text_of(header)
+        text.write(len(written).to_bytes(8, "little") + written + arrays["a"].tobytes())
+    else:
+        (np.savez if ending == "npz" else np.savez_compressed)(text, **arrays)
+    data = mutated_bytes(text.getvalue(), dice) if ending != "safetensors" or dice.random() < 0.5 else text.getvalue()
+    if ending == "packed" and dice.random() < 0.2:
+        text = io.BytesIO()
+        with zipfile.ZipFile(text, "w", dice.choice([zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])) as archive:
+            archive.writestr("a.npy", dice.randbytes(50))
+        data = mutated_bytes(text.getvalue(), dice)
+    file = path.with_suffix(f".{'npz' if ending == 'packed' else ending}")
+    file.write_bytes(data)
+    return file
+
+
+def read_checkpoints(program: Program, saved: Path, count: int, dice: random.Random, *, partial: bool) -> Figures:
+    """Restore `count` mutations of the checkpoint `saved` of a program, and look at their arrays.  Of one rank."""
+    figures = Figures(f"mutated {'manifests with partial=True' if partial else 'checkpoint files'}")
+    path = saved.with_name("mutated")
+    program.checkpoint.restore(saved)
+    kept = program.state()
+    for number in range(count):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(saved, path)
+        if partial:
+            content = body_of(path)
+            write_body(path, mutated_json(content, dice))
+            way = "manifest"
+        elif number % 8 == 7:
+            file = mutate_file_of_others(path, dice)
+            figures.add(f"number {number}, {file.suffix}", lambda f=file: _looked_at(ms.Checkpoint.arrays(f)))
+            continue
+        else:
+            way = mutate_checkpoint(path, dice)
+        if number % 4 == 0:
+            figures.add(f"arrays of number {number}, {way}", lambda: _looked_at(ms.Checkpoint.arrays(path)), again=True)
+        restore = functools.partial(program.checkpoint.restore, path, partial=partial)
+        if figures.add(f"number {number}, {way}", restore):
+            figures.add(f"objects of number {number}, {way}", program.check, again=True)
+            program = Program(program.strategy)
+            program.checkpoint.restore(saved)
+        elif program.state() != kept:
+            figures.foreign.append(f"number {number}, {way}: was refused, and has changed something")
+            program.checkpoint.restore(saved)
+    return figures
+
+
+def _looked_at(arrays: dict[str, Any]) -> None:
+    for array in arrays.values():
+        _ = array.nbytes < 2**20 and array.tobytes()

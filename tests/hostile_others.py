@@ -1,0 +1,190 @@
+"""Other files and settings that were made up to harm: thresholds, run directories, traces, environment variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import launching
+from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
+
+import mpistrategy as ms
+from mpistrategy.doctor import hung_job, run_files
+from mpistrategy.mpi import path_files
+from mpistrategy.mpi.paths import DEFAULT
+from mpistrategy.telemetry import chrome_trace, trace_report
+from mpistrategy.telemetry.timeline import timeline_of
+
+
+class Alone:
+    """What `path_files.agreed` asks of a communicator."""
+
+    rank, node_of = 0, (0,)
+
+    def allgather_text(self, text: str) -> list[str]:
+        return [text]
+
+
+def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
+    """Read `count` mutated files of thresholds."""
+    figures, file = Figures("mutated threshold files"), folder / "paths.json"
+    paths = {**DEFAULT.thresholds(), "window_bytes_by_dtype": {"float32": 64}}
+    content = {"format": 2, "machine": {}, "source": "x", "paths": paths, "rates": {"cell_seconds": 1e-6}}
+    before = os.environ.get(path_files.VARIABLE)
+    os.environ[path_files.VARIABLE] = str(file)
+    try:
+        for number in range(count):
+            told = text_of(mutated_json(json.loads(json.dumps(content)), dice))
+            file.write_bytes(told if number % 3 else mutated_bytes(told, dice))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ms.errors.FallbackWarning)
+                figures.add(f"number {number}", lambda: path_files.agreed("Open MPI v5.0.11", Alone()))
+    finally:
+        os.environ.pop(path_files.VARIABLE) if before is None else os.environ.update({path_files.VARIABLE: before})
+    return figures
+
+
+def run_folder(folder: Path) -> None:
+    """Write a run directory."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    line = {
+        "rank": 0,
+        "process": 5,
+        "state": 0,
+        "beat": -1.0,
+        "expected": 0.0,
+        "waited": 20.0,
+        "limit": 60.0,
+        "signal": 3,
+    }
+    lines = [line | {"rank": rank, "process": 50 + rank, "text": f"in #7 at train.py:{rank}"} for rank in range(3)]
+    told = {"wall": time.time() - 4, "final": False, "lines": lines, "silent": {"1": "its process 51 is stopped"}}
+    (folder / "node-0.json").write_text(json.dumps(told))
+    (folder / "rank-4.txt").write_text("in #7 barrier for 60.1 s; at x.py:3 in step\n\nthread ...\n")
+    (folder / "roll-call.txt").write_text("roll call: rank 1 is late\n")
+
+
+def read_run_folders(folder: Path, count: int, dice: random.Random) -> Figures:
+    """Tell about `count` mutated run directories."""
+    figures, path = Figures("mutated run folders"), folder / "mpistrategy-run-17-0-ab"
+
+    def tell() -> None:
+        found = run_files.read(str(path), time.time())
+        text = "\n".join(hung_job.lines("job 17", found.folder, found.seen, found.roll_call)) if found.seen else ""
+        told = text if hung_job.hangs(found.seen) else found.roll_call
+        if any(not each.isprintable() and each not in "\n\t" for each in told):
+            raise TypeError("text that steers a terminal")
+
+    for number in range(count):
+        shutil.rmtree(path, ignore_errors=True)
+        run_folder(path)
+        file = dice.choice(sorted(path.iterdir()))
+        if file.suffix == ".json" and dice.random() < 0.7:
+            file.write_bytes(text_of(mutated_json(json.loads(file.read_text()), dice)))
+        else:
+            file.write_bytes(mutated_bytes(file.read_bytes(), dice))
+        figures.add(f"number {number}, {file.name}", tell)
+    return figures
+
+
+def read_traces(folder: Path, count: int, dice: random.Random) -> Figures:
+    """Put `count` mutated traces together."""
+    figures, path = Figures("mutated traces"), folder / "traces"
+    header = {
+        "format": "mpistrategy trace", "version": 1, "rank": 0, "size": 2, "host": "node1", "pid": 7,
+        "program": "train.py", "clock": "c", "monotonic_ns": 10**9, "wall_ns": 10**18, "begun": "2026-01-01T00:00",
+    }  # fmt: skip
+    events: list[dict[str, Any]] = [
+        {"kind": "thread", "thread": 0, "name": "MainThread", "replica": None},
+        {"kind": "group", "group": 0, "id": "g", "ranks": [0, 1]},
+        {"kind": "what", "what": 0, "call": "all_reduce", "place": "a:1", "verb": "reduce", "bytes": 8, "op": "SUM"},
+        {"kind": "call", "what": 0, "group": 0, "number": 1, "thread": 0, "from": 10**9 + 5, "to": 10**9 + 9},
+        {"kind": "step", "name": "step", "number": 1, "thread": 0, "from": 10**9 + 1, "to": 10**9 + 99},
+        {"kind": "inside", "of": "step", "name": "step", "number": 2, "thread": 0, "from": 10**9 + 100},
+        {"kind": "alive", "at": 10**9 + 500}, {"kind": "lost", "events": 3}, {"kind": "end"},
+    ]  # fmt: skip
+
+    def put_together() -> None:
+        timeline = timeline_of(str(path))
+        list(trace_report.report(timeline))
+        json.dumps(list(chrome_trace.events(timeline)))
+
+    for number in range(count):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        for rank in range(2):
+            lines = [json.loads(json.dumps(each)) for each in (header | {"rank": rank}, *events)]
+            if rank or dice.random() < 0.5:
+                mutated_json(lines if dice.random() < 0.5 else dice.choice(lines), dice)
+            text = b"\n".join(map(text_of, lines)) + b"\n"
+            (path / f"rank-{rank}.jsonl").write_bytes(text if dice.random() < 0.7 else mutated_bytes(text, dice))
+        figures.add(f"number {number}", put_together)
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------ the environment
+
+VARIABLES = (
+    *(f"MPISTRATEGY_{name}" for name in ("CHECK", "CUDA_AWARE", "FULL_TRACEBACK", "GPU_PATH", "INJECT", "NVTX")),
+    *(f"MPISTRATEGY_{name}" for name in ("PATHS", "PROGRESS", "RUN_DIR", "TIMEOUT", "TRACE", "ALONE")),
+    *("XDG_CACHE_HOME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_LOCALID"),
+)  # fmt: skip
+#: What somebody may set a variable to; {folder} has a pipe, a file, and a file of thresholds that is none.
+SETTINGS = (
+    " ", "-1", "1e400", "nan", "0x10", "\u0663", "x" * 100_000, "\x1b[2J\u202e", "%s%n{}", "os\udcff", "[" * 5000,
+    "~nouser/x", "/", "/dev/zero", "/dev/full", "{folder}/pipe", "{folder}/file", "{folder}/none/at/all",
+    "{folder}/thresholds", "rank=0", "rank=any, at=#" + "9" * 30 + ", do=kill", "../../x", "9" * 5000,
+)  # fmt: skip
+WITH_SETTING = """
+import os, sys
+import numpy as np
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+with strategy.scope():
+    x = ms.Variable(np.ones(3))
+assert strategy.reduce("SUM", np.ones(3)).tolist() == [2, 2, 2]
+for _ in ms.telemetry.progress(range(3)):
+    pass
+with ms.telemetry.trace(os.environ["FOLDER"] + "/trace"):
+    strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(2)))
+strategy.close()
+"""
+_STARTING_SECONDS = 10.0
+
+
+def read_environment(folder: Path, pairs: list[tuple[str, str]]) -> Figures:
+    """Start a job of 2 ranks with each of these settings."""
+    figures = Figures("jobs with one environment variable set to something")
+    (folder / "file").write_text("x")
+    (folder / "thresholds").write_text('{"format": 2, "paths": {"a": 1}}')
+    if not (folder / "pipe").exists():
+        os.mkfifo(folder / "pipe")
+    program = launching.program(WITH_SETTING, folder)
+    for number, (name, value) in enumerate(pairs):
+        (here := folder / f"job{number}").mkdir()
+        given = {name: value.replace("{folder}", str(folder)), "FOLDER": str(here)}
+        title = f"{name}={value[:40]!r}"
+        figures.read += 1
+        try:
+            job = launching.launch(2, [program], timeout=_STARTING_SECONDS + MOST_SECONDS, env=given, cwd=here)
+        except TimeoutError as error:
+            figures.hangs.append(f"{title}: {str(error)[-2000:]}")
+            continue
+        figures.slowest = max(figures.slowest, job.seconds)
+        raised = set(
+            re.findall(r"^(?:\[rank \d/\d\] )*([A-Za-z_][\w.]*(?:Error|Exception)): ", job.stderr, re.MULTILINE)
+        )
+        ours = {each.rpartition(".")[2] for each in raised if each.startswith("mpistrategy.errors.")}
+        figures.errors.update(ours)
+        figures.fine += not job.returncode
+        if raised - {f"mpistrategy.errors.{each}" for each in ours} or (job.returncode and not ours):
+            figures.foreign.append(f"{title}: status {job.returncode}: {job.stderr[-600:]}")
+    return figures

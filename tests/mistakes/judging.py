@@ -1,0 +1,52 @@
+"""Makes a mistake in a job of its own, and says what came of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import launching
+
+from mistakes.matrix import BY_DESIGN, RAISES, RIGHT, WARNS
+
+TESTS = Path(__file__).parent.parent
+#: Long enough that a roll call is never meant, in seconds.
+TIMEOUT = 25
+ROLL_CALL, SILENT, PARTLY, HANG, ENDED = "roll call", "silent", "on some ranks only", "hang", "ended"
+
+
+class Verdict(NamedTuple):
+    """What came of a mistake: one of the words above or of the table's; and the whole story."""
+
+    kind: str
+    story: str
+
+    def is_as(self, expected: str) -> bool:
+        """Return whether it is what the table says."""
+        return self.kind == expected or (expected == BY_DESIGN and self.kind in (RIGHT, SILENT, RAISES))
+
+
+def judge(name: str, ranks: int, odd: int, rounds: int, folder: Path) -> Verdict:
+    """Run the job of one mistake."""
+    environment = {"PYTHONPATH": str(TESTS), "MPISTRATEGY_TIMEOUT": str(TIMEOUT), "MPISTRATEGY_RUN_DIR": str(folder)}
+    arguments = ["-m", "mistakes.matrix", name, str(odd), str(rounds), str(folder)]
+    try:
+        job = launching.launch(ranks, arguments, timeout=3 * TIMEOUT, env=environment, cwd=folder)
+    except TimeoutError as error:
+        return Verdict(HANG, str(error))
+    files = [folder / f"rank-{rank}.json" for rank in range(ranks)]
+    told = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    story = f"{job}\n" + "\n".join(map(repr, told))
+    if "roll call" in job.stderr:
+        return Verdict(ROLL_CALL, story)
+    if None in told:
+        return Verdict(ENDED, story)
+    raised = [bool(each["error"]) for each in told]
+    if all(raised):
+        return Verdict(RAISES, story)
+    if any(raised):
+        return Verdict(PARTLY, story)
+    if "DatasetWarning" in told[0]["warned"]:
+        return Verdict(WARNS, story)
+    return Verdict(RIGHT if all(each["result"] == each["right"] for each in told) else SILENT, story)

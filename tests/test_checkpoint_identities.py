@@ -1,0 +1,224 @@
+"""A name stands for the same thing on all ranks, or nothing is saved or restored: names alone do not tell."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import shared_folder
+from replicas import RANK, SIZE, gather_texts, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+#: The rank that has two names the wrong way round.
+OTHER = SIZE - 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shared_folder(tmp_path)
+
+
+def checkpoint_of(strategy: ms.Strategy, objects: dict[str, Any]) -> ms.Checkpoint:
+    with strategy.scope():
+        return ms.Checkpoint(**objects)
+
+
+def swapped(one: Any, two: Any) -> dict[str, Any]:
+    """Return two things by name, in other places on one rank."""
+    return {"one": one, "two": two} if RANK != OTHER else {"one": two, "two": one}
+
+
+class Model:
+    """An object that tells its own state."""
+
+    def __init__(self, strategy: ms.Strategy) -> None:
+        with strategy.scope():
+            self.weights = ms.Variable(np.zeros(2))
+
+    def state_dict(self) -> Any:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.weights = state["weights"]
+
+
+class Another(Model):
+    pass
+
+
+def variables(strategy: ms.Strategy) -> tuple[Any, Any]:
+    with strategy.scope():
+        return ms.Variable(np.ones(2), name="w"), ms.Variable(np.zeros(2), name="v")
+
+
+def variables_of_one_name(strategy: ms.Strategy) -> tuple[Any, Any]:
+    with strategy.scope():
+        return ms.Variable(np.ones(2), name="w"), ms.Variable(np.ones(2), name="w")
+
+
+def optimizers(strategy: ms.Strategy) -> tuple[Any, Any]:
+    return ms.optimizers.Adam(0.1), ms.optimizers.Adam(0.1)
+
+
+def optimizers_with_slots(strategy: ms.Strategy) -> tuple[Any, Any]:
+    made = optimizers(strategy)
+    with strategy.scope():
+        for optimizer, var in zip(made, variables(strategy), strict=True):
+            optimizer.build([var])
+    return made
+
+
+def optimizers_of_one_model(strategy: ms.Strategy) -> tuple[Any, Any]:
+    made, var = (ms.optimizers.SGD(0.1), ms.optimizers.SGD(0.1)), variables(strategy)[0]
+    with strategy.scope():
+        for optimizer in made:
+            optimizer.build([var])
+    return made
+
+
+def accumulators(strategy: ms.Strategy) -> tuple[Any, Any]:
+    made = ms.gradients.GradientAccumulator(3), ms.gradients.GradientAccumulator(3)
+    for accumulator in made:
+        accumulator.add([np.ones(2)])
+    return made
+
+
+def iterators(strategy: ms.Strategy) -> tuple[Any, Any]:
+    data = strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.arange(8.0), global_batch_size=4))
+    return iter(data), iter(data)
+
+
+def metrics(strategy: ms.Strategy) -> tuple[Any, Any]:
+    with strategy.scope():
+        return ms.metrics.Mean(), ms.metrics.Mean()
+
+
+KINDS: dict[str, tuple[Callable[[ms.Strategy], tuple[Any, Any]], str]] = {
+    "variables": (variables, r"w \(variable \d+\)"),
+    "variables of one name": (variables_of_one_name, r"w \(variable \d+\)"),
+    "optimizers": (optimizers, "Adam 1 of 2"),
+    "optimizers with slots": (optimizers_with_slots, r"Adam of w \(variable \d+\)"),
+    "optimizers of one model": (optimizers_of_one_model, r"SGD of w \(variable \d+\), SGD/iterations \(variable \d+\)"),
+    "accumulators": (accumulators, "GradientAccumulator 1 of 2"),
+    "streams": (lambda strategy: (strategy.rng(1), strategy.rng(2)), "streams 1 of 2 of seed 1"),
+    "streams of one seed": (lambda strategy: (strategy.rng(1), strategy.rng(1)), "streams 1 of 2 of seed 1"),
+    "iterators": (iterators, "DistributedIterator 1 of 2"),
+    "metrics": (metrics, r"mean/total \(variable \d+\)"),
+    "objects": (lambda strategy: (Model(strategy), Model(strategy)), r"Variable_\d+ \(variable \d+\)"),
+    "objects of two classes": (lambda strategy: (Model(strategy), Another(strategy)), "a Model"),
+    "in nests": (lambda s: ({"x": [v := variables(s)[0]]}, {"x": [(v, variables(s)[1])[1]]}), r"w \(variable \d+\)"),
+    "generators": (lambda strategy: (np.random.default_rng(1), np.random.default_rng(2)), "'two' on rank 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_under_anothers_name_is_not_saved(strategy: ms.MirroredStrategy, folder: Path, kind: str) -> None:
+    make, words = KINDS[kind]
+    checkpoint = checkpoint_of(strategy, swapped(*make(strategy)))
+    manager = ms.CheckpointManager(checkpoint, folder / "run")
+    for save, what in ((checkpoint.save, folder / "c"), (manager.save, 1)):
+        for outcome in outcomes(save, what):
+            assert outcome.error is errors.CollectiveMismatchError, outcome.text
+            assert f"rank {OTHER}" in outcome.text
+            assert "one is " in outcome.text or "'one'" in outcome.text or "one/" in outcome.text
+            assert re.search(words, outcome.text), outcome.text
+    strategy.barrier("looked")
+    assert os.listdir(folder) == [] or RANK
+    assert still_works(strategy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_under_anothers_name_is_not_restored(
+    strategy: ms.MirroredStrategy, folder: Path, kind: str
+) -> None:
+    make, _ = KINDS[kind]
+    one, two = make(strategy)
+    right = checkpoint_of(strategy, {"one": one, "two": two})
+    with ms.CheckpointManager(right, folder / "run") as manager:
+        manager.save(1)
+        assert manager.restore() == 1
+    wrong = checkpoint_of(strategy, swapped(one, two))
+    for restore in (lambda: wrong.restore(manager.path_of(1)), ms.CheckpointManager(wrong, folder / "run").restore):
+        assert {outcome.error for outcome in outcomes(restore)} == {errors.CollectiveMismatchError}
+    assert still_works(strategy)
+
+
+def test_one_variable_under_two_names(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    w, v = variables(strategy)
+    checkpoint = checkpoint_of(strategy, {"one": w, "two": w if RANK == OTHER else v})
+    (first, *_) = outcomes(checkpoint.save, folder / "c")
+    assert first.error is errors.CollectiveMismatchError
+    rows = {line.strip().partition(":")[0]: line for line in first.text.splitlines()}
+    assert f"two is {v.key}: variable" in rows["rank 0"]
+    assert f"two is {w.key}: variable" in rows[f"rank {OTHER}"]
+
+
+def test_what_a_rank_has_beside_the_others_is_its_own(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    """More objects on one rank, made before and between, say nothing about those that are saved."""
+    extra: list[Any] = []
+
+    def beside() -> None:
+        if RANK == OTHER:
+            extra.extend([ms.Variable(1.0), ms.optimizers.Adam(), ms.gradients.GradientAccumulator(2), strategy.rng(7)])
+
+    beside()
+    w, v = variables(strategy)
+    beside()
+    one = ms.optimizers.Adam(0.1)
+    beside()
+    two, sums, streams, own = (
+        ms.optimizers.Adam(0.1),
+        ms.gradients.GradientAccumulator(2),
+        strategy.rng(1),
+        ms.Variable(2.0),
+    )
+    objects = {"w": w, "v": v, "one": one, "two": two, "sums": sums, "streams": streams, "own": own}
+    checkpoint = checkpoint_of(strategy, objects)
+    checkpoint.save(folder / "c")
+    checkpoint.restore(folder / "c")
+
+
+def test_values_of_a_ranks_own_may_be_anybodys(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    """Arrays that look swapped are what neighbours have sent each other; generators are drawn from at will."""
+    here, there = np.full(2, RANK), np.full(2, RANK ^ 1)
+    draws, other = np.random.default_rng(RANK), np.random.default_rng(100 + RANK)
+    plain = {"first": bool(RANK), "second": not RANK}
+    checkpoint = checkpoint_of(strategy, {"here": here, "there": there, "draws": draws, "other": other, "plain": plain})
+    checkpoint.save(folder / "c")
+    here[:], there[:] = -1, -1
+    checkpoint.restore(folder / "c")
+    assert (here.tolist(), there.tolist()) == ([RANK] * 2, [RANK ^ 1] * 2)
+
+
+def test_replicas_in_one_process_have_numbers_of_their_own(folder: Path) -> None:
+    def program(is_swapped: bool) -> str:
+        strategy = ms.MirroredStrategy()
+        one, two = ms.gradients.GradientAccumulator(2), ms.gradients.GradientAccumulator(2)
+        if is_swapped and strategy.replica_id_in_sync_group == 1:
+            one, two = two, one
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(one=one, two=two)
+        try:
+            checkpoint.save(folder / f"replicas {RANK}", overwrite=True)
+        except errors.CollectiveMismatchError:
+            return "refused"
+        return "saved"
+
+    assert run_replicas(lambda: program(False), 2) == ["saved"] * 2
+    assert run_replicas(lambda: program(True), 2) == ["refused"] * 2
+
+
+@pytest.fixture(autouse=True)
+def _same_everywhere(strategy: ms.MirroredStrategy) -> Iterator[None]:
+    yield
+    assert same_everywhere(len(gather_texts("")))

@@ -1,0 +1,300 @@
+"""An error on one rank in the middle of a call, caught or not, reaches the others of its node, and nobody waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from mutations import KINDS, Stage, call
+from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, in_step, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy.errors import ContextError, RemoteError
+from mpistrategy.mpi import buffers, failures
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+LARGE = np.ones(300_000)
+VERBS = (
+    "allreduce", "allreduce_many", "reduce", "bcast", "gatherv", "allgatherv", "alltoallv", "allgather_text", "shared",
+    "node_barrier", "node",
+)  # fmt: skip
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "PATIENCE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def strategy() -> Iterator[ms.Strategy]:
+    """One for each test: it takes no more calls afterwards."""
+    made = ms.MirroredStrategy()
+    yield made
+    made.close()
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError("there is none")
+
+
+class Armed:
+    """Makes the verbs of a communicator fail once the ranks have agreed on a call."""
+
+    def __init__(self, communicator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_armed = False
+        self.fired = ""
+        guard = communicator.guard
+        for name in ("compare", "compare_digest"):
+            monkeypatch.setattr(guard, name, self._then_armed(getattr(guard, name)), raising=False)
+        for name in VERBS:
+            monkeypatch.setattr(communicator, name, self._failing(name, getattr(communicator, name)), raising=False)
+
+    def _then_armed(self, compare: Callable[..., None]) -> Callable[..., None]:
+        def compared(*arguments: Any, **more: Any) -> None:
+            compare(*arguments, **more)
+            self.is_armed = True
+
+        return compared
+
+    def _failing(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*arguments: Any, **more: Any) -> Any:
+            if self.is_armed and not self.fired:
+                self.fired = name
+                no_memory()
+            return verb(*arguments, **more)
+
+        return failing
+
+
+@several
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("odd", sorted({0, SIZE - 1}))
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_after_the_agreement_reaches_the_others(monkeypatch: pytest.MonkeyPatch, kind: str, odd: int) -> None:
+    shapes = [layout for layout in KINDS[kind].layouts if layout in (("float64", (3,)), ("float64", (100_000,)))]
+    for dtype, shape in shapes or [("", ())]:
+        stage = Stage(ms.MirroredStrategy())
+        one = call(kind, dtype=dtype, shape=shape) if shapes else call(kind)
+        assert not stage.run([one, one]).error
+        with monkeypatch.context() as patched:
+            armed = Armed(stage.strategy.extended.communicator, patched) if odd == RANK else None
+            began = time.monotonic()
+            ends = outcomes(lambda: no_error(stage.run([one])))  # noqa: B023
+            took = time.monotonic() - began
+        fired = gather_texts(armed.fired if armed is not None else "")[odd].strip()
+        if not fired:  # data and agreement are one
+            assert {end.error for end in ends} == {None}
+            stage.close()
+            continue
+        for rank, end in enumerate(ends):
+            assert "there is none" in end.text, (fired, end)
+            if rank != odd and end.error is not None:
+                assert end.error is RemoteError, (fired, end)
+                assert f"rank {odd} failed in " in end.text
+                assert ": MemoryError: there is none" in end.text
+        assert took < 5
+        after = outcomes(lambda: stage.strategy.reduce("SUM", 1.0))  # noqa: B023
+        assert {end.error for end in after} <= {RemoteError, ContextError}
+        stage.close()
+
+
+def no_error(ending: Any) -> None:
+    """Raise what has ended a program, which remembers errors of ours only."""
+    if ending.error:
+        raise getattr(ms.errors, ending.error)(ending.text)
+
+
+@several
+def test_the_others_hear_of_it_within_five_seconds(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And say which rank, and what has happened there; whoever is left makes another strategy."""
+    for _ in range(3):
+        in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE))
+    if RANK == SIZE - 1:
+        blocks: Any = strategy.extended.communicator.blocks
+        monkeypatch.setattr(blocks, "taken", no_memory)
+    began = time.monotonic()
+    ends = outcomes(lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE)))
+    assert time.monotonic() - began < 5
+    assert [end.error for end in ends] == [RemoteError] * (SIZE - 1) + [Exception]
+    assert all(f"rank {SIZE - 1} failed" in end.text for end in ends[:-1])
+    with ms.MirroredStrategy() as another:
+        assert still_works(another)
+
+
+@several
+@pytest.mark.usefixtures("quickly")
+def test_an_error_that_nobody_waits_for_harms_nobody(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's algorithm that raises on all ranks, or on one after all have their results."""
+
+    class Raising(ms.MpiAllReduce):
+        def reduce_implementation(self, *arguments: Any) -> Any:
+            result = super().reduce_implementation(*arguments)
+            if self.raises:
+                raise ValueError("the user's own")
+            return result
+
+        raises = True
+
+    algorithm = strategy.extended.cross_device_ops = Raising()
+    for raising in (set(RANKS), {0}, {SIZE - 1}):
+        algorithm.raises = RANK in raising
+        ends = outcomes(lambda: strategy.extended.reduce_to("SUM", LARGE, LARGE))
+        assert [end.error for end in ends] == [Exception if rank in raising else None for rank in RANKS]
+    algorithm.raises = False
+    assert still_works(strategy)
+
+
+@several
+@pytest.mark.parametrize("what", ["arrays", "one array", "an arena"])
+def test_an_error_before_the_agreement_leaves_the_strategy_as_it_is(
+    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    arena = strategy.arena([LARGE])
+    value: Any = {"arrays": [LARGE, LARGE[:1000]], "one array": LARGE, "an arena": arena}[what]
+
+    def step() -> Any:
+        return in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
+
+    for _ in range(3):
+        step()
+    with monkeypatch.context() as patched:
+        if RANK == 0:
+            blocks: Any = strategy.extended.communicator.blocks
+            patched.setattr(blocks, "take", no_memory)
+            patched.setattr(arena, "is_intact", no_memory)
+        ends = outcomes(step)
+    assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
+    assert all("MemoryError: there is none" in end.text for end in ends)
+    step()
+    assert still_works(strategy)
+
+
+@several
+@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "nodes"])
+def test_memory_is_taken_before_the_agreement(monkeypatch: pytest.MonkeyPatch, nodes: bool) -> None:
+    """Short memory on one rank raises on all, and the strategy works on."""
+    made: ms.Strategy = OnNodes(list(RANKS), ms.MpiAllReduce()) if nodes else ms.MirroredStrategy()
+    with made as strategy:
+        # Each of a size of its own: none finds a block of those before.
+        values: list[Any] = [np.ones(50_000), [np.ones(100_000), np.ones(100)], np.ones(800_000, np.float16)]
+        calls: list[Callable[[], Any]] = [
+            *(partial(in_step, strategy, partial(all_reduce, value=value)) for value in values),
+            lambda: strategy.reduce("SUM", np.ones(700_000)),
+        ]
+        for make in calls:
+            with monkeypatch.context() as patched:
+                if RANK == 0:
+                    patched.setattr(buffers, "np", NoMemory())
+                ends = outcomes(make)
+            assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
+            assert all("MemoryError: there is none" in end.text for end in ends)
+            make()
+        assert still_works(strategy)
+
+
+class NoMemory:
+    """NumPy, but for new arrays."""
+
+    empty = staticmethod(no_memory)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+def all_reduce(ctx: Any, value: Any) -> Any:
+    return ctx.all_reduce("SUM", value)
+
+
+@several
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("what", ["a number", "an array", "a large array", "an arena", "Strategy.reduce", "assign"])
+def test_an_interrupt_on_one_rank_ends_what_the_others_wait_for(
+    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Nobody knows how far it had come: no rank adds what is half done."""
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(3), aggregation="SUM")
+    arena = strategy.arena([LARGE])
+    calls: dict[str, Callable[[], Any]] = {
+        "a number": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", 1.0)),
+        "an array": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", np.ones(3))),
+        "a large array": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE)),
+        "an arena": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", arena)),
+        "Strategy.reduce": lambda: strategy.reduce("SUM", 1.0),
+        "assign": lambda: in_step(strategy, lambda _: variable.assign(np.ones(3))),
+    }
+    make = calls[what]
+    for _ in range(3):
+        make()
+    communicator: Any = strategy.extended.communicator
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt("Ctrl-C")
+
+    with monkeypatch.context() as patched:
+        if RANK == 0:  # in the middle of its wait
+            patched.setattr(communicator.cells.waiting, "until", interrupted)
+            patched.setattr(type(communicator.cells), "all_equal", interrupted)
+        try:
+            while True:  # until the peers are late once
+                make()
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        except RemoteError as error:
+            ended = f"told: {error}"
+    told = gather_texts(ended)
+    assert told[0] == "interrupted"
+    for text in told[1:]:
+        assert text.startswith("told: rank 0 failed"), told
+        assert "KeyboardInterrupt: Ctrl-C" in text
+    after = outcomes(make)
+    assert {end.error for end in after} <= {RemoteError, ContextError}
+
+
+ONE_RANK_LEAVES = """
+import sys, numpy as np, mpistrategy as ms
+strategy = ms.MirroredStrategy()
+rank = strategy.replica_id_in_sync_group
+large = np.ones(300_000)
+
+def no_memory(*_):
+    raise MemoryError("there is none")
+
+def step():
+    return ms.get_replica_context().all_reduce("SUM", large)
+
+for _ in range(3):
+    strategy.run(step)
+if rank == 1:
+    strategy.extended.communicator.blocks.taken = no_memory
+try:
+    strategy.run(step)
+except (MemoryError, ms.errors.RemoteError) as error:
+    print(f"rank {rank}: {type(error).__name__}", flush=True)
+    {after}
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("after", "status"),
+    [("pass", 0), ("strategy.close()", 0), ("sys.exit(rank)", None), ("raise", 1)],
+    ids=["caught", "closed", "another status", "uncaught"],
+)
+def test_a_job_whose_strategy_has_failed_ends(
+    launch: Callable[..., launching.Finished], after: str, status: int | None
+) -> None:
+    job = launch(3, ONE_RANK_LEAVES.replace("{after}", after), timeout=40)
+    assert job.returncode == status if status is not None else job.returncode
+    assert "rank 1: MemoryError" in job.stdout
+    if after in ("pass", "strategy.close()"):
+        assert "rank 0: RemoteError" in job.stdout
+        assert "rank 2: RemoteError" in job.stdout
+        assert job.stderr == ""

@@ -1,0 +1,325 @@
+"""The first global batches are compared on all ranks: what differs is found, and what it costs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cupy_here
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from replicas import DTYPES, RANK, SIZE, gather_texts, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.first_batches import MOST_BYTES
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+LAST = SIZE - 1
+ODD = RANK == LAST  # the rank that has something else than the others
+
+
+def taken(strategy: ms.Strategy, dataset: Any, **options: Any) -> tuple[list[Any], list[str]]:
+    """Return this rank's parts, and what it was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts = list(strategy.experimental_distribute_dataset(dataset, **options))
+    assert {warning.category for warning in caught} <= {errors.DatasetWarning}
+    return parts, [str(warning.message) for warning in caught]
+
+
+def check_warned(strategy: ms.Strategy, dataset: Any, differ: bool = True) -> None:
+    parts, told = taken(strategy, dataset)
+    assert len(parts) == len(dataset)
+    assert len(told) == (differ and RANK == 0)
+    for text in told:
+        assert "distribute_datasets_from_function" in text
+        assert f"rank {LAST} differs from {f'ranks 0-{LAST - 1}' if SIZE > 2 else 'rank 0'}" in text
+
+
+# ------------------------------------------------------------------------------------------- other rows
+
+
+@several
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_other_rows_warn_on_rank_0_and_name_the_ranks(strategy: ms.MirroredStrategy, rows: int) -> None:
+    batches = [np.arange(rows) + 100 * number for number in range(3)]
+    check_warned(strategy, batches, differ=False)
+    check_warned(strategy, [batch + ODD for batch in batches])
+    assert still_works(strategy)
+
+
+@several
+def test_rows_of_each_ranks_own(strategy: ms.MirroredStrategy) -> None:
+    _, told = taken(strategy, [np.arange(4) + 10 * RANK])
+    words = "rank 1 differs from rank 0" if SIZE == 2 else f"no two of ranks 0-{LAST} have the same"
+    if RANK == 0:
+        assert words in told[0]
+
+
+@several
+def test_other_rows_raise_on_every_rank_where_that_is_asked_for(strategy: ms.MirroredStrategy) -> None:
+    for outcome in outcomes(lambda: taken(strategy, [np.arange(4.0) + ODD], check_batches="raise")):
+        assert outcome.error is errors.CollectiveMismatchError, outcome.text
+        assert f"rank {LAST}" in outcome.text
+        assert "distribute_datasets_from_function" in outcome.text
+    assert taken(strategy, [np.arange(4.0)], check_batches="raise")[1] == []
+    assert still_works(strategy)
+
+
+@several
+def test_nothing_is_compared_when_it_is_off(strategy: ms.MirroredStrategy) -> None:
+    distributed = strategy.experimental_distribute_dataset([np.zeros((RANK + 1, 2))], check_batches="off")
+    if RANK == 0:  # one rank alone may iterate
+        assert len(list(distributed)) == 1
+    assert still_works(strategy)
+
+
+@given(
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.integers(1, 5),
+    st.integers(0, 2**20),
+    st.booleans(),
+)
+def test_the_same_bits_are_the_same_rows(
+    strategy: ms.MirroredStrategy, dtype: Any, inner: list[int], rows: int, seed: int, differ: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    batch = random.integers(0, 100, (rows, *inner)).astype(dtype)
+    if differ and batch.size:
+        batch.reshape(-1)[random.integers(batch.size)] += int(ODD)
+    layouts = [batch, np.asfortranarray(batch), np.repeat(batch, 2, axis=0)[::2]]
+    _, told = taken(strategy, [{"x": layouts[RANK % 3], "y": [np.arange(rows)]}])  # the same values in other memory
+    assert len(told) == (differ and batch.size > 0 and RANK == 0 and SIZE > 1)
+
+
+@several
+def test_arrays_of_gpus_are_compared(strategy: ms.MirroredStrategy) -> None:
+    with cupy_here.installed():
+        for differ in (False, True):
+            _, told = taken(strategy, [cupy_here.asarray(np.arange(4.0) + (differ and ODD))])
+            assert len(told) == (differ and RANK == 0)
+
+
+@several
+@pytest.mark.parametrize("make", [np.array, lambda a: a.astype("U4"), lambda a: a.astype("M8[s]"), np.ma.array])
+def test_what_else_rows_may_be(strategy: ms.MirroredStrategy, make: Callable[[Any], Any]) -> None:
+    check_warned(strategy, [make(np.arange(4))], differ=False)
+    check_warned(strategy, [make(np.arange(4) + ODD)], differ=make is not np.ma.array)  # which is left out
+
+
+@several
+def test_what_has_no_bytes_is_left_out(strategy: ms.MirroredStrategy) -> None:
+    objects = np.array([RANK, "text", None, {}], object)
+    assert taken(strategy, [objects])[1] == []
+    check_warned(strategy, [{"objects": objects, "numbers": np.arange(4) + ODD}])
+
+
+# ------------------------------------------------------------------------------------------- another layout
+
+OTHERS: dict[str, tuple[Any, Any, str]] = {
+    "rows": ([np.zeros(4)], [np.zeros(5)], r"float64\[5\]"),
+    "shape": ([np.zeros((4, 2))], [np.zeros((4, 3))], r"float64\[4, 3\]"),
+    "dtype": ([np.zeros(4)], [np.zeros(4, np.float32)], r"float32\[4\]"),
+    "structure": ([{"x": np.zeros(4)}], [[np.zeros(4)]], r"structure \[\*\]"),
+    "more arrays": ([[np.zeros(4)]], [[np.zeros(4), np.zeros(4)]], r"structure \[\*,\*\]"),
+    "one of two arrays": ([{"x": np.zeros(4), "y": np.zeros(4)}], [{"x": np.zeros(4), "y": np.zeros((4, 1))}], r"'y'"),
+    "no batch": ([np.zeros(4)], [], "no batch at all"),
+    "objects": ([np.zeros(4)], [np.array([None] * 4)], "object"),
+}
+
+
+class Sized:
+    """Not a sequence: nothing is known of it but its length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@several
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("level", ["warn", "raise"])
+def test_another_layout_raises_on_every_rank(strategy: ms.MirroredStrategy, what: str, level: str) -> None:
+    usual, other, words = OTHERS[what]
+    source = iter(other if ODD else usual)
+    for outcome in outcomes(lambda: taken(strategy, source, check_batches=level)):
+        assert outcome.error is errors.CollectiveMismatchError, outcome.text
+        assert f"rank {LAST}: " in outcome.text
+        assert words.replace("\\", "") in outcome.text
+        assert "distribute_datasets_from_function" in outcome.text
+    assert still_works(strategy)
+
+
+@several
+def test_another_number_of_batches_raises_where_it_is_known(strategy: ms.MirroredStrategy) -> None:
+    for outcome in outcomes(lambda: taken(strategy, Sized([np.zeros(4)] * (2 + ODD)))):
+        assert outcome.error is errors.CollectiveMismatchError, outcome.text
+        assert "3 batches" in outcome.text
+        assert "2 batches" in outcome.text
+
+
+def test_no_batches_on_any_rank(strategy: ms.MirroredStrategy) -> None:
+    assert taken(strategy, iter([])) == ([], [])
+    assert taken(strategy, Sized([])) == ([], [])
+
+
+@several
+def test_a_loader_that_fails_on_one_rank_fails_on_all(strategy: ms.MirroredStrategy) -> None:
+    def loader() -> Iterator[Any]:
+        if ODD:
+            raise OSError("the disk is gone")
+        yield np.zeros(4)
+
+    ended = outcomes(lambda: taken(strategy, loader()))
+    assert ended[LAST].text == "OSError: the disk is gone"
+    for outcome in ended[:-1]:
+        assert outcome.error is errors.RemoteError, outcome.text
+        assert "the disk is gone" in outcome.text
+    assert still_works(strategy)
+
+
+@several
+def test_a_bad_batch_on_one_rank_is_refused_on_all(strategy: ms.MirroredStrategy) -> None:
+    bad = [(np.zeros(2), np.zeros(3))] if ODD else [(np.zeros(2), np.zeros(2))]
+    for outcome in outcomes(lambda: taken(strategy, iter(bad))):
+        assert outcome.error is errors.BatchError, outcome.text
+    assert still_works(strategy)
+
+
+@several
+def test_two_datasets_in_another_order(strategy: ms.MirroredStrategy) -> None:
+    both = [strategy.experimental_distribute_dataset([np.zeros(4)]) for _ in range(2)]
+    for outcome in outcomes(lambda: next(iter(both[ODD]))):
+        assert outcome.error is errors.CollectiveMismatchError, outcome.text
+        assert "dataset " in outcome.text
+    assert still_works(strategy)
+
+
+@pytest.mark.parametrize("level", ["Warn", "", None, 1, True, []])
+def test_levels_that_are_none(strategy: ms.MirroredStrategy, level: Any) -> None:
+    for outcome in outcomes(lambda: strategy.experimental_distribute_dataset([np.zeros(2)], check_batches=level)):
+        assert outcome.error is errors.OptionError, outcome.text
+
+
+@several
+def test_levels_are_equal_on_all_ranks(strategy: ms.MirroredStrategy) -> None:
+    level = "off" if ODD else "warn"
+    for outcome in outcomes(lambda: strategy.experimental_distribute_dataset([np.zeros(2)], check_batches=level)):
+        assert outcome.error is errors.CollectiveMismatchError, outcome.text
+    check_warned(strategy, [np.arange(4)], differ=False)  # the ranks count their datasets alike
+
+
+# ------------------------------------------------------------------------------------------- when, and how much
+
+
+def compared(strategy: ms.MirroredStrategy, action: Callable[[], Any]) -> int:
+    """Return how often the ranks compare their calls in an action; the same on all."""
+    guard = strategy.extended.communicator.guard
+    before = guard.comparisons
+    action()
+    [times] = set(gather_texts(str(guard.comparisons - before)))
+    return int(times)
+
+
+@several
+def test_only_the_first_batch_of_an_iterator_is_compared(strategy: ms.MirroredStrategy) -> None:
+    distributed = strategy.experimental_distribute_dataset([np.arange(4)] * 5)
+    iterators = [iter(distributed), iter(distributed)]
+    for iterator in iterators:  # each once, also of the next epoch: its order may be another
+        assert compared(strategy, lambda it=iterator: next(it)) == 1
+        assert compared(strategy, lambda it=iterator: [next(it), it.get_next()]) == 0
+    iterators[0].go_to(1)
+    assert compared(strategy, lambda: next(iterators[0])) == 0
+    old = strategy.make_dataset_iterator([np.arange(4)] * 5)
+    assert compared(strategy, old.get_next) == 1
+    old.initialize()
+    assert compared(strategy, old.get_next) == 0
+    fresh = iter(distributed)
+    fresh.go_to(3)  # as a checkpoint does
+    assert compared(strategy, lambda: next(fresh)) == 1
+
+
+@several
+def test_an_order_that_differs_from_the_second_epoch_on(strategy: ms.MirroredStrategy) -> None:
+    class Shuffled:
+        epoch = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.epoch += 1
+            yield np.arange(8) if self.epoch == 1 else np.random.default_rng([self.epoch, ODD]).permutation(8)
+
+    distributed = strategy.experimental_distribute_dataset(Shuffled())
+    assert len(list(distributed)) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(list(distributed)) == 1
+    assert len(caught) == (RANK == 0)
+
+
+@several
+def test_arrays_that_differ_in_a_dataset_of_arrays(strategy: ms.MirroredStrategy) -> None:
+    for seed in (None, 3):
+        check_warned(strategy, ms.Dataset.from_arrays(np.arange(8.0), 4, shuffle_seed=seed), differ=False)
+        check_warned(strategy, ms.Dataset.from_arrays(np.arange(8.0) + ODD, 4, shuffle_seed=seed))
+
+
+class Counted:
+    """An array that reads when it is sliced."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array, self.shape, self.read = array, array.shape, 0
+
+    def __getitem__(self, rows: Any) -> Any:
+        found = self.array[rows]
+        self.read += found.nbytes
+        return found
+
+
+@several
+@pytest.mark.parametrize("row_bytes", [8, 4096, 2 * MOST_BYTES])
+def test_of_large_batches_the_ends_are_compared_and_read(strategy: ms.MirroredStrategy, row_bytes: int) -> None:
+    rows = max(8, 4 * MOST_BYTES // row_bytes)
+    for row, differ in ((0, True), (rows - 1, True), (rows // 2, False)):
+        array = np.zeros((rows, row_bytes // 8))
+        array[row, 0] = ODD
+        source = Counted(array)
+        distributed = strategy.experimental_distribute_dataset([source])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            part = next(iter(distributed))
+        assert len(caught) == (differ and RANK == 0)
+        assert source.read <= part.nbytes + MOST_BYTES + 3 * row_bytes
+    assert still_works(strategy)
+
+
+def test_simulated_ranks_compare_as_well() -> None:
+    def program() -> list[str]:
+        strategy = ms.MirroredStrategy()
+        rank = strategy.replica_id_in_sync_group
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            next(iter(strategy.experimental_distribute_dataset([np.arange(4) + (rank == 2)])))
+            strategy.barrier()
+        return [str(warning.message) for warning in caught]
+
+    told = [text for texts in run_replicas(program, 3) for text in texts]
+    assert len(told) == 1
+    assert "rank 2 differs from ranks 0-1" in told[0]
+
+
+def test_one_replica_compares_nothing() -> None:
+    [part] = ms.OneDeviceStrategy().experimental_distribute_dataset([np.arange(3)], check_batches="raise")
+    assert part.tolist() == [0, 1, 2]

@@ -1,0 +1,190 @@
+"""Forked children of a rank: they take no turn of their parent, and write into no memory of it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from replicas import RANK, SIZE, in_step, still_works
+
+import mpistrategy as ms
+from mpistrategy.errors import ForkedProcessError
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+
+def in_child(work: Callable[[], Any]) -> str:
+    """Return what `work` returns in a forked child, in words: the error that it raises, else its value."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = repr(work())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@several
+def test_what_a_child_writes_stays_with_it(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        variable = ms.Variable(np.ones(3), aggregation="SUM")
+        local = ms.Variable(np.ones(3), synchronization="ON_READ", aggregation="SUM")
+    arena = strategy.arena([np.zeros(100_000)])
+    arena.values[0][...] = 1
+    for _ in range(3):
+        result = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", np.ones(300_000)))
+
+    def change() -> Any:
+        arena.values[0][...] = result[...] = 0
+        for each in (variable, local):
+            ctypes.memset(each.local_view.ctypes.data, 0, 3 * 8)
+        return [float(x) for x in (arena.values[0][0], result[0], variable.local_view[0], local.local_view[0])]
+
+    before = [float(variable.local_view[0]), float(local.local_view[0])]
+    assert 0.0 not in before
+    assert in_child(change) == repr([0.0] * 4)
+    strategy.barrier()
+    assert (arena.values[0] == 1).all()
+    assert (result == SIZE).all()
+    assert [float(variable.local_view[0]), float(local.local_view[0])] == before
+    assert still_works(strategy)
+
+
+@several
+def test_a_child_reads_what_was_there_at_the_fork_or_later(strategy: ms.Strategy) -> None:
+    arena = strategy.arena([np.zeros(1000)])
+    arena.values[0][...] = RANK + 5
+    reading, writing = os.pipe()
+
+    def look() -> list[float]:
+        first = float(arena.values[0][0])
+        os.close(writing)
+        os.read(reading, 1)  # until the parent has written more
+        return [first, float(arena.values[0][0])]
+
+    child_reads, parent_reads = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(parent_reads, repr(look()).encode())
+        os._exit(0)
+    os.close(parent_reads)
+    arena.values[0][...] = RANK + 9
+    os.write(writing, b"x")
+    with open(child_reads, encoding="utf-8") as pipe:
+        first, later = eval(pipe.read())
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    assert first in (RANK + 5, RANK + 9)
+    assert later in (RANK + 5, RANK + 9)
+
+
+CALLS: dict[str, Callable[[ms.Strategy, Any], Any]] = {
+    "all_reduce": lambda strategy, _: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", 1000.0)),
+    "all_reduce of an array": lambda strategy, _: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", np.ones(5))),
+    "all_reduce of a large array": lambda strategy, _: in_step(
+        strategy, lambda ctx: ctx.all_reduce("SUM", np.ones(300_000))
+    ),
+    "all_reduce_async": lambda strategy, _: in_step(strategy, lambda ctx: ctx.all_reduce_async("SUM", 1.0).wait()),
+    "all_gather": lambda strategy, _: in_step(strategy, lambda ctx: ctx.all_gather(np.ones(1), 0)),
+    "reduce": lambda strategy, _: strategy.reduce("SUM", 1.0),
+    "gather": lambda strategy, _: strategy.gather(np.ones(1), 0),
+    "barrier": lambda strategy, _: strategy.barrier(),
+    "assign": lambda strategy, variable: in_step(strategy, lambda _: variable.assign(np.ones(3))),
+    "arena": lambda strategy, _: strategy.arena([np.zeros(3)]),
+    "another strategy": lambda *_: ms.MirroredStrategy(),
+}
+
+
+@several
+@pytest.mark.parametrize("what", CALLS)
+def test_a_collective_in_a_child_takes_nobodys_turn(strategy: ms.Strategy, what: str) -> None:
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(3), aggregation="SUM")
+    make = CALLS[what]
+    for _ in range(2):  # the quick ways are known
+        if what != "another strategy":
+            make(strategy, variable)
+    told = in_child(lambda: make(strategy, variable))
+    assert told.startswith("ForkedProcessError: "), told
+    assert "a call in a forked child of a rank" in told
+    assert still_works(strategy)
+    assert in_step(strategy, lambda ctx: ctx.all_reduce("SUM", 1.0)) == SIZE
+
+
+@several
+def test_what_needs_no_other_rank_works_in_a_child(strategy: ms.Strategy) -> None:
+    def work() -> Any:
+        strategy.close()  # closed it is
+        alone = ms.OneDeviceStrategy("CPU:0")
+        with alone.scope():
+            variable = ms.Variable(1.0)
+        return [float(alone.reduce("SUM", 3.0)), float(variable.numpy()), ForkedProcessError.__mro__[1].__name__]
+
+    assert in_child(work) == repr([3.0, 1.0, "ContextError"])
+    assert still_works(strategy)
+
+
+def times_two(value: float) -> float:
+    return 2 * value
+
+
+@several
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_pool_of_forked_workers(strategy: ms.Strategy) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(times_two, range(10)) == [2.0 * n for n in range(10)]
+    assert still_works(strategy)
+
+
+@several
+def test_memory_and_descriptors_are_closed_after_children_came_and_went(strategy: ms.Strategy) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        arena = strategy.arena([np.zeros(1000)])
+        in_child(lambda: arena.values[0].sum())  # noqa: B023
+        arena.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+ENDS = {"returns": "pass", "raises": "raise ValueError('of the child')", "exits": "sys.exit(3)"}
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("end", ENDS)
+def test_a_child_that_ends_as_a_program_does_leaves_its_parent_alone(
+    launch: Callable[..., launching.Finished], end: str
+) -> None:
+    """It must not take part in MPI_Finalize."""
+    source = f"""
+        import os, sys
+        import mpistrategy as ms
+        strategy = ms.MirroredStrategy()
+        child = os.fork()
+        if child == 0:
+            {ENDS[end]}
+        else:
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            total = strategy.reduce("SUM", float(status))
+            print(f"status {{status}}, total {{total}}", flush=True)
+    """
+    job = launch(2, source, timeout=40).check()
+    status = {"returns": 0, "raises": 1, "exits": 3}[end]
+    assert job.stdout.count(f"status {status}, total {2.0 * status}") == 2, job
+    assert ("ValueError: of the child" in job.stderr) == (end == "raises"), job

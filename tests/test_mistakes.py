@@ -1,0 +1,41 @@
+"""The mutation matrix: what one rank does wrong raises on all ranks at that call; a sample of it, in jobs of their own.
+
+`scripts/soak_mistakes.py` makes all of them, on 2 and 3 ranks, on the first and the last rank, at first and after good
+rounds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mistakes.judging import judge
+from mistakes.matrix import load
+from replicas import ALL
+
+pytestmark = pytest.mark.one_rank
+TABLE = load()
+#: The short lane makes each third mistake: 40 of them.
+NAMES = list(TABLE)[:: 1 if ALL else 3]
+
+
+def test_the_sample_is_large_enough() -> None:
+    assert len(NAMES) >= 40
+    assert len({TABLE[name][1] for name in NAMES}) >= 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mistake_of_one_rank(launch: object, tmp_path: Path, name: str) -> None:
+    number = list(TABLE).index(name)
+    ranks = 2 + number % 2
+    verdict = judge(name, ranks, odd=(0, ranks - 1)[number // 2 % 2], rounds=(0, 2)[number // 4 % 2], folder=tmp_path)
+    assert verdict.is_as(TABLE[name][1]), f"{verdict.kind}: {verdict.story}"
+
+
+def test_the_table_says_what_cannot_be_seen() -> None:
+    """Each with its reason: README's table has them."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    unseen = {name: why for name, (_, kind, why) in TABLE.items() if kind == "by design"}
+    assert all(unseen.values())
+    assert [name for name, why in unseen.items() if f"| {name} | {why} |" not in readme] == []
+    assert f"Of {len(TABLE)} mistakes that one rank can make" in readme

@@ -1,0 +1,256 @@
+"""The library in somebody else's program: what it takes it gives back, and it ends nothing that it was asked not to."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+from replicas import RANK, gather_texts, in_step, outcomes, still_works
+
+import mpistrategy as ms
+from mpistrategy.errors import OptionError
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+Launch = Callable[..., launching.Finished]
+
+
+# ------------------------------------------------------------------------------------------------- what is given back
+
+FREE = """
+import builtins, sys, threading
+from mpi4py import MPI
+import mpistrategy as ms
+
+def hooks():
+    return [sys.excepthook, threading.excepthook, sys.unraisablehook, sys.exit, builtins.exit, builtins.quit]
+
+def threads():
+    return sorted(thread.name for thread in threading.enumerate())
+
+before = hooks()
+half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank // 2)
+for make in (
+    lambda: ms.MirroredStrategy(),
+    lambda: ms.MirroredStrategy(communicator=half),
+    lambda: ms.MirroredStrategy(on_error="raise"),
+):
+    with make() as first, make() as second:
+        assert first.reduce("SUM", 1.0) == second.reduce("SUM", 1.0)
+        assert len(threads()) > 1
+    assert hooks() == before
+    assert threads() == ["MainThread"], threads()
+with ms.MirroredStrategy(on_error="raise") as strategy:
+    assert hooks() == before, "it ends nothing"
+with ms.MirroredStrategy() as strategy:
+    with ms.MirroredStrategy(on_error="raise") as inner:
+        ours = hooks()
+        assert all(one is not other for one, other in zip(ours, before))
+    assert hooks() == ours
+    wrapped = sys.excepthook
+    sys.excepthook = lambda *error: wrapped(*error)
+    mine = sys.excepthook
+assert hooks() == [mine, *before[1:]], "what somebody has wrapped stays wrapped"
+print("given back")
+"""
+
+
+@pytest.mark.one_rank
+def test_hooks_and_threads_are_given_back_at_the_last_close(launch: Launch) -> None:
+    job = launch(4, FREE, timeout=60).check()
+    assert job.stdout.count("given back") == 4, job
+
+
+@pytest.mark.one_rank
+def test_after_the_last_close_an_exception_is_pythons_again(launch: Launch) -> None:
+    """In any thread; the job ends when MPI does."""
+    source = """
+        import sys, threading
+        import mpistrategy as ms
+        strategy = ms.MirroredStrategy()
+        rank = strategy.replica_id_in_sync_group
+        strategy.barrier()
+        strategy.close()
+        if rank == 1:
+            thread = threading.Thread(target=lambda: {}["of a thread"])
+            thread.start()
+            thread.join()
+            print("goes on", flush=True)
+            raise ValueError("of the program")
+        print("ends well", flush=True)
+    """
+    job = launch(2, source, timeout=40)
+    assert job.returncode, job
+    assert "goes on" in job.stdout, job
+    assert "ends well" in job.stdout, job
+    assert "KeyError: 'of a thread'" in job.stderr, job
+    assert "ValueError: of the program" in job.stderr, job
+    assert "whole job ends" not in job.stderr, job
+
+
+@several
+def test_signals_are_given_back_when_the_strategy_is_closed(tmp_path: Path) -> None:
+    folder = gather_texts(str(tmp_path))[0]
+    before = signal.getsignal(signal.SIGTERM)
+    with ms.MirroredStrategy() as strategy, strategy.scope():
+        variable = ms.Variable(1.0)
+        ms.PreemptionCheckpointHandler(ms.Checkpoint(v=variable), folder)
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# ------------------------------------------------------------------------------------------------- on_error="raise"
+
+ENSEMBLE = """
+import sys, threading, time
+import numpy as np
+from mpi4py import MPI
+import mpistrategy as ms
+
+how, world = sys.argv[1], MPI.COMM_WORLD
+member, me = divmod(world.rank, 2)
+node_key = world.rank if "nodes" in how else None
+if node_key is not None:
+    from mpistrategy.mpi import communicator
+    usual = communicator.MpiCommunicator.__init__
+    def on_nodes(self, comm=None, key=None, *arguments, **more):
+        usual(self, comm, world.rank if key is None else key, *arguments, **more)
+    communicator.MpiCommunicator.__init__ = on_nodes
+strategy = ms.MirroredStrategy(communicator=world.Split(member), on_error="raise")
+assert strategy.reduce("SUM", 1.0) == 2
+
+
+def step(value):
+    return ms.get_replica_context().all_reduce("SUM", value)
+
+
+def train():
+    for number in range(5):
+        if (member, me, number) == (0, 1, 3):
+            if "in a step" in how:
+                strategy.run(lambda: {}["of member 0"])
+            if "in a thread" in how:
+                thread = threading.Thread(target=lambda: {}["of member 0"])
+                thread.start()
+                thread.join()
+            elif "interrupted" in how:
+                raise KeyboardInterrupt("of member 0")
+            else:
+                raise ValueError("of member 0")
+        for value in (1.0, np.ones(5), np.ones(300_000), {"a": 1, "b": 2.0}):
+            strategy.run(step, args=(value,))
+
+
+if "caught" in how and member == 0:
+    try:
+        train()
+    except Exception as error:
+        print(f"rank {world.rank}: {type(error).__name__}: {error}", flush=True)
+        raise
+else:
+    train()
+print(f"rank {world.rank} is done", flush=True)
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "nodes"])
+@pytest.mark.parametrize("how", ["in the program", "in a step", "interrupted", "caught"])
+def test_a_failure_stays_in_its_communicator(launch: Launch, tmp_path: Path, how: str, nodes: bool) -> None:
+    path = launching.program(ENSEMBLE, tmp_path)
+    job = launch(4, [path, how + " nodes" * nodes], timeout=60)
+    assert job.returncode, job
+    assert sorted(re.findall(r"rank (\d) is done", job.stdout)) == ["2", "3"], job
+    kind = {"in a step": "KeyError", "interrupted": "KeyboardInterrupt"}.get(how, "ValueError")
+    assert f"{kind}: " in job.stderr, job
+    assert "[rank 1/4] " + kind + " was not caught." in job.stderr, job
+    assert re.search(rf"RemoteError: rank 1 .*{kind}: .*of member 0", job.stderr), job
+    assert "whole job ends" not in job.stderr, job
+
+
+@pytest.mark.one_rank
+def test_an_exception_in_a_thread_of_the_programs_is_its_own(launch: Launch, tmp_path: Path) -> None:
+    path = launching.program(ENSEMBLE, tmp_path)
+    job = launch(4, [path, "in a thread"], timeout=60).check()
+    assert len(re.findall(r"rank \d is done", job.stdout)) == 4, job
+    assert "KeyError: 'of member 0'" in job.stderr, job
+
+
+LATE = """
+import sys, time
+from mpi4py import MPI
+import mpistrategy as ms
+
+world = MPI.COMM_WORLD
+member, me = divmod(world.rank, 2)
+options = ms.CommunicationOptions(timeout_seconds=2)
+strategy = ms.MirroredStrategy(communicator=world.Split(member), on_error="raise", communication_options=options)
+assert strategy.reduce("SUM", 1.0) == 2
+try:
+    if (member, me) != (0, 1):
+        strategy.reduce("SUM", 1.0)
+    else:
+        world.recv(source=0)  # what never comes before the other has given up
+        strategy.reduce("SUM", 1.0)
+except (ms.errors.RemoteError, ms.errors.ContextError) as error:
+    print(f"rank {world.rank}: {type(error).__name__}: {error}", flush=True)
+    if me == 0:
+        world.send(None, 1)
+strategy.close()
+print(f"rank {world.rank} is done", flush=True)
+"""
+
+
+@pytest.mark.one_rank
+def test_a_late_collective_raises_and_ends_nothing(launch: Launch, tmp_path: Path) -> None:
+    job = launch(4, LATE, timeout=60, cwd=tmp_path).check()
+    assert len(re.findall(r"rank \d is done", job.stdout)) == 4, job
+    assert re.search(r"rank 0: RemoteError: a collective is late", job.stdout), job
+    assert re.search(r"rank 1: (RemoteError|ContextError): ", job.stdout), job
+    assert "The ranks that wait raise RemoteError." in job.stderr, job
+    assert "1 of 2 ranks wait; not come: rank 1" in job.stderr, job
+
+
+@several
+def test_raised_and_caught_another_strategy_goes_on() -> None:
+    with ms.MirroredStrategy(on_error="raise") as strategy:
+        ends = outcomes(lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", "a" if RANK == 0 else 1.0)))
+        assert all(end.error is not None for end in ends)
+        assert still_works(strategy)
+        assert strategy.extended.communicator.guard.contains_errors
+
+
+@several
+def test_the_choice_is_checked_and_compared() -> None:
+    for wrong in ("stop", None, 3):
+        value: Any = wrong
+        with pytest.raises(OptionError, match='expected "abort" or "raise"'):
+            ms.MirroredStrategy(on_error=value)
+    with pytest.raises(OptionError, match='on_error="raise" with check='):
+        ms.MirroredStrategy(on_error="raise", check="off")
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="on_error="):
+        ms.MirroredStrategy(on_error="raise" if RANK else "abort")
+
+
+# ------------------------------------------------------------------------------------------------- reports
+
+
+@pytest.mark.one_rank
+def test_a_long_report_is_read_before_the_job_ends(launch: Launch) -> None:
+    """MPI_Abort kills what forwards it: a report larger than a pipe comes out whole."""
+    source = """
+        import mpistrategy as ms
+        strategy = ms.MirroredStrategy()
+        if strategy.replica_id_in_sync_group:
+            raise ValueError("\\n".join(f"line {number} of the report" for number in range(5000)))
+        strategy.barrier()
+    """
+    job = launch(2, source, timeout=60)
+    assert job.returncode == 1, job
+    assert "[rank 1/2] line 4999 of the report" in job.stderr
+    assert "[rank 1/2] ValueError was not caught" in job.stderr

@@ -1,0 +1,107 @@
+"""Collectives outside every step work on this rank alone, and say so once a strategy of several ranks was made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import RANK, SIZE, context
+
+import mpistrategy as ms
+from mpistrategy.errors import OutsideStepWarning
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.mpi
+
+
+def step_of_an_optimizer() -> Any:
+    variable = ms.Variable(np.zeros(2))
+    ms.optimizers.SGD(0.5).apply_gradients([(np.full(2, RANK + 1.0), variable)])
+    return -2 * variable.numpy()[0]
+
+
+#: What is called, and the name and the cure that the warning has.
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "ReplicaContext.all_reduce": (lambda: context().all_reduce("SUM", RANK + 1.0), r"strategy\.run.*strategy\.reduce"),
+    "ReplicaContext.all_reduce_async": (
+        lambda: context().all_reduce_async("SUM", np.float64(RANK + 1)).wait(),
+        r"strategy\.run.*strategy\.reduce",
+    ),
+    "ReplicaContext.all_gather": (lambda: context().all_gather(np.array([RANK + 1.0]), 0)[0], r"strategy\.gather"),
+    "Strategy.reduce": (lambda: ms.get_strategy().reduce("SUM", RANK + 1.0), "your own strategy"),
+    "Strategy.gather": (lambda: ms.get_strategy().gather(np.array([RANK + 1.0]), 0)[0], "your own strategy"),
+    "StrategyExtended.reduce_to": (
+        lambda: context().merge_call(lambda s: s.extended.reduce_to("SUM", RANK + 1.0, "CPU:0")),
+        "your own strategy",
+    ),
+    "StrategyExtended.batch_reduce_to": (
+        lambda: ms.get_strategy().extended.batch_reduce_to("SUM", [(RANK + 1.0, "CPU:0")])[0],
+        "your own strategy",
+    ),
+    "StrategyExtended.broadcast_to": (
+        lambda: ms.get_strategy().extended.broadcast_to(RANK + 1.0, "CPU:0"),
+        "your own strategy",
+    ),
+    "barrier": (lambda: ms.get_strategy().barrier() or RANK + 1, "your own strategy"),
+    "SGD.apply_gradients": (step_of_an_optimizer, r"inside strategy\.scope\(\)"),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_collective_outside_every_step_warns_and_stays_on_this_rank(strategy: ms.Strategy, name: str) -> None:
+    call, cure = CALLS[name]
+    with pytest.warns(OutsideStepWarning, match=f"^{name} was called .* this rank's own.*{cure}") as caught:
+        assert call() == RANK + 1
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_once_a_place(strategy: ms.Strategy) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            context().all_reduce("SUM", 1.0)
+        context().all_reduce("SUM", 1.0)
+    assert len(caught) == 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_also_after_the_strategy_was_closed(strategy: ms.Strategy) -> None:
+    ms.MirroredStrategy().close()
+    with pytest.warns(OutsideStepWarning):
+        context().all_reduce("SUM", 1.0)
+
+
+def test_nothing_is_said_in_steps_and_of_what_is_this_ranks_own(strategy: ms.Strategy) -> None:
+    # Warnings are errors in these tests.
+    assert strategy.run(lambda: context().all_reduce("SUM", 1.0)) == SIZE
+    with ms.ReplicaContext(strategy, RANK) as entered:
+        assert entered.all_reduce("SUM", 1.0, name="a name") == SIZE
+    assert strategy.reduce("SUM", 1.0) == SIZE
+    assert ms.get_strategy().run(lambda: context().all_reduce("SUM", 1.0)) == 1
+    assert ms.OneDeviceStrategy().reduce("SUM", 1.0) == 1
+    assert context().merge_call(lambda default: default.num_replicas_in_sync) == 1
+    own, loss = ms.Variable(1.0, aggregation="SUM"), ms.metrics.Mean()
+    own.assign_add(1.0)
+    loss.update_state(own)
+    assert (float(own), loss.result()) == (2, 2)
+
+
+def test_simulated_ranks_have_it_alike_and_leave_nothing_behind() -> None:
+    def program() -> Any:
+        alone = context().all_reduce("SUM", 1.0)  # no strategy of several ranks yet
+        strategy = ms.MirroredStrategy()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outside = context().all_reduce("SUM", 1.0)
+        inside = strategy.run(lambda: context().all_reduce("SUM", 1.0))
+        return alone, outside, inside, [warning.category for warning in caught]
+
+    if SIZE == 1:  # else a strategy of several ranks was made in this process by the tests before
+        assert run_replicas(program, 3) == [(1, 1, 3, [OutsideStepWarning])] * 3
+        assert context().all_reduce("SUM", 1.0) == 1
+        assert run_replicas(lambda: (ms.MirroredStrategy(), context().all_reduce("SUM", 1.0))[1], 1) == [1]

@@ -1,0 +1,160 @@
+"""What is assigned to `strategy.extended.cross_device_ops` and `.options` holds for every call that follows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import RANK, RANKS, SIZE, OnNodes, context, in_step, outcomes, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy.errors import CollectiveMismatchError, OptionTypeError
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+
+class Counting(ms.ReductionToOneDevice):
+    """Reduces as ReductionToOneDevice does, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def reduce_implementation(self, *args: Any) -> Any:
+        self.calls += 1
+        return super().reduce_implementation(*args)
+
+    def batch_reduce_implementation(self, *args: Any) -> Any:
+        self.calls += 1
+        return super().batch_reduce_implementation(*args)
+
+
+class Ways:
+    """The ways on which something is reduced, each by the same objects every time."""
+
+    def __init__(self, strategy: ms.Strategy) -> None:
+        with strategy.scope():
+            self.variable = ms.Variable(np.zeros(5), aggregation="SUM")
+            self.counter = ms.Variable(np.zeros(()), synchronization="ON_READ", aggregation="SUM")
+            self.optimizer = ms.optimizers.SGD(0.5)
+            self.bucketed = ms.optimizers.SGD(0.5)
+        self.strategy = strategy
+        self.arena = strategy.arena([np.zeros(3)])
+
+    def all(self) -> dict[str, Callable[[], Any]]:
+        strategy, ones = self.strategy, np.ones(5)
+        return {
+            "a number": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", 1.0)),
+            "an array": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", np.ones(3))),
+            "a large array": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", np.ones(300_000))),
+            "a list": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", [np.ones(3)] * 3)),
+            "a dict of numbers": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", {"a": 1.0, "b": 2.0})),
+            "out": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", ones, out=ones)),
+            "weighted": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", np.ones(3), weight=2.0)),
+            "async": lambda: in_step(strategy, lambda ctx: ctx.all_reduce_async("SUM", np.ones(3)).wait()),
+            "async number": lambda: in_step(strategy, lambda ctx: ctx.all_reduce_async("SUM", 1.0).wait()),
+            "an arena": lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", self.arena)),
+            "Strategy.reduce": lambda: strategy.reduce("SUM", 1.0),
+            "Strategy.reduce along an axis": lambda: strategy.reduce("SUM", np.ones(3), axis=0),
+            "reduce_to": lambda: strategy.extended.reduce_to("SUM", ones, ones),
+            "batch_reduce_to": lambda: strategy.extended.batch_reduce_to("SUM", [(ones, ones)]),
+            "assign": lambda: in_step(strategy, lambda _: self.variable.assign(np.ones(5))),
+            "reading": self.counter.read_value,
+            "an optimizer": lambda: in_step(
+                strategy, lambda _: self.optimizer.apply_gradients([(np.ones(5), self.variable)])
+            ),
+        }
+
+
+@pytest.fixture(scope="module", params=["one node", "nodes"])
+def fresh(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
+    made: ms.Strategy = ms.MirroredStrategy()
+    if request.param == "nodes":
+        made.close()
+        made = OnNodes([2 * rank // SIZE for rank in RANKS], ms.MpiAllReduce())
+    yield made
+    made.close()
+
+
+def test_an_algorithm_that_is_set_serves_every_way_from_then_on(fresh: ms.Strategy) -> None:
+    ways = Ways(fresh).all()
+    for way in ways.values():
+        way()
+        way()
+    counting, before = Counting(), fresh.extended.cross_device_ops
+    fresh.extended.cross_device_ops = counting
+    assert "Counting" in fresh.explain(np.ones(3))
+    unchanged = []
+    for name, way in ways.items():
+        calls = counting.calls
+        way()
+        unchanged += [name] if counting.calls == calls else []
+    assert unchanged == []
+
+    fresh.extended.cross_device_ops = before
+    calls = counting.calls
+    for way in ways.values():
+        way()
+    assert counting.calls == calls
+    assert still_works(fresh)
+
+
+@several
+def test_options_that_are_set_hold_for_every_way_from_then_on(fresh: ms.Strategy) -> None:
+    """They are compared with those of the other ranks: where they differ, they were looked at."""
+    objects = Ways(fresh)
+    ways, before = objects.all(), fresh.extended.options
+    for way in ways.values():
+        way()
+    ignored = []
+    if max(fresh.extended.communicator.node_of) == 0:
+        del ways["an optimizer"]  # each rank updates its share, which no option changes
+    for name, way in ways.items():
+        fresh.extended.options = ms.CommunicationOptions(wire="bfloat16") if RANK else before
+        ignored += [name] if {each.error for each in outcomes(way)} != {CollectiveMismatchError} else []
+        fresh.extended.options = before
+        way()
+    assert ignored == []
+    assert still_works(fresh)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_wire_that_is_set_rounds() -> None:
+    value = np.full(100, 1 + 2.0**-12, np.float32)
+    with OnNodes(list(RANKS), ms.MpiAllReduce()) as apart:
+        for way in (
+            lambda: in_step(apart, lambda ctx: ctx.all_reduce("SUM", value)),
+            lambda: in_step(apart, lambda ctx: ctx.all_reduce_async("SUM", value).wait()),
+        ):
+            assert (way() == SIZE * value).all()
+            apart.extended.options = ms.CommunicationOptions(wire="bfloat16")
+            rounded = way()
+            apart.extended.options = ms.CommunicationOptions()
+            assert (rounded == SIZE).all()
+            assert same_everywhere(rounded)
+            assert (way() == SIZE * value).all()
+
+
+def test_a_timeout_that_is_set_holds(fresh: ms.Strategy) -> None:
+    guard, before = fresh.extended.communicator.guard, fresh.extended.options
+    limit = guard.timeout
+    fresh.extended.options = ms.CommunicationOptions(timeout_seconds=77)
+    assert guard.timeout == 77
+    fresh.extended.options = ms.CommunicationOptions()
+    assert guard.timeout == 77
+    guard.timeout, fresh.extended.options = limit, before
+
+
+def test_what_is_neither_is_refused(fresh: ms.Strategy) -> None:
+    for name, what in (("cross_device_ops", "a CrossDeviceOps"), ("options", "a CommunicationOptions")):
+        before = getattr(fresh.extended, name)
+        for wrong in (None, "MpiAllReduce", ms.MpiAllReduce):
+            with pytest.raises(OptionTypeError, match=re.escape(f"StrategyExtended.{name}: found")) as caught:
+                setattr(fresh.extended, name, wrong)
+            assert what in str(caught.value)
+        assert getattr(fresh.extended, name) is before
+    assert in_step(fresh, lambda _: context().all_reduce("SUM", 1.0)) == SIZE

@@ -1,0 +1,141 @@
+"""staged_env.sbatch where another user is there first: nothing of theirs is run, nor taken for the job's own folder.
+
+The script runs with stand-ins for srun and sbcast on one node; tests/test_slurm_jobs.py runs it on a real Slurm.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpistrategy.slurm.render import render
+from mpistrategy.slurm.spec import JobSpec
+
+pytestmark = [
+    pytest.mark.one_rank,
+    pytest.mark.skipif(os.getuid() != 0, reason="not run: only root can play another user"),
+]
+
+OTHER = 65534
+#: The other user hears of the folder's name when the job is about to make it, and is faster; later they swap `bin`.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+stage=${!#}
+if [[ $* == *mkdir* && $ATTACK ]]; then
+    case $ATTACK in
+        folder) mkdir -m 777 "$stage" ;;
+        link) ln -s "$THEIRS" "$stage" ;;
+        file) echo mine >"$stage" ;;
+    esac
+    chown -h 65534:65534 "$stage"
+    touch "$WORK/was_first"
+elif [[ $* == *"mpistrategy run"* ]]; then
+    stage=${1%/bin/python3}
+    stat -c "the folder: %u %a" "$stage"
+    if [[ $(stat -L -c %u "$stage") == 65534 ]]; then
+        printf '#!/bin/bash\\ntouch "$WORK/executed"\\n' >"$stage/bin/python3"
+    fi
+fi
+exec "$@"
+"""
+SBCAST = '#!/bin/bash\ncp -- "${@: -2:1}" "${@: -1}"\n'
+PYTHON = '#!/bin/bash\necho "runs $0: $*"\n'
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A folder as /tmp is."""
+    folder = tmp_path / "local"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    folder = tmp_path / "theirs"
+    (folder / "bin").mkdir(parents=True)
+    for path in (folder, folder / "bin"):
+        path.chmod(0o777)
+        os.chown(path, OTHER, OTHER)
+    return folder
+
+
+def run(work: Path, local: Path, attack: str = "") -> subprocess.CompletedProcess[str]:
+    executable(work / "tools" / "srun", SRUN)
+    executable(work / "tools" / "sbcast", SBCAST)
+    executable(work / "bin" / "python3", PYTHON)
+    subprocess.run(["tar", "-C", work, "-czf", work / "environment.tar.gz", "bin"], check=True)
+    (work / "job.sh").write_text(render(JobSpec.of("staged_env", {"local": str(local), "nodes": 1})))
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here"}
+    ours = {"WORK": str(work), "ATTACK": attack, "THEIRS": str(work / "theirs")}
+    return subprocess.run(
+        ["bash", "job.sh"],
+        cwd=work,
+        env={**os.environ, **slurm, **ours, "PATH": f"{work / 'tools'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_folder_is_of_this_user_alone_and_gone_afterwards(tmp_path: Path, local: Path) -> None:
+    names = set()
+    for _ in range(2):
+        done = run(tmp_path, local)
+        assert done.returncode == 0, done
+        assert "the folder: 0 700\n" in done.stdout
+        [told] = [line for line in done.stdout.splitlines() if line.startswith("runs ")]
+        names.add(told.split("/bin/python3")[0])
+        assert told.endswith("-m mpistrategy run example.py")
+        assert list(local.iterdir()) == []
+    assert len(names) == 2  # nobody can make it beforehand
+
+
+@pytest.mark.parametrize("attack", ["folder", "link", "file"])
+def test_what_another_user_has_made_first_ends_the_job(tmp_path: Path, local: Path, theirs: Path, attack: str) -> None:
+    done = run(tmp_path, local, attack)
+    assert (tmp_path / "was_first").exists()
+    assert not (tmp_path / "executed").exists(), "code of the other user has run"
+    assert done.returncode != 0, done
+    assert "File exists" in done.stderr
+    assert "runs " not in done.stdout
+    [found] = local.iterdir()  # theirs is left as it is
+    assert found.lstat().st_uid == OTHER
+    assert sum(1 for _ in theirs.rglob("*")) == 1
+
+
+@pytest.mark.parametrize("how", ["theirs", "open to all", "their link", "not there"])
+def test_a_folder_in_which_others_could_replace_it_ends_the_job(
+    tmp_path: Path, local: Path, theirs: Path, how: str
+) -> None:
+    named = {"theirs": theirs, "not there": tmp_path / "none"}.get(how, local)
+    if how == "open to all":
+        local.chmod(0o777)
+    elif how == "their link":
+        named = tmp_path / "link"
+        named.symlink_to(local)
+        os.chown(named, OTHER, OTHER, follow_symlinks=False)
+    done = run(tmp_path, named)
+    assert done.returncode != 0, done
+    assert "other users can replace what is in it" in done.stderr or how == "not there"
+    assert str(named) in done.stderr
+    assert "runs " not in done.stdout
+
+
+def test_a_link_of_roots_is_followed(tmp_path: Path, local: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(local)
+    done = run(tmp_path, link)
+    assert done.returncode == 0, done
+    assert list(local.iterdir()) == []
