@@ -11,10 +11,10 @@ from pathlib import Path
 
 import launching
 import pytest
+import pytest_mpistrategy
 from launching import Finished
 
 import mpistrategy as ms
-import pytest_mpistrategy
 from mpistrategy.mpi import reports
 
 pytestmark = pytest.mark.one_rank
