@@ -126,6 +126,7 @@ def environment() -> dict[str, str]:
     """Return the environment of a job: that of this process, without what its own launcher told it."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     kept.pop("MPISTRATEGY_RUN_DIR", None)
+    kept.pop("PYTHONUNBUFFERED", None)  # else the parts of a line are written one by one, between those of other ranks
     return kept | {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

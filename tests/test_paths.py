@@ -291,7 +291,7 @@ with strategy.scope():
 for batch in strategy.experimental_distribute_dataset([np.ones(4)] * 2):
     strategy.run(lambda: sgd.apply_gradients([(np.ones(3), weights)]))
 ms.Checkpoint(weights=weights).save(sys.argv[1])
-print("without a home:", os.getuid(), os.environ.get("HOME"), weights.numpy().tolist())
+print(f"without a home: {os.getuid()} {os.environ.get('HOME')} {weights.numpy().tolist()}")  # in one write
 """
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpistrategy.devices import Device, parse
-from mpistrategy.errors import LaunchError, OptionTypeError
+from mpistrategy.errors import LaunchError
 from mpistrategy.mpi import abort, buffers, failures, watch_lines, watchdog, world
 from mpistrategy.mpi.across_nodes import lanes_of
 from mpistrategy.mpi.blocks import Blocks
@@ -35,11 +35,6 @@ from mpistrategy.mpi.transport import NodeGroups
 from mpistrategy.mpi.verbs import Verbs
 from mpistrategy.mpi.waiting import Waiting, cores
 from mpistrategy.mpi.window import NodeWindow
-
-_OF_COMM_NULL = (
-    "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
-    "a communicator is MPI.COMM_NULL, too.)"
-)
 
 
 class MpiCommunicator(Verbs):
@@ -64,16 +59,7 @@ class MpiCommunicator(Verbs):
         *,
         contains_errors: bool = False,
     ) -> None:
-        if comm is None:
-            comm = MPI.COMM_WORLD
-        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            is_null = isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL
-            raise OptionTypeError.at(
-                "MirroredStrategy",
-                found=f"communicator={'MPI.COMM_NULL' if is_null else repr(comm)}",
-                expected="an mpi4py intracommunicator, or None for all ranks",
-                fix=_OF_COMM_NULL if is_null else "",
-            )
+        comm = world.ranks_of(comm)
         world.check("MirroredStrategy", comm)
         try:
             self._comm = comm.Dup()

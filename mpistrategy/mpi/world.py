@@ -11,6 +11,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi import (
     abort,
     cuda_aware,
@@ -33,6 +34,11 @@ from mpistrategy.mpi.shared_memory import SharedMemory, private_memory, share
 from mpistrategy.mpi.watch_lines import Lines
 from mpistrategy.mpi.watched import Watched
 
+_OF_COMM_NULL = (
+    "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
+    "a communicator is MPI.COMM_NULL, too.)"
+)
+
 
 def check(where: str, comm: Any = None) -> None:
     """Raise LaunchError on a rank that MPI takes for the only one while a launcher started several.
@@ -47,11 +53,22 @@ def check(where: str, comm: Any = None) -> None:
 
 def refuse_child(where: str, comm: Any = None) -> None:
     """Raise ForkedProcessError in a forked child of a rank, where `comm` has several ranks; None means all."""
-    forks.refuse_child(where, lambda: _ranks_of(comm).size)
+    forks.refuse_child(where, lambda: ranks_of(comm).size)
 
 
-def _ranks_of(comm: Any) -> MPI.Intracomm:
-    return comm if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL else MPI.COMM_WORLD
+def ranks_of(comm: Any) -> MPI.Intracomm:
+    """Return `comm`, or COMM_WORLD for None; raise OptionTypeError for anything else than an intracommunicator."""
+    if comm is None:
+        return MPI.COMM_WORLD
+    if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL:
+        return comm
+    is_null = isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL
+    raise OptionTypeError.at(
+        "MirroredStrategy",
+        found=f"communicator={'MPI.COMM_NULL' if is_null else repr(comm)}",
+        expected="an mpi4py intracommunicator, or None for all ranks",
+        fix=_OF_COMM_NULL if is_null else "",
+    )
 
 
 def rank_in_job() -> int:
@@ -129,7 +146,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         where: the public name of what makes it.
         comm: the ranks; None for all.
     """
-    ranks = _ranks_of(comm)
+    ranks = ranks_of(comm)
     if ranks.size == 1 or MPI.COMM_WORLD.size == 1:
         yield
         return
