@@ -100,5 +100,70 @@ for number in range(3):
 """
 
 
+THREADS = """
+import threading, time
+import numpy as np
+import mpistrategy as ms
+
+strategies = ms.MirroredStrategy(), ms.MirroredStrategy()
+rank = strategies[0].replica_id_in_sync_group
+
+
+def work(number):
+    if number != rank:
+        time.sleep(5)  # the other rank waits, in this strategy
+    step = lambda: ms.get_replica_context().all_reduce("SUM", np.ones(4))
+    print(strategies[number].run(step).tolist(), flush=True)
+
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_may_wait_in_any_order(launch: Launch, tmp_path: Path) -> None:
+    job = launch(2, launching.program(THREADS, tmp_path), timeout=60).check()
+    assert job.stdout.count("[2.0, 2.0, 2.0, 2.0]") == 4, job
+
+
+BACKGROUND = """
+import time
+from mpi4py import MPI
+import numpy as np
+from mpistrategy.mpi import communicator
+
+usual = communicator.MpiCommunicator.__init__
+def on_nodes(self, comm=None, key=None, *arguments, **more):
+    usual(self, comm, MPI.COMM_WORLD.rank // 2 if key is None else key, *arguments, **more)
+communicator.MpiCommunicator.__init__ = on_nodes
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+rank = strategy.replica_id_in_sync_group
+
+
+def step(is_slow):
+    replica = ms.get_replica_context()
+    if rank == 3 and is_slow:
+        time.sleep(5)
+    handle = replica.all_reduce_async("SUM", 1.0)
+    if rank == 2 and is_slow:
+        time.sleep(3)  # its background waits for rank 3; rank 0 waits for rank 2
+    return replica.all_reduce("SUM", np.ones(4)).tolist(), float(handle.wait())
+
+
+for is_slow in (True, False):
+    print(strategy.run(step, args=(is_slow,)), flush=True)
+"""
+
+
+def test_the_background_between_nodes_waits_beside_the_program(launch: Launch, tmp_path: Path) -> None:
+    job = launch(4, launching.program(BACKGROUND, tmp_path), timeout=90).check()
+    assert job.stdout.count("([4.0, 4.0, 4.0, 4.0], 4.0)") == 8, job
+
+
 def test_ranks_that_are_late_wait_for_nobody(launch: Launch, tmp_path: Path) -> None:
     launch(3, [launching.program(SLOW, tmp_path)], timeout=90).check()

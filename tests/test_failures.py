@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import launching
@@ -18,6 +19,7 @@ from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi import buffers, failures
 
 pytestmark = pytest.mark.mpi
+Launch = Callable[..., launching.Finished]
 several = pytest.mark.mpi(min_size=2)
 
 LARGE = np.ones(300_000)
@@ -298,3 +300,47 @@ def test_a_job_whose_strategy_has_failed_ends(
         assert "rank 0: RemoteError" in job.stdout
         assert "rank 2: RemoteError" in job.stdout
         assert job.stderr == ""
+
+
+SIGNALLED = """
+import signal, sys, time
+import numpy as np
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+rank = strategy.replica_id_in_sync_group
+value = np.ones(int(sys.argv[1]))
+
+
+def step():
+    return ms.get_replica_context().all_reduce("SUM", value)
+
+
+def too_long(number, frame):
+    raise TimeoutError("of the program")
+
+
+signal.signal(signal.SIGALRM, too_long)
+for _ in range(3):
+    strategy.run(step)
+began = time.monotonic()
+try:
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    else:
+        time.sleep(1.5)
+    for _ in range(2):  # a small array has come with what rank 0 has shown: its failure is found in the next call
+        strategy.run(step)
+except Exception as error:
+    print(f"rank {rank}: {type(error).__name__}: {error} {time.monotonic() - began < 5}", flush=True)
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("size", [4, 200_000])
+def test_a_signal_that_raises_while_a_rank_waits_for_the_others(launch: Launch, tmp_path: Path, size: int) -> None:
+    """It has shown its call already; the peers must not take that for an agreement."""
+    job = launch(2, [launching.program(SIGNALLED, tmp_path), size], timeout=60).check()
+    assert "rank 0: TimeoutError: of the program True" in job.stdout, job
+    assert "rank 1: RemoteError: rank 0 failed in ReplicaContext.all_reduce: TimeoutError: of the program" in job.stdout
+    assert job.stdout.count(" True") == 2, job

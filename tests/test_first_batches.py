@@ -74,6 +74,15 @@ def test_other_rows_raise_on_every_rank_where_that_is_asked_for(strategy: ms.Mir
 
 
 @several
+def test_a_warning_that_is_an_error_is_raised_on_every_rank(strategy: ms.MirroredStrategy) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.DatasetWarning)
+        found = outcomes(lambda: list(strategy.experimental_distribute_dataset([np.arange(4.0) + ODD])))
+    assert [outcome.error for outcome in found] == [errors.DatasetWarning, *[errors.RemoteError] * LAST]
+    assert still_works(strategy)
+
+
+@several
 def test_nothing_is_compared_when_it_is_off(strategy: ms.MirroredStrategy) -> None:
     distributed = strategy.experimental_distribute_dataset([np.zeros((RANK + 1, 2))], check_batches="off")
     if RANK == 0:  # one rank alone may iterate

@@ -186,8 +186,8 @@ def _say_goodbye(state: _Watch) -> None:
     pauses = growing_pauses()
     while waiting:
         for guard in list(waiting):
-            left = guard.peers_have_left()
-            if left or guard.is_broken:
+            left = guard.is_broken or guard.peers_have_left()
+            if left:
                 waiting.remove(guard)
             elif left is False and not status:
                 try:

@@ -2,10 +2,14 @@
 
 Every rank's line says in which strategy it waits.  Where this rank waits for a peer in one strategy, and that peer for
 this rank in another, the calls are in another order on the two ranks.  The comparison within a strategy cannot see it.
+
+A rank with several threads may wait in several strategies at a time, in any order.  Nothing is said of its waits.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 from mpistrategy.errors import CollectiveMismatchError
@@ -14,8 +18,19 @@ from mpistrategy.mpi.watched import Watched
 
 #: How long both must have waited, in seconds: two looks of the watchdog, and a peer's way out of a call.
 _LEAST_SECONDS = 1.5
+_OUR_THREADS = "mpistrategy"
 #: Lines that are older than this say nothing about what a rank does now.
 _OLDEST_SECONDS = 2.5
+
+
+def only_wait(everything: Sequence[Watched], now: float) -> Watched | None:
+    """Return where this process waits for others, if its program has no thread that could do anything else."""
+    waiting = (each for each in everything if each.identity and not each.guard.is_in_background)
+    mine = next((each for each in waiting if each.host_waited(now) > _LEAST_SECONDS), None)
+    if mine is None:
+        return None
+    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)}
+    return mine if len(sys._current_frames().keys() - ours) == 1 else None
 
 
 def find(everything: Sequence[Watched], rank: int, now: float) -> tuple[Watched, CollectiveMismatchError] | None:
@@ -26,7 +41,7 @@ def find(everything: Sequence[Watched], rank: int, now: float) -> tuple[Watched,
         rank: its number in the job.
         now: time.monotonic().
     """
-    mine = next((each for each in everything if each.identity and each.host_waited(now) > _LEAST_SECONDS), None)
+    mine = only_wait(everything, now)
     if mine is None:
         return None
     known = {each.identity: each for each in everything}

@@ -33,32 +33,34 @@ class Failures:
         agreements: returns the number of the agreement that this rank has come to; the same on all ranks in one call.
 
     Attributes:
+        agreements: as above.
         on_broken: called with the reason when this rank takes no more calls.
         agreed_at: the number of the first agreement of the public call that this rank is in; None before it.
-        late: what this rank raises where it waits, where somebody else has found out that it waits for nothing.
+        late: what this rank raises where it waits, since somebody else has found out that it waits for nothing; and
+            the number of that agreement.
     """
 
     def __init__(self, memory: SharedMemory, agreements: Callable[[], int]) -> None:
-        self._agreements = agreements
+        self.agreements = agreements
         self.on_broken: Callable[[str], object] = lambda reason: None
         self._rank = memory.local_rank
         self._fence = memory.fence
         self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
         self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in memory.segments]
-        self._noticed = (0, 0.0)
+        self._noticed = (-1, 0.0)
         self.agreed_at: int | None = None
-        self.late: MpiStrategyError | None = None
+        self.late: tuple[MpiStrategyError, int] | None = None
         self._is_broken = False
 
     def agree(self) -> None:
         """Say that all ranks have agreed on the call that this one is in."""
         if self.agreed_at is None:
-            self.agreed_at = self._agreements()
+            self.agreed_at = self.agreements()
 
     def tell(self, where: str, error: BaseException) -> None:
         """Tell the peers that wait for what this rank should bring in a call that all have agreed on."""
         self._write(f"{where}: {_in_words(error)}", self._rank)
-        self._numbers[self._rank][_FAILED] = self._agreements() + 1  # 0: never
+        self._numbers[self._rank][_FAILED] = self.agreements() + 1  # 0: never
 
     def break_off(self, where: str, error: BaseException) -> None:
         """Tell the peers that this rank takes no more calls: nobody knows how far it has come with the last one."""
@@ -71,20 +73,25 @@ class Failures:
         Args:
             agreed: whether the ranks have agreed on what this rank waits for.
         """
-        if self.late is not None:
-            self.break_off("a wait for the others", self.late)
-            raise self.late
-        first: float = self._agreements() if agreed else math.inf
+        if self.late is not None and self.is_told_late:
+            self.break_off("a wait for the others", self.late[0])
+            raise self.late[0]
+        first: float = self.agreements() if agreed else math.inf
         if self.agreed_at is not None:
             first = self.agreed_at
         found = next((rank for rank in range(len(self._numbers)) if self._concerns(rank, first)), None)
         if found is None:
             return
         number, since = self._noticed
-        if number != self._agreements():
-            self._noticed = (self._agreements(), time.monotonic())
+        if number != self.agreements():
+            self._noticed = (self.agreements(), time.monotonic())
         elif time.monotonic() - since > PATIENCE_SECONDS:
             raise self.remote_error(found)
+
+    @property
+    def is_told_late(self) -> bool:
+        """Whether this rank is still where it was told to wait no longer."""
+        return self.late is not None and self.late[1] == self.agreements()
 
     def left_by(self) -> int | None:
         """Return the first rank that takes no more calls; None while all do."""

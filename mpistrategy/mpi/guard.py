@@ -72,8 +72,12 @@ class Guard(TellsErrors):
         self.contains_errors = contains_errors
         #: Why no more calls are taken after a failure; "" while they are.
         self.broken = ""
-        #: What the watchdog makes this rank raise where it waits.
-        self.late: MpiStrategyError | None = None
+        #: What the watchdog makes this rank raise where it waits, and the number of that comparison.
+        self.late: tuple[MpiStrategyError, int] | None = None
+        #: Whether this rank has shown its call to the peers, and has no answer yet.
+        self.is_comparing = False
+        #: Whether its calls are made by a thread of this library, for jobs that the program has started.
+        self.is_in_background = False
         #: Whether this rank must be able to leave a comparison that goes through MPI.
         self._is_patient = contains_errors and failures is None
         self._is_free = is_free
@@ -260,10 +264,12 @@ class Guard(TellsErrors):
         self.comparisons += 1
         channel = self._channel
         assert channel is not None
+        self.is_comparing = True
         if patiently or self._is_patient:
             equal = all_equal_patiently(channel, digest | hand, self.look)
         else:
             equal = channel.all_equal(digest | hand)
+        self.is_comparing = False
         if not equal:
             return False
         if sparingly is not None:

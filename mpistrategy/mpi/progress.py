@@ -123,6 +123,7 @@ class Engine(AtOnce):
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         super().__init__(communicator.duplicate(self._patient))
+        self.communicator.guard.is_in_background = True
         # One call of MPI could not be asked to move on.
         self.communicator.paths = replace(self.communicator.paths, across_bytes=0)
         across_nodes(self.communicator, _PATIENT)

@@ -31,7 +31,8 @@ class TellsErrors(ABC):
     _rank: int
     closed: bool
     broken: str
-    late: MpiStrategyError | None
+    is_comparing: bool
+    late: tuple[MpiStrategyError, int] | None
     _sparingly: Sparingly | None
     failures: Failures | None
     give_up: Callable[[BaseException], object] | None
@@ -61,9 +62,8 @@ class TellsErrors(ABC):
         """
         if self.broken:
             return
-        if not isinstance(error, Exception):  # from outside, at any moment
-            if self.failures is not None:
-                self.failures.break_off(where, error)
+        if self.is_comparing or not isinstance(error, Exception):  # from outside, at any moment
+            self._break_off(where, error)
         elif not agreed:
             self.report_failure(where, error)
         elif self.failures is not None and _is_of_one_rank(error):
@@ -73,6 +73,15 @@ class TellsErrors(ABC):
         """Do `fail` in a call that was agreed on outside every `Call`, and mark the error as known to the peers."""
         self.fail(where, error, agreed=True)
         self.settled(error)
+
+    def _break_off(self, where: str, error: BaseException) -> None:
+        """Tell the peers of an error that has come between what this rank has shown them and what they answer."""
+        if self.failures is not None:
+            self.failures.break_off(where, error)
+        elif self.is_comparing:
+            self.stop(f"rank {self._rank} failed in {where}: {type(error).__name__}: {error}")
+            if isinstance(error, Exception) and self.give_up is not None:
+                self.give_up(error)
 
     @property
     def is_broken(self) -> bool:
@@ -92,18 +101,29 @@ class TellsErrors(ABC):
         self.closed = True
 
     def stop_waiting(self, error: MpiStrategyError) -> None:
-        """Make this rank's main thread raise `error` where it waits, as far as that can be left; for any thread."""
-        self.late = error
+        """Make this rank's main thread raise `error` where it waits, as far as that can be left; for any thread.
+
+        What it waits for when it looks the next time, it may have come to meanwhile: `error` is nothing to that.
+        """
         if self.failures is not None:
-            self.failures.late = error
+            self.failures.late = error, self.failures.agreements()
+        else:
+            self.late = error, self.comparisons
+
+    @property
+    def is_told_late(self) -> bool:
+        """Whether `stop_waiting` was called for what this rank waits for."""
+        if self.failures is not None:
+            return self.failures.is_told_late
+        return self.late is not None and self.late[1] == self.comparisons
 
     def look(self) -> None:
         """Raise where there is nobody to wait for any more; before the ranks have agreed."""
         if self.failures is not None:
             self.failures.look(agreed=False)
-        elif self.late is not None:
-            self.stop(str(self.late))
-            raise self.settled(self.late)
+        elif self.late is not None and self.is_told_late:
+            self.stop(str(self.late[0]))
+            raise self.settled(self.late[0])
 
     def leave_with(self, error: BaseException) -> None:
         """Tell the peers of an error that has ended this rank's program; waits until all hear of it, where it must."""

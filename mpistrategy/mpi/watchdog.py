@@ -145,7 +145,7 @@ class Watchdog:
             crossed[0].guard.stop_waiting(crossed[1])
         contained = [watched for watched in everything if watched.guard.contains_errors]
         for watched in contained:
-            if not watched.guard.late and (watched.is_alarmed() or self._is_late(now, [watched])):
+            if not watched.guard.is_told_late and (watched.is_alarmed() or self._is_late(now, [watched])):
                 alarm.contain(watched, lambda: self._line(time.monotonic(), everything), self.rank, self.size)
         ending = [watched for watched in everything if not watched.guard.contains_errors]
         if any(watched.is_alarmed() for watched in ending) or self._is_late(now, ending):
@@ -164,10 +164,9 @@ class Watchdog:
     def _line(self, now: float, everything: list[Watched]) -> Line:
         longest = max(everything, key=lambda watched: watched.waited(now, self._resumed) / watched.limit)
         text = process_view.now_doing(watched.guard for watched in everything)
-        waited = longest.waited(now, self._resumed)
-        where = longest.identity if waited else 0
-        is_whole = bool(waited) and len(longest.ranks) == self.size
-        limit = longest.limit
+        waited, limit = longest.waited(now, self._resumed), longest.limit
+        alone = crossed_waits.only_wait(everything, now)
+        where, is_whole = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
         return Line(self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, is_whole)
 
     def _remind(self, now: float, everything: list[Watched]) -> None:

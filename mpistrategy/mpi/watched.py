@@ -37,10 +37,12 @@ class Watched:
         nodes: how many there are.
         directory: for the other nodes, and for records.
         shown: returns the numbers of the exchanges that the ranks of this node have come to; None where none can.
-        identity: a number that all ranks of this communicator know it by, and no other; 0 where there is none.
+        identity: a number that all ranks of this communicator know it by, and no other; 0 where there is none, and
+            where waiting for it may be something else.
 
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
+        is_making: whether the ranks meet here to make a communicator.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Watched:
         self.guard = guard
         self.lines = lines
         self.ranks: Sequence[int] = ()
+        self.is_making = False
         self.node = node
         self.nodes = nodes
         self.directory = directory
@@ -114,9 +117,12 @@ class Watched:
         return max(0.0, now - max(float(entry[ENTERED]), self.guard.since, not_before))
 
     def was_met_by(self, rank: int, other: int) -> bool:
-        """Return whether a rank of this node has come to the call that another one is in, as far as can be seen."""
+        """Return whether a rank of this node has come to the call that another one is in, or may have.
+
+        Where nobody shows that, it may; but who waits elsewhere takes no part in the making of a communicator.
+        """
         if self._shown is None:
-            return False
+            return not self.is_making
         shown = {line.rank: number for line, number in zip(self.lines.read(), self._shown(), strict=True)}
         return rank in shown and other in shown and shown[rank] >= shown[other]
 

@@ -153,10 +153,13 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     guard = Guard(None, ranks.rank, ranks.size)
     lines = Lines(private_memory(watch_lines.BYTES))
     directory = RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")
-    _watch(ranks, Watched(guard, lines, 0, 1, directory, identity=_identity(f"the making of {where}")))
+    watched = Watched(guard, lines, 0, 1, directory, identity=_identity(f"the making of {where}"))
+    watched.is_making = True
+    _watch(ranks, watched)
     try:
         with guard.call(where, anywhere=True):
             _meet(ranks, guard)
+            watched.identity = 0  # what follows may take long without a wait
             yield
     finally:
         watchdog.forget(guard)
