@@ -22,3 +22,8 @@ class Created:
         made = super().__new__(cls)
         made.creation_order = (next(_numbers),)
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is made when it is made: the number is not copied."""
+        state: Any = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "creation_order"}

@@ -378,7 +378,7 @@ class Optimizer(Created, GradientPlaces, NotPickled):
         """
         result = copy.copy(self)
         memo[id(self)] = result
-        result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
+        result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__getstate__().items())
         return result
 
     def _step_counter(self) -> Variable:

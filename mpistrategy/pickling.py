@@ -10,7 +10,7 @@ from mpistrategy.errors import CopyError
 class NotPickled:
     """Base of what another process can do nothing with, such as a child that multiprocessing has spawned.
 
-    `copy.deepcopy` takes the same way, unless the class has a way of its own; `copy.copy` returns a shallow copy.
+    `copy.deepcopy` raises, too, unless the class defines `__deepcopy__`; `copy.copy` returns a shallow copy.
     """
 
     #: What to do instead.
@@ -27,5 +27,5 @@ class NotPickled:
 
     def __copy__(self) -> Self:
         result = type(self).__new__(type(self))
-        result.__dict__.update(self.__dict__)
+        result.__dict__.update(self.__dict__ | result.__dict__)  # what was made with the copy is its own
         return result

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -203,11 +204,15 @@ class PreemptionCheckpointHandler:
         self._look(f"{_WHERE}.save_checkpoint_if_preempted", met=False)
 
     def close(self) -> None:
-        """Give the signals back to who had them before; of this rank alone.  Closing the strategy does so, too."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else somebody else has it now
-                signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
+        """Give the signals back to who had them before; of this rank alone.  Closing the strategy does so, too.
+
+        Only the main thread can: after a call in another one the next of these signals gives them back, and then ends
+        the rank as it would have before.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._give_back()
+        with suppress(ValueError):
+            self._guard.at_close.remove(self.close)
         if _catching.pop(self, None) is not None and self._guard not in _catching.values():
             self._guard.lower_hands()
 
@@ -235,7 +240,17 @@ class PreemptionCheckpointHandler:
             assert isinstance(number, signal.Signals)
             self._previous[number] = signal.signal(number, self._note)
 
+    def _give_back(self) -> None:
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else somebody else has it now
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self not in _catching:  # it was closed in another thread
+            self._give_back()
+            signal.raise_signal(number)
+            return
         # No more than that: whatever this interrupts may be half done.
         self._told = self._told or (signal.Signals(number).name, time.monotonic())
         self._raise_hand()

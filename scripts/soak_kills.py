@@ -70,7 +70,7 @@ def main() -> int:
         path = Path(folder) / "program.py"
         path.write_text(PROGRAM)
         for number in range(options.kills):
-            words = (["making"] if number % 4 == 0 else []) + (["named"] if number % 2 else [])
+            words = (["making"] if number % 4 == 0 else []) + (["named"] if number // 4 % 2 else [])
             counts[_kill_one(path, words, chance, Path(folder) / str(number))] += 1
             for name, size in left().items():
                 if name not in before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -93,6 +94,10 @@ def accumulators(strategy: ms.Strategy) -> tuple[Any, Any]:
     return made
 
 
+def copied(made: Any) -> tuple[Any, Any]:
+    return made, copy.deepcopy(made)
+
+
 def iterators(strategy: ms.Strategy) -> tuple[Any, Any]:
     data = strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.arange(8.0), global_batch_size=4))
     return iter(data), iter(data)
@@ -110,6 +115,9 @@ KINDS: dict[str, tuple[Callable[[ms.Strategy], tuple[Any, Any]], str]] = {
     "optimizers with slots": (optimizers_with_slots, r"Adam of w \(variable \d+\)"),
     "optimizers of one model": (optimizers_of_one_model, r"SGD of w \(variable \d+\), SGD/iterations \(variable \d+\)"),
     "accumulators": (accumulators, "GradientAccumulator 1 of 2"),
+    "copies of optimizers": (lambda strategy: copied(ms.optimizers.SGD(0.5)), "SGD 1 of 2"),
+    "copies of accumulators": (lambda _: copied(ms.gradients.GradientAccumulator(2)), "GradientAccumulator 1 of 2"),
+    "copies of streams": (lambda strategy: copied(strategy.rng(1)), "streams 1 of 2 of seed 1"),
     "streams": (lambda strategy: (strategy.rng(1), strategy.rng(2)), "streams 1 of 2 of seed 1"),
     "streams of one seed": (lambda strategy: (strategy.rng(1), strategy.rng(1)), "streams 1 of 2 of seed 1"),
     "iterators": (iterators, "DistributedIterator 1 of 2"),
@@ -119,6 +127,12 @@ KINDS: dict[str, tuple[Callable[[ms.Strategy], tuple[Any, Any]], str]] = {
     "in nests": (lambda s: ({"x": [v := variables(s)[0]]}, {"x": [(v, variables(s)[1])[1]]}), r"w \(variable \d+\)"),
     "generators": (lambda strategy: (np.random.default_rng(1), np.random.default_rng(2)), "'two' on rank 0"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("made", [ms.gradients.GradientAccumulator(2), ms.optimizers.SGD(0.5)])
+def test_a_copy_is_made_when_it_is_made(made: Any, way: Callable[[Any], Any]) -> None:
+    assert way(made).creation_order > made.creation_order
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,7 +183,14 @@ def test_what_a_rank_has_beside_the_others_is_its_own(strategy: ms.MirroredStrat
 
     def beside() -> None:
         if RANK == OTHER:
-            extra.extend([ms.Variable(1.0), ms.optimizers.Adam(), ms.gradients.GradientAccumulator(2), strategy.rng(7)])
+            extra.extend(
+                [
+                    ms.Variable(1.0),
+                    ms.optimizers.Adam(),
+                    ms.gradients.GradientAccumulator(2),
+                    strategy.rng(7),
+                ]
+            )
 
     beside()
     w, v = variables(strategy)

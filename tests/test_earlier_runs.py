@@ -117,7 +117,7 @@ def test_what_is_not_ours_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert (tmp_path / "precious" / "node-0.json").read_text() == "kept"
 
 
-def test_the_last_report_is_kept(
+def test_the_last_reports_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = made(tmp_path, name_of_ended(), "roll-call.txt", "rank-0.txt")
@@ -129,14 +129,33 @@ def test_the_last_report_is_kept(
     assert os.listdir(tmp_path) == ["mpistrategy-last-report.txt"]
     kept = tmp_path / "mpistrategy-last-report.txt"
     text = kept.read_text()
-    assert f"What {second.name} held" in text
-    assert text.index("what roll-call.txt says") < text.index("== rank-9.txt") < text.index("what rank-10.txt says")
-    assert "rank-0" not in text
+    words = f"What {second.name} held", "what roll-call.txt says", "== rank-9.txt", "what rank-10.txt says"
+    more = f"What {first.name} held", "what rank-0.txt says"
+    places = [text.index(each) for each in (*words, *more)]
+    assert places == sorted(places), "the newest is the first"
+    assert empty.name not in text
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert f"ended with a report: {kept}" in capsys.readouterr().err
     made(tmp_path, name_of_ended("17"), "rank-0.txt")
     remove_in(str(tmp_path), name_here(monkeypatch, "17", "", "1"))
     assert sorted(os.listdir(tmp_path)) == ["mpistrategy-last-report-17.txt", "mpistrategy-last-report.txt"]
+
+
+def test_a_long_report_is_kept_as_far_as_it_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = made(tmp_path, name_of_ended(), "roll-call.txt")
+    (path / "rank-0.txt").write_text("a line\n" * 2**18)
+    remove_in(str(tmp_path), name_here(monkeypatch))
+    text = (tmp_path / "mpistrategy-last-report.txt").read_text()
+    assert "what roll-call.txt says" in text
+    assert 2**19 < len(text) < 2**21
+
+
+def test_a_report_that_cannot_be_kept_stays_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told, empty = made(tmp_path, name_of_ended(), "roll-call.txt"), made(tmp_path, name_of_ended())
+    (tmp_path / "mpistrategy-last-report.txt").mkdir()
+    remove_in(str(tmp_path), name_here(monkeypatch))
+    assert os.listdir(told) == ["roll-call.txt"]
+    assert not empty.exists()
 
 
 def test_a_folder_that_cannot_be_read_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

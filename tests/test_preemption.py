@@ -406,6 +406,26 @@ def test_others_get_their_signals_back(made: Callable[..., ms.PreemptionCheckpoi
             signal.signal(number, handler)
 
 
+def test_closed_in_another_thread_the_next_signal_is_the_programs(
+    strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
+) -> None:
+    heard: list[int] = []
+    before = signal.signal(USR2, lambda number, frame: heard.append(number))
+    try:
+        handler = made(signals=[USR2])
+        thread = threading.Thread(target=handler.close)
+        thread.start()
+        thread.join()
+        assert handler.close not in strategy.extended.communicator.guard.at_close
+        for _ in range(2):
+            os.kill(os.getpid(), USR2)
+        assert heard == [USR2, USR2]
+        assert not handler.is_told
+        assert signal.getsignal(USR2) is not handler._note
+    finally:
+        signal.signal(USR2, before)
+
+
 def test_a_worker_that_is_forked_ends_when_it_is_told_to(made: Callable[..., ms.PreemptionCheckpointHandler]) -> None:
     made()
     made()  # two of them, one inside the other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -141,6 +142,17 @@ def test_it_imports_nothing_and_says_nothing(tmp_path: Path, several: bool, vari
     assert done.returncode == 0, done
     assert done.stdout.startswith(".")
     assert done.stderr == ""
+
+
+def test_a_session_without_stderr(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    def closed(descriptor: int) -> int:
+        raise OSError(errno.EBADF, "it is closed")
+
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr(pytest_mpistrategy, "reports", None)
+    monkeypatch.setattr(os, "dup", closed)
+    pytest_mpistrategy.pytest_addoption(request.config.pluginmanager)
+    assert pytest_mpistrategy.reports is None
 
 
 def test_the_package_is_not_rewritten(request: pytest.FixtureRequest) -> None:

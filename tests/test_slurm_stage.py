@@ -115,20 +115,22 @@ def test_what_another_user_has_made_first_ends_the_job(tmp_path: Path, local: Pa
     assert sum(1 for _ in theirs.rglob("*")) == 1
 
 
-@pytest.mark.parametrize("how", ["theirs", "open to all", "their link", "not there"])
+@pytest.mark.parametrize("how", ["theirs", "open to all", "open to a group", "their link", "not there"])
 def test_a_folder_in_which_others_could_replace_it_ends_the_job(
     tmp_path: Path, local: Path, theirs: Path, how: str
 ) -> None:
     named = {"theirs": theirs, "not there": tmp_path / "none"}.get(how, local)
     if how == "open to all":
         local.chmod(0o777)
+    elif how == "open to a group":
+        local.chmod(0o775)
     elif how == "their link":
         named = tmp_path / "link"
         named.symlink_to(local)
         os.chown(named, OTHER, OTHER, follow_symlinks=False)
     done = run(tmp_path, named)
     assert done.returncode != 0, done
-    assert "other users can replace what is in it" in done.stderr or how == "not there"
+    assert ("no such folder" if how == "not there" else "other users can replace what is in it") in done.stderr
     assert str(named) in done.stderr
     assert "runs " not in done.stdout
 

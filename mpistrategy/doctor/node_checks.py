@@ -135,7 +135,7 @@ def shared_memory(job: Job) -> Iterator[Finding]:
 
 
 _MORE_MEMORY = (
-    "Ask for more: srun --mem=16G; docker run --memory=16g; where /dev/shm is named, --shm-size=8g or --ipc=host"
+    "Ask for more: srun --mem=16G; docker run --memory=16g; if the message names /dev/shm: docker run --shm-size=8g"
 )
 
 

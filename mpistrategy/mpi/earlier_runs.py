@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mpistrategy.mpi import own_files, run_directory
@@ -29,6 +29,7 @@ _NAME = re.compile(
 #: What may be in one: what the watchdogs write, while they write it as well.
 _OURS = re.compile(r"(?:alarm|node-\d{1,9}\.json|rank-\d{1,9}\.txt|roll-call\.txt)(?:\.\d{1,9}\.new)?")
 _REPORT = "mpistrategy-last-report"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_REPORT_BYTES, _MOST_RECORD_BYTES = 2**24, 2**20
 _PATIENCE_SECONDS = 1.0
 _done: list[bool] = []
@@ -67,7 +68,7 @@ def name_of_this_run() -> str:
 def remove_left_ones() -> None:
     """Remove what earlier starts of this job have left, at the first call of a process.
 
-    The text of the last report among it is kept, in one file beside.  A file system that hangs is waited for a second.
+    The text of the reports among it is kept, in one file beside.  A file system that hangs is waited for a second.
     """
     if _done:
         return
@@ -95,65 +96,94 @@ def remove_in(place: str, this: str) -> None:
         return
     alive = set(_processes())
     can_see = mine.process in alive  # else the system may hide others as well
-    reports = []
+    left = []
     for name, run in found.items():
-        if run.job != mine.job:
-            continue
         is_dead = can_see and run.machine == mine.machine and run.process not in alive
-        if is_dead or run.restart < mine.restart:
-            with contextlib.suppress(OSError), _opened(os.path.join(place, name)) as folder:
-                reports.append((os.fstat(folder).st_mtime, name, _report_in(folder)))
-    written = [each for each in sorted(reports) if each[2]]
+        if run.job == mine.job and (is_dead or run.restart < mine.restart):
+            left.append(name)
+    folder = os.open(place, _FOLDER)
+    try:
+        _condense(folder, place, f"{_REPORT}{f'-{mine.job}' if mine.job else ''}.txt", left)
+    finally:
+        os.close(folder)
+
+
+def _condense(place: int, path: str, kept: str, left: Sequence[str]) -> None:
+    """Remove run directories; what they report stays, in the file `kept` beside them."""
+    reports = {}
+    for name in left:
+        with contextlib.suppress(OSError), _opened(place, name) as folder:
+            reports[name] = os.fstat(folder).st_mtime, _report_in(folder)
+    written = [name for name in sorted(reports, key=reports.__getitem__, reverse=True) if reports[name][1]]
     if written:
-        _keep(place, mine.job, *written[-1])
-    for _, name, _ in reports:
+        heads = {name: f"What {name} held; written {time.ctime(reports[name][0])}.\n\n".encode() for name in written}
+        if _keep(place, kept, written[0], b"".join(heads[name] + reports[name][1] for name in written)):
+            where = os.path.join(path, kept)
+            sys.stderr.write(f"mpistrategy: an earlier start of this job ended with a report: {where}\n")
+        else:
+            for name in written:
+                del reports[name]
+    for name in reports:
         with contextlib.suppress(OSError):
-            _remove(os.path.join(place, name))
+            _remove(place, name)
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    """Open a folder of this user's own; OSError for what is none."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _opened(place: int, name: str) -> Iterator[int]:
+    """Open a folder of this user's own; OSError for anything else."""
+    folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=place)
     try:
-        if not own_files.is_own(os.fstat(folder), os.stat(os.path.dirname(path))):
-            raise PermissionError(path)
+        if not own_files.is_own(os.fstat(folder), os.fstat(place)):
+            raise PermissionError(name)
         yield folder
     finally:
         os.close(folder)
 
 
-def _remove(path: str) -> None:
-    with _opened(path) as folder:
-        for name in filter(_OURS.fullmatch, os.listdir(folder)):
-            os.unlink(name, dir_fd=folder)
-    os.rmdir(path)  # which fails while there is anything else in it
+def _remove(place: int, name: str) -> None:
+    with _opened(place, name) as folder:
+        for inside in filter(_OURS.fullmatch, os.listdir(folder)):
+            os.unlink(inside, dir_fd=folder)
+    os.rmdir(name, dir_fd=place)  # which fails while there is anything else in it
 
 
 def _report_in(folder: int) -> bytes:
-    """Return the roll call and the records of the ranks in a run directory, one after the other."""
+    """Return the roll call and the records of the ranks in a run directory, one after the other; their beginnings."""
     names = [name for name in os.listdir(folder) if run_directory.RECORD.fullmatch(name)]
     names.sort(key=lambda name: int(re.findall(r"\d+", name)[0]))
     told, left = [], _MOST_REPORT_BYTES
     for name in (run_directory.ROLL_CALL, *names):
         with contextlib.suppress(OSError):
-            text = own_files.read(name, min(_MOST_RECORD_BYTES, max(left, 0)), folder)
+            file = own_files.open_own(name, folder)
+            try:
+                text = os.read(file, min(_MOST_RECORD_BYTES, left))
+            finally:
+                os.close(file)
             told.append(f"== {name}\n".encode() + text.rstrip() + b"\n\n")
             left -= len(text)
     return b"".join(told)
 
 
-def _keep(place: str, job: str, when: float, name: str, report: bytes) -> None:
-    path = os.path.join(place, f"{_REPORT}{f'-{job}' if job else ''}.txt")
+def _keep(place: int, kept: str, name: str, report: bytes) -> bool:
+    """Write a report in the place of the last one; return whether that was possible."""
     # In the directory that goes: so it does not stay if this job is killed now.
-    temporary = os.path.join(place, name, f"{run_directory.ROLL_CALL}.{os.getpid()}.new")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    head = f"What {name} held when this job started again; written {time.ctime(when)}.\n\n"
-    with os.fdopen(own_files.new_file(temporary), "wb") as file:
-        file.write(head.encode() + report)
-    os.replace(temporary, path)
-    sys.stderr.write(f"mpistrategy: an earlier start of this job ended with a report: {path}\n")
+    temporary = f"{run_directory.ROLL_CALL}.{os.getpid()}.new"
+    try:
+        with _opened(place, name) as folder:
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+                mode = own_files.file_mode(os.fstat(place))
+                with os.fdopen(os.open(temporary, own_files.NEW, mode, dir_fd=folder), "wb") as file:
+                    file.write(report)
+                os.replace(temporary, kept, src_dir_fd=folder, dst_dir_fd=place)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+    except OSError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------ who is who

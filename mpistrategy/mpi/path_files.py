@@ -91,7 +91,7 @@ def expanded(path: str) -> Path:
     """Return a path with the home folder in place of ``~`` and ``~user``.
 
     Raises:
-        FileNotFoundError: where none is known: without HOME and an entry for this user, or for a user that is none.
+        FileNotFoundError: where none is known: without HOME and an entry for this user, or for no user.
     """
     try:
         return Path(path).expanduser()

@@ -2,12 +2,13 @@
 
 pytest loads it wherever mpistrategy is installed.  It does nothing unless a launcher started several ranks; then it
 keeps a descriptor of stderr from before the capture, and the first failures, of which pytest tells only at its end.
-`mpistrategy.mpi.reports` finds them here.  It is installed beside the package, since to import that takes longer.
+`mpistrategy.mpi.reports` finds them here.  It is installed beside the package: importing the package takes longer.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     hook = getattr(pluginmanager, "rewrite_hook", None)
     getattr(hook, "_must_rewrite", set()).discard("mpistrategy")
     if reports is None and any(os.environ.get(name, "1") not in ("", "0", "1") for name in _SIZES):
-        reports = Reports()
+        with suppress(OSError):  # stderr may be closed
+            reports = Reports()
     if reports is not None:
         pluginmanager.register(reports, "mpistrategy reports")

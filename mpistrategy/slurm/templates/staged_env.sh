@@ -29,9 +29,13 @@ trap '"${each_node[@]}" find "$stage" -maxdepth 0 -type d -user "$UID" -exec rm 
 # Other users may write to $local, too. The folder is made here: one that is there already ends the job, and so does a
 # $local in which others could replace it.
 # shellcheck disable=SC2016 # for the shells on the nodes
-make='read -r link owner mode <<<"$(stat -c %u -- "$1") $(stat -L -c "%u %a" -- "$1")"
-if [[ " 0 $UID " != *" $link "* || " 0 $UID " != *" $owner "* ]] || ((8#$mode & 8#2 && !(8#$mode & 8#1000))); then
-    echo "$1 on $HOSTNAME: other users can replace what is in it; name another folder in local=" >&2
+make='if [[ ! -d $1 ]]; then
+    echo "$1 on $HOSTNAME: no such folder; name another one in local=" >&2
+    exit 1
+fi
+read -r link owner mode <<<"$(stat -c %u -- "$1") $(stat -L -c "%u %a" -- "$1")"
+if [[ " 0 $UID " != *" $link "* || " 0 $UID " != *" $owner "* ]] || ((8#$mode & 8#22 && !(8#$mode & 8#1000))); then
+    echo "$1 on $HOSTNAME (mode $mode): other users can replace what is in it; name another in local=" >&2
     exit 1
 fi
 mkdir -m 700 -- "$2"'
