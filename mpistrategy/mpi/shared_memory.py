@@ -199,18 +199,22 @@ def _opened_by_all(make: Callable[[], tuple[int, str]], peers: NodePeers) -> tup
     return handle, path, reason
 
 
-def _identity(handle: int) -> str:
-    state = os.fstat(handle)
-    return f"{state.st_dev}:{state.st_ino}"
+def _identity(file: int | str) -> str:
+    """Return what tells an open file, or what a path leads to, from all others; "" for what is no regular file."""
+    state = os.stat(file)
+    return f"{state.st_dev}:{state.st_ino}" if stat.S_ISREG(state.st_mode) else ""
 
 
 def _opened(told: str) -> int:
+    """Return a descriptor of the file of which another rank has told."""
     identity, _, path = told.partition(" ")
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    if _identity(handle) != identity:  # ranks in containers have process numbers of their own
+    # Ranks in containers have process numbers of their own: there the path may lead to a device, which notices an open.
+    if _identity(path) == identity:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        if _identity(handle) == identity:
+            return handle
         os.close(handle)
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return handle
+    raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 def _memfd() -> tuple[int, str]:
@@ -223,9 +227,15 @@ def _named_file() -> tuple[int, str]:
     while True:
         path = os.path.join(FOLDER, f"{_NAME}-{os.urandom(8).hex()}")
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.fstat(handle).st_nlink:
-            return handle, path
+        try:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if os.fstat(handle).st_nlink:
+                    return handle, path
+        except OSError:
+            os.unlink(path)
+            os.close(handle)
+            raise
         os.close(handle)  # another process took it for one that was left, just before it was locked
 
 
