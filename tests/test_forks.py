@@ -6,7 +6,11 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import re
+import resource
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import launching
@@ -63,6 +67,66 @@ def test_what_a_child_writes_stays_with_it(strategy: ms.Strategy) -> None:
     assert (result == SIZE).all()
     assert [float(variable.local_view[0]), float(local.local_view[0])] == before
     assert still_works(strategy)
+
+
+@several
+def test_a_grandchild_has_what_the_child_has_written(strategy: ms.Strategy) -> None:
+    arena = strategy.arena([np.zeros(1000)])
+    arena.values[0][...] = 1
+
+    def change() -> list[str | float]:
+        arena.values[0][...] = 7
+
+        def change_again() -> list[float]:
+            before = float(arena.values[0][0])
+            arena.values[0][...] = 9
+            return [before, float(arena.values[0][0])]
+
+        return [in_child(change_again), float(arena.values[0][0])]
+
+    assert in_child(change) == repr([repr([7.0, 9.0]), 7.0])
+    strategy.barrier()
+    assert (arena.values[0] == 1).all()
+
+
+@several
+def test_a_child_without_memory_of_its_own_can_only_read(strategy: ms.Strategy) -> None:
+    """The limit stands for a system that promises no more memory than it has."""
+    arena = strategy.arena([np.full(1 << 21, 1.0)])
+    arena.values[0][...] = 1
+    gc.collect()
+
+    def reads() -> None:
+        assert (arena.values[0] == 1).all()
+
+    def writes() -> None:
+        arena.values[0][...] = 7
+
+    ends = [end_of_child_without_memory(work) for work in (reads, writes)]
+    strategy.barrier()
+    assert ends == [0, -signal.SIGSEGV]
+    assert (arena.values[0] == 1).all()
+    assert still_works(strategy)
+
+
+def end_of_child_without_memory(work: Callable[[], None]) -> int:
+    data = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert data is not None
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, ((int(data[1]) << 10) + (1 << 22), limits[1]))
+    try:
+        child = os.fork()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @several
