@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import launching
 import numpy as np
 import pytest
 from replicas import RANK, SIZE, in_step, still_works
@@ -225,30 +224,3 @@ def test_memory_and_descriptors_are_closed_after_children_came_and_went(strategy
         in_child(lambda: arena.values[0].sum())  # noqa: B023
         arena.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-ENDS = {"returns": "pass", "raises": "raise ValueError('of the child')", "exits": "sys.exit(3)"}
-
-
-@pytest.mark.one_rank
-@pytest.mark.parametrize("end", ENDS)
-def test_a_child_that_ends_as_a_program_does_leaves_its_parent_alone(
-    launch: Callable[..., launching.Finished], end: str
-) -> None:
-    """It must not take part in MPI_Finalize."""
-    source = f"""
-        import os, sys
-        import mpistrategy as ms
-        strategy = ms.MirroredStrategy()
-        child = os.fork()
-        if child == 0:
-            {ENDS[end]}
-        else:
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            total = strategy.reduce("SUM", float(status))
-            print(f"status {{status}}, total {{total}}", flush=True)
-    """
-    job = launch(2, source, timeout=40).check()
-    status = {"returns": 0, "raises": 1, "exits": 3}[end]
-    assert job.stdout.count(f"status {status}, total {2.0 * status}") == 2, job
-    assert ("ValueError: of the child" in job.stderr) == (end == "raises"), job
