@@ -1,14 +1,17 @@
 """The lock of a folder of checkpoints: one file, which only its user can open, and so lock.
 
 Whoever can open a file can lock it, even to read it.  So it is not shared with the group of a group's folder: what
-another user left there is refused, with a word on what to do.
+another user left there is refused, with a word on what to do.  A forked child shares no lock of its parent's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
+from weakref import WeakSet
 
 from mpistrategy.checkpoint_files import Folder, lock
 from mpistrategy.errors import CheckpointExistsError
@@ -20,6 +23,34 @@ _MODE = 0o600
 _SOMETHING_ELSE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 
+class _Lock(Folder):
+    """A locked file.  The lock goes with its last descriptor; so children must not keep theirs, nor let it go."""
+
+    def close(self) -> None:
+        """Close it, and give up the lock, which a child that is being forked may hold, too."""
+        if self.descriptor >= 0:
+            with contextlib.suppress(OSError):  # closing gives it up, too
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        super().close()
+
+
+_locks: WeakSet[_Lock] = WeakSet()
+_watches_forks = False
+
+
+def _close_in_child() -> None:
+    for each in list(_locks):
+        Folder.close(each)
+
+
+def _watch_forks(file: _Lock) -> None:
+    global _watches_forks
+    _locks.add(file)
+    if not _watches_forks:
+        _watches_forks = True
+        os.register_at_fork(after_in_child=_close_in_child)
+
+
 def locked_file(folder: Folder, name: str) -> Folder | None:
     """Return a locked file in a folder, made where missing, to be closed; None where the file system has no locks.
 
@@ -29,11 +60,12 @@ def locked_file(folder: Folder, name: str) -> Folder | None:
     """
     path = os.path.join(folder.path, name)
     try:
-        file = Folder(os.open(name, _FLAGS, _MODE, dir_fd=folder.descriptor), path)
+        file = _Lock(os.open(name, _FLAGS, _MODE, dir_fd=folder.descriptor), path)
     except OSError as error:
         if error.errno not in _SOMETHING_ELSE or not folder.kind_of(name):
             raise
         raise _not_ours(path, os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)) from error
+    _watch_forks(file)
     try:
         state = file.state
         if not stat.S_ISREG(state.st_mode) or not folder.owns(file):

@@ -195,7 +195,7 @@ class CheckpointManager:
 
     def _make_ready(self) -> None:
         """Lock the folder, once, and sweep what jobs that have ended left unfinished."""
-        if self._is_ready:
+        if self._is_ready and (self._lock is None or self._lock.descriptor >= 0):  # a forked child has no lock
             return
         make_folders(self.directory)
         with Folder.at(self.directory) as folder:

@@ -111,7 +111,7 @@ class Saving:
         self._thread = threading.Thread(target=self._write, name=f"checkpoint {self.path}")
         self._thread.start()
         if self._communicator.rank == 0:
-            self._reminder: Any = weakref.finalize(self, _remind, self.path)
+            self._reminder: Any = weakref.finalize(self, _remind, self.path, os.getpid())
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
@@ -315,7 +315,8 @@ def saving_names(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(SAVING.format(name)) + "[0-9a-f]+")
 
 
-def _remind(path: str) -> None:
-    sys.stderr.write(
-        f"[rank 0] the checkpoint {path!r} is not there: nobody called wait() after save(..., wait=False)\n"
-    )
+def _remind(path: str, process: int) -> None:
+    if os.getpid() == process:  # not in a forked child
+        sys.stderr.write(
+            f"[rank 0] the checkpoint {path!r} is not there: nobody called wait() after save(..., wait=False)\n"
+        )

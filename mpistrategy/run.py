@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from mpistrategy.errors import LaunchError, OptionError
 from mpistrategy.mpi import abort, check_level, fault_plans, timeout, watchdog
-from mpistrategy.mpi.exit_hooks import status_of
+from mpistrategy.mpi.exit_hooks import INTERRUPTED, status_of
 from mpistrategy.mpi.launch import no_mpi
 from mpistrategy.telemetry import start_from_environment, tracing
 
@@ -143,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
     # The program may go to another folder, and finalize MPI.
     unfinished = os.path.abspath(options.unfinished) if options.unfinished and rank == 0 else ""
     _hide_frames_of_ours()
+    process = os.getpid()
     try:
         if options.module:
             program = _module(*options.module)
@@ -152,15 +153,15 @@ def run(options: argparse.Namespace) -> int:
             program = _file(*options.program)
         exec(program.code, _main_of(program))
     except SystemExit as error:
-        _note_exit(error, unfinished)
+        _note_exit(error, unfinished if os.getpid() == process else "")
         raise
     except BaseException as error:
         # An excepthook of the program's own may hide the error; the peers must still learn of the end.
-        status = abort.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         abort.note_end(status, abort.in_words(type(error), error, _without_ours(error.__traceback__)))
         raise
     abort.note_end(0)
-    _take_away(unfinished)
+    _take_away(unfinished if os.getpid() == process else "")  # a forked child comes here, too
     return 0
 
 

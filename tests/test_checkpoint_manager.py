@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,78 @@ def test_faults_at_saving(launch: Launch, tmp_path: Path) -> None:
     assert job.returncode == 1
     assert "InjectedFault" in job.stderr
     assert sorted(os.listdir(tmp_path / "m")) == [".lock", "step-000000000001"]
+
+
+def alone(folder: Path) -> ms.CheckpointManager:
+    return made(ms.OneDeviceStrategy("CPU:0"), folder)[1]
+
+
+@pytest.fixture
+def child_that_waits() -> Iterator[Callable[[], None]]:
+    """Fork a child that lives on to the end of the test."""
+    reading, writing = os.pipe()
+    children = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            os.read(reading, 1)
+            os._exit(0)
+        children.append(child)
+
+    yield fork
+    os.close(writing)
+    os.close(reading)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+@pytest.mark.one_rank
+def test_a_forked_child_does_not_keep_the_lock(folder: Path, child_that_waits: Callable[[], None]) -> None:
+    manager = alone(folder)
+    manager.save(1)
+    child_that_waits()
+    with pytest.raises(errors.CheckpointExistsError, match="another manager of this one"):
+        alone(folder).save(2)
+    manager.close()
+    with alone(folder) as other:
+        other.save(2)
+        assert other.steps() == [1, 2]
+
+
+@pytest.mark.one_rank
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent(folder: Path) -> None:
+    lives, ends = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        manager = alone(folder)
+        manager.save(1)
+        if os.fork() == 0:
+            os.close(ends)
+            os.read(lives, 1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == -signal.SIGKILL
+    with alone(folder) as manager:
+        manager.save(2)
+        assert manager.steps() == [1, 2]
+    os.close(ends)
+    os.close(lives)
+
+
+@pytest.mark.one_rank
+def test_a_forked_child_does_not_give_its_parents_lock_up_nor_save_without_one(folder: Path) -> None:
+    manager = alone(folder)
+    manager.save(1)
+    child = os.fork()
+    if child == 0:
+        refused = [outcomes(manager.save, 2)[0].error]
+        manager.close()
+        refused += [outcomes(each.save, 2)[0].error for each in (manager, alone(folder))]
+        os._exit(0 if refused == [errors.CheckpointExistsError] * 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(errors.CheckpointExistsError, match="another manager of this one"):
+        alone(folder).save(2)
+    manager.save(2)
+    manager.close()

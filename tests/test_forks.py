@@ -6,10 +6,13 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import re
+import resource
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import launching
 import numpy as np
 import pytest
 from replicas import RANK, SIZE, in_step, still_works
@@ -63,6 +66,66 @@ def test_what_a_child_writes_stays_with_it(strategy: ms.Strategy) -> None:
     assert (result == SIZE).all()
     assert [float(variable.local_view[0]), float(local.local_view[0])] == before
     assert still_works(strategy)
+
+
+@several
+def test_a_grandchild_has_what_the_child_has_written(strategy: ms.Strategy) -> None:
+    arena = strategy.arena([np.zeros(1000)])
+    arena.values[0][...] = 1
+
+    def change() -> list[str | float]:
+        arena.values[0][...] = 7
+
+        def change_again() -> list[float]:
+            before = float(arena.values[0][0])
+            arena.values[0][...] = 9
+            return [before, float(arena.values[0][0])]
+
+        return [in_child(change_again), float(arena.values[0][0])]
+
+    assert in_child(change) == repr([repr([7.0, 9.0]), 7.0])
+    strategy.barrier()
+    assert (arena.values[0] == 1).all()
+
+
+@several
+def test_a_child_without_memory_of_its_own_can_only_read(strategy: ms.Strategy) -> None:
+    """The limit stands for a system that promises no more memory than it has."""
+    arena = strategy.arena([np.full(1 << 21, 1.0)])
+    arena.values[0][...] = 1
+    gc.collect()
+
+    def reads() -> None:
+        assert (arena.values[0] == 1).all()
+
+    def writes() -> None:
+        arena.values[0][...] = 7
+
+    ends = [end_of_child_without_memory(work) for work in (reads, writes)]
+    strategy.barrier()
+    assert ends == [0, -signal.SIGSEGV]
+    assert (arena.values[0] == 1).all()
+    assert still_works(strategy)
+
+
+def end_of_child_without_memory(work: Callable[[], None]) -> int:
+    data = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert data is not None
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, ((int(data[1]) << 10) + (1 << 22), limits[1]))
+    try:
+        child = os.fork()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @several
@@ -161,30 +224,3 @@ def test_memory_and_descriptors_are_closed_after_children_came_and_went(strategy
         in_child(lambda: arena.values[0].sum())  # noqa: B023
         arena.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-ENDS = {"returns": "pass", "raises": "raise ValueError('of the child')", "exits": "sys.exit(3)"}
-
-
-@pytest.mark.one_rank
-@pytest.mark.parametrize("end", ENDS)
-def test_a_child_that_ends_as_a_program_does_leaves_its_parent_alone(
-    launch: Callable[..., launching.Finished], end: str
-) -> None:
-    """It must not take part in MPI_Finalize."""
-    source = f"""
-        import os, sys
-        import mpistrategy as ms
-        strategy = ms.MirroredStrategy()
-        child = os.fork()
-        if child == 0:
-            {ENDS[end]}
-        else:
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            total = strategy.reduce("SUM", float(status))
-            print(f"status {{status}}, total {{total}}", flush=True)
-    """
-    job = launch(2, source, timeout=40).check()
-    status = {"returns": 0, "raises": 1, "exits": 3}[end]
-    assert job.stdout.count(f"status {status}, total {2.0 * status}") == 2, job
-    assert ("ValueError: of the child" in job.stderr) == (end == "raises"), job

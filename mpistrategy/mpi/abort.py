@@ -20,14 +20,12 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi import reports
+from mpistrategy.mpi import child_end, reports
 from mpistrategy.mpi.channel import growing_pauses
-from mpistrategy.mpi.exit_hooks import ExitHooks
+from mpistrategy.mpi.exit_hooks import INTERRUPTED, ExitHooks
 from mpistrategy.mpi.guard import Guard
 from mpistrategy.mpi.telling import PATIENCE_SECONDS
 
-#: The status of a program that Ctrl-C has ended, as shells count.
-INTERRUPTED = 130
 _PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FORWARDING_SECONDS = 0.2
 _ENDS = "the whole job ends here."
@@ -52,7 +50,7 @@ class _Watch:
             return self.known_status
         if getattr(sys, "last_value", None) is not None:  # set before any excepthook runs
             return 1
-        return self.exit_status if _was_unwound(self._bottom) else 0
+        return self.exit_status if child_end.was_unwound(self._bottom) else 0
 
     def say(self, text: str) -> None:
         prefix = f"[rank {self.rank}/{self.size}] "
@@ -134,6 +132,7 @@ def watch(
 
 def note_end(status: int, last_words: str = "") -> None:
     """Say with which status the program ends, where somebody knows: `mpistrategy run` does."""
+    child_end.note(status)
     if _watch is not None:
         _watch.known_status = status
         _watch.last_words = last_words
@@ -159,22 +158,8 @@ def _bottom_frame() -> FrameType | None:
     return frame
 
 
-def _was_unwound(frame: FrameType | None) -> bool:
-    """Return whether a finished frame was left by an exception: its last instruction was no return."""
-    import opcode  # here: only a program's end needs it
-
-    if frame is None or frame.f_lasti < 0:
-        return True
-    return not opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
-
-
 def _say_goodbye(state: _Watch) -> None:
-    if os.getpid() != state.pid:
-        # A forked child that came to its end as a program does would take part in its parent's MPI_Finalize.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(state.status())
-    if state.mpi_is_over():
+    if os.getpid() != state.pid or state.mpi_is_over():
         return
     _leave_contained(state)
     status = state.status() if any(not guard.contains_errors for guard in state.open) else 0

@@ -17,6 +17,8 @@ from typing import Any, NoReturn, Protocol
 
 from mpistrategy.mpi.telling import OF_ANOTHER_RANK
 
+#: The status of a program that Ctrl-C has ended, as shells count.
+INTERRUPTED = 130
 #: How long the traceback of another rank has to come first.
 _FIRST_SECONDS = 0.7
 

@@ -1,7 +1,7 @@
 """What becomes of strategies in a forked child: they are closed there, since MPI belongs to the parent.
 
-A child that took part in a collective would take its parent's turn.  Shared memory becomes the child's own, too; see
-`mpistrategy.mpi.shared_memory`.
+A child that took part in a collective would take its parent's turn, and at its end it must not finalize MPI: see
+`mpistrategy.mpi.child_end`.  Shared memory becomes the child's own, too; see `mpistrategy.mpi.shared_memory`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from mpistrategy.errors import ForkedProcessError
+from mpistrategy.mpi import child_end
 
 _guards: WeakSet[Any] = WeakSet()
 _was_forked_from_rank = False
@@ -25,13 +26,16 @@ def close_in_children(guard: Any) -> None:
     _guards.add(guard)
     if not _is_registered:
         _is_registered = True
+        child_end.prepare()
         os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
     global _was_forked_from_rank
     mpi = sys.modules.get("mpi4py.MPI")
-    _was_forked_from_rank = _was_forked_from_rank or (mpi is not None and mpi.Is_initialized())
+    if mpi is not None and mpi.Is_initialized():
+        _was_forked_from_rank = True
+        child_end.follow()
     for guard in list(_guards):
         guard.close_in_child()
 

@@ -6,7 +6,8 @@ containers of their own, say), it is a file in the node's shared-memory file sys
 taken.  Every rank reserves its own pages (they lie near its own core), after a look at what may be taken: a file system
 that is full, or a limit of memory, is an error here instead of a killed process later.  The mapping lives as long as
 any array in it, also after the strategy is closed.  In a forked child it is the child's own: what it writes there stays
-with it.
+with it, and with the children that it forks.  Where the system promises no memory for that (vm.overcommit_memory=2), it
+can only read: a write ends it (SIGSEGV).
 """
 
 from __future__ import annotations
@@ -199,18 +200,22 @@ def _opened_by_all(make: Callable[[], tuple[int, str]], peers: NodePeers) -> tup
     return handle, path, reason
 
 
-def _identity(handle: int) -> str:
-    state = os.fstat(handle)
-    return f"{state.st_dev}:{state.st_ino}"
+def _identity(file: int | str) -> str:
+    """Return what tells an open file, or what a path leads to, from all others; "" for what is no regular file."""
+    state = os.stat(file)
+    return f"{state.st_dev}:{state.st_ino}" if stat.S_ISREG(state.st_mode) else ""
 
 
 def _opened(told: str) -> int:
+    """Return a descriptor of the file of which another rank has told."""
     identity, _, path = told.partition(" ")
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    if _identity(handle) != identity:  # ranks in containers have process numbers of their own
+    # Ranks in containers have process numbers of their own: there the path may lead to a device, which notices an open.
+    if _identity(path) == identity:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        if _identity(handle) == identity:
+            return handle
         os.close(handle)
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return handle
+    raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 def _memfd() -> tuple[int, str]:
@@ -223,9 +228,15 @@ def _named_file() -> tuple[int, str]:
     while True:
         path = os.path.join(FOLDER, f"{_NAME}-{os.urandom(8).hex()}")
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.fstat(handle).st_nlink:
-            return handle, path
+        try:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if os.fstat(handle).st_nlink:
+                    return handle, path
+        except OSError:
+            os.unlink(path)
+            os.close(handle)
+            raise
         os.close(handle)  # another process took it for one that was left, just before it was locked
 
 
@@ -262,6 +273,7 @@ class _Mapping(NamedTuple):
     address: int
     nbytes: int
     handle: int
+    is_private: bool = False
 
 
 #: The shared memory of this process, by the identity of what keeps it mapped.
@@ -272,9 +284,9 @@ _libc: Any = None
 def _mapped(handle: int, nbytes: int) -> mmap.mmap:
     """Return the file as memory that is unmapped, and the descriptor closed, when nobody refers to it any more."""
     global _libc
-    if _libc is None:
-        import ctypes  # here, for the quick import
+    import ctypes  # here, for the quick import
 
+    if _libc is None:
         _libc = ctypes.CDLL(None, use_errno=True)
         _libc.mmap.restype = ctypes.c_void_p
         _libc.mmap.argtypes = (
@@ -289,18 +301,18 @@ def _mapped(handle: int, nbytes: int) -> mmap.mmap:
     # Python's object keeps the addresses; the file is mapped there by hand, so that a child can do it anew.
     block = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping = _Mapping(np.frombuffer(block, np.uint8).ctypes.data, nbytes, handle)
-    _map(mapping, mmap.MAP_SHARED)
+    if not _map(mapping, mmap.MAP_SHARED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     _mappings[id(block)] = mapping
     weakref.finalize(block, _forget, id(block)).atexit = False
     return block
 
 
-def _map(mapping: _Mapping, kind: int) -> None:
-    import ctypes
-
-    access, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10
-    if _libc.mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0) != mapping.address:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+def _map(mapping: _Mapping, kind: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> bool:
+    """Map the file where its bytes are looked for, in place of what is there; return whether that was possible."""
+    fixed = 0x10
+    place = _libc.mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0)
+    return bool(place == mapping.address)
 
 
 def _forget(identity: int) -> None:
@@ -308,10 +320,17 @@ def _forget(identity: int) -> None:
 
 
 def _make_private() -> None:
-    """Give a forked child mappings of its own: it reads what the parent has there, and what it writes stays with it."""
-    for mapping in list(_mappings.values()):
-        try:
-            _map(mapping, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000))
-        except OSError as error:
-            os.write(2, f"mpistrategy: a forked child has no memory of its own: {error}; it ends\n".encode())
-            os._exit(71)  # rather than write into its parent's variables
+    """Give a forked child mappings of its own: it reads what the parent has there, and what it writes stays with it.
+
+    Its own children inherit them as they are; mapped once more, they would show what this child's parent has.
+    """
+    for identity, mapping in list(_mappings.items()):
+        if mapping.is_private:
+            continue
+        if not _map(mapping, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)):
+            # At once: what was mapped there may be gone, and the place must not be taken for anything else.
+            if not _map(mapping, mmap.MAP_SHARED, mmap.PROT_READ):
+                os.write(2, b"mpistrategy: a forked child can have no memory of its own; it ends\n")
+                os._exit(71)  # rather than write into its parent's variables
+            os.write(2, b"mpistrategy: no memory for a forked child to write where its parent has shared memory\n")
+        _mappings[identity] = mapping._replace(is_private=True)
