@@ -3,8 +3,7 @@
 mpi4py finalizes MPI after the last of Python's atexit handlers, where no Python runs any more.  So a child ends by
 itself once all handlers have run.  With which status, Python tells no handler: it is 0 where the program has come to
 its last line, 1 after an exception that was not caught, what `sys.exit` was called with, or what `mpistrategy run`
-says.  After a ``raise SystemExit(...)`` it is known only where that is the main program's own line, with a constant;
-elsewhere it is 1, and the child says so.
+says.  After a ``raise SystemExit(...)`` it is not known: it is 1, and the child says so.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from mpistrategy.mpi.exit_hooks import INTERRUPTED, status_of
 
 #: Python's status where standard output cannot be written.
 _NOT_WRITTEN = 120
-_FILLING = ("CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG")
 _UNKNOWN = (
     "mpistrategy: a forked child was left by a SystemExit that was not raised by sys.exit; with which status cannot be "
     "known in a child of a rank, and it ends with 1\n"
@@ -49,12 +47,10 @@ class _Child:
             return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if not was_unwound(self._bottom):
             return 0
-        raised = _raised_constant(self._bottom)
-        status = self.exit_status if raised is None else raised
-        if status is None:
+        if self.exit_status is None:
             os.write(2, _UNKNOWN.encode())
             return 1
-        return status
+        return self.exit_status
 
 
 _child: _Child | None = None
@@ -92,26 +88,6 @@ def was_unwound(frame: FrameType | None) -> bool:
     if frame is None or frame.f_lasti < 0:
         return True
     return not opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
-
-
-def _raised_constant(frame: FrameType) -> int | None:
-    """Return the status of a ``raise SystemExit(constant)`` that has ended a frame; None where it is anything else."""
-    import dis  # here: only a program's end needs it
-
-    before = (each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti)
-    steps = [None, *(each for each in before if each.opname not in _FILLING)]
-    code, step = None, steps.pop()
-    if step is None or step.opname != "RAISE_VARARGS" or step.arg != 1:
-        return None
-    step = steps.pop()
-    if step is not None and step.opname == "CALL":
-        if step.arg == 1:
-            step = steps.pop()
-            if step is None or step.opname not in ("LOAD_CONST", "LOAD_SMALL_INT"):
-                return None
-            code = step.argval
-        step = steps.pop()
-    return status_of(code) if step is not None and step.argval == "SystemExit" else None
 
 
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
