@@ -157,7 +157,7 @@ def _checked(body: Any, where: str) -> Manifest:
     _require(all(re.fullmatch(r"[0-9a-f]{32}", s.checksum) for s in shards), "checksums")
     _require(isinstance(layout, dict) and all(isinstance(name, str) for name in names), "names")
     items = {path: _item(ranks, *packed) for path, packed in body["items"].items()}
-    _require(all(name in items for name in names), "names")
+    _require(all(name in items for name in names) and len(set(names)) == len(names), "names")
     written_by = body["written_by"]
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
     return Manifest(ranks, shards, items, tuple(names), layout, printable(written_by, ""))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,6 @@ from mpistrategy.variables import Variable
 
 #: Characters of what has changed since a checkpoint was saved; buckets of gradients are long lists.
 _LONGEST_NOTE = 500
-_MOST_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def restore(
                 fit.problem(missing, f"{manifest.items[missing].kind} in the checkpoint, nothing here")
         notes = tuple(_notes(manifest, strategy))
     if fit.problems:
-        raise _mismatch(call.where, path, fit.problems)
+        raise _mismatch(call.where, path, fit)
     with reading(call.where, path), Folder.parent_of(path) as parent, parent.trusted_folder(name) as folder:
         mine = range(communicator.rank, manifest.ranks, communicator.size)
         shards = {number: _read(folder, manifest, number, fit) for number in mine}
@@ -151,14 +150,13 @@ def _name_of(parent: Folder, name: str) -> str:
     )
 
 
-def _mismatch(where: str, path: str, problems: Sequence[str]) -> CheckpointMismatchError:
-    shown = [f"  {problem}" for problem in problems[:_MOST_PROBLEMS]]
-    more = [f"  and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
+def _mismatch(where: str, path: str, fit: Fit) -> CheckpointMismatchError:
+    more = [f"  and {fit.more_problems} more"] if fit.more_problems else []
     return CheckpointMismatchError.at(
         where,
         found=f"a checkpoint, {path!r}, that does not fit the objects",
         expected="the same names, kinds, dtypes and shapes",
-        fix="\n".join(["Nothing has changed. These do not fit:", *shown, *more]),
+        fix="\n".join(["Nothing has changed. These do not fit:", *(f"  {each}" for each in fit.problems), *more]),
     )
 
 

@@ -1,0 +1,165 @@
+"""Manifests that were made up to harm: their checksums are right, and what they say is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hostile
+import numpy as np
+import pytest
+
+import mpistrategy as ms
+from mpistrategy import checkpoint_random
+from mpistrategy.checkpoint_files import checksum_of
+from mpistrategy.checkpoint_manifest import NAME, Item, Manifest, Shard, shard_name
+from mpistrategy.checkpoint_shards import pieces_of
+
+pytestmark = pytest.mark.one_rank
+
+
+def local(**objects: Any) -> ms.Checkpoint:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        return ms.Checkpoint(**objects)
+
+
+def forged(folder: Path, items: dict[str, Item], arrays: dict[str, Any] | None = None, ranks: int = 1) -> Path:
+    """Write a checkpoint with these items, and the same arrays in each shard."""
+    folder.mkdir()
+    data = b"".join(bytes(piece) for piece in pieces_of(arrays or {}))
+    for rank in range(ranks):
+        (folder / shard_name(rank)).write_bytes(data)
+    shards = (Shard(len(data), checksum_of(data).hexdigest()),) * ranks
+    names = tuple(path for path in items if "/" not in path)
+    (folder / NAME).write_bytes(Manifest(ranks, shards, items, names, {}, "x").text())
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ generators
+
+
+def generator_of(kind: str) -> Any:
+    if kind == "RandomState":
+        return np.random.RandomState(0)
+    return np.random.Generator(getattr(np.random, kind)(0))
+
+
+def change_number(state: Any, name: str, value: Any) -> None:
+    """Change a number in the state of a generator as a manifest has it."""
+    for pair in state["dict"]:
+        if pair[0] == name:
+            pair[1] = value
+        elif isinstance(pair[1], dict) and "dict" in pair[1]:
+            change_number(pair[1], name, value)
+
+
+#: NumPy takes most of these, and reads elsewhere in memory with the next number that is drawn.
+NUMBERS = [
+    ("MT19937", "pos", 10**8), ("MT19937", "pos", -1), ("MT19937", "pos", 625), ("RandomState", "pos", 10**8),
+    ("RandomState", "pos", True), ("RandomState", "has_gauss", 2), ("Philox", "buffer_pos", -(10**8)),
+    ("Philox", "buffer_pos", 5), ("Philox", "has_uint32", 7), ("PCG64", "has_uint32", -1), ("PCG64", "uinteger", 2**32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), NUMBERS)
+def test_a_generator_that_points_elsewhere(tmp_path: Path, kind: str, name: str, value: Any) -> None:
+    generator = generator_of(kind)
+    checkpoint = local(rng=generator)
+    checkpoint.save(tmp_path / "c")
+    content = hostile.body_of(tmp_path / "c")
+    change_number(content["items"]["rng"][6][0], name, value)
+    hostile.write_body(tmp_path / "c", content)
+    with pytest.raises(ms.errors.CheckpointMismatchError, match=name):
+        checkpoint.restore(tmp_path / "c")
+    hostile.draw_from(generator)
+
+
+def test_a_state_that_is_no_dict(tmp_path: Path) -> None:
+    """NumPy takes a tuple, too."""
+    checkpoint = local(rng=np.random.RandomState(0))
+    checkpoint.save(tmp_path / "c")
+    content = hostile.body_of(tmp_path / "c")
+    key = {"tuple": ["ndarray", "<u4", [1] * 624]}
+    content["items"]["rng"][6] = [{"tuple": ["MT19937", key, 10**8]}]
+    hostile.write_body(tmp_path / "c", content)
+    with pytest.raises(ms.errors.CheckpointMismatchError, match="a state of type tuple"):
+        checkpoint.restore(tmp_path / "c")
+
+
+def test_streams_that_point_elsewhere() -> None:
+    streams = ms.Streams(1, 0)
+    state = checkpoint_random.state_of_streams(streams)
+    state["replica"] = checkpoint_random.state_of(np.random.RandomState(0))
+    state["replica"]["state"]["pos"] = 10**8
+    with pytest.raises(ValueError, match="pos"):
+        checkpoint_random.set_streams(streams, [state], 0)
+    with pytest.raises(ValueError, match="pos"):
+        checkpoint_random.jumped(state["replica"], 1)
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64", "RandomState", "of PCG64"])
+def test_generators_go_on(tmp_path: Path, kind: str) -> None:
+    """Whatever they have drawn before: states that they do have are not refused."""
+    rng = np.random.RandomState(np.random.PCG64(3)) if kind == "of PCG64" else generator_of(kind)
+    checkpoint = local(rng=rng)
+    for number in range(7):
+        checkpoint.save(tmp_path / "c", overwrite=True)
+        drawn = [rng.random(number).tolist(), rng.standard_normal(1).tolist()]
+        drawn.append(rng.bytes(3) if kind in ("RandomState", "of PCG64") else int(rng.integers(9, dtype=np.int32)))
+        checkpoint.restore(tmp_path / "c")
+        assert drawn[0] == rng.random(number).tolist()
+        assert drawn[1] == rng.standard_normal(1).tolist()
+
+
+# ------------------------------------------------------------------------------------------------ more than there is
+
+
+def lists(count: int) -> dict[str, Item]:
+    """Return nested lists, each of which says that it has all the others."""
+    return {"a": Item("list", more=count)} | {f"a/{number}": Item("list", more=count) for number in range(count - 1)}
+
+
+def lists_with_ends(count: int) -> dict[str, Item]:
+    """Return lists that have a last element, and say that there are many before it."""
+    items = {"a": Item("list", more=count)}
+    for number in range(count):
+        items |= {f"a/{number}": Item("list", more=2 * count), f"a/{number}/{2 * count - 1}": Item("list", more=0)}
+    return items
+
+
+def dicts(count: int) -> dict[str, Item]:
+    """Return a dict whose keys are all missing, at a path that is long."""
+    keys: list[Any] = list(range(10 * count))
+    return {"a": Item("dict", more=["x" * 1000 * count]), f"a/{'x' * 1000 * count}": Item("dict", more=keys)}
+
+
+def slots(count: int) -> dict[str, Item]:
+    """Return an optimizer of many variables that are nowhere."""
+    settings = {"dict": [["learning_rate", {"float": "0x1p-3"}], ["skipped_steps", 0]]}
+    more = {"class": "SGD", "variables": [None] * 200 * count, "slots": []}
+    return {"a": Item("optimizer", more=more), "a/settings": Item("plain", "one", values=(settings,))}
+
+
+@pytest.mark.parametrize("make", [lists, lists_with_ends, dicts, slots])
+def test_a_small_manifest_that_speaks_of_much(tmp_path: Path, make: Callable[[int], dict[str, Item]]) -> None:
+    path = forged(tmp_path / "c", make(1500))
+    began = time.monotonic()
+    for partial in (False, True):
+        with pytest.raises(ms.errors.CheckpointMismatchError) as caught:
+            local(a=ms.optimizers.SGD(0.1) if make is slots else [] if make is not dicts else {}).restore(
+                path, partial=partial
+            )
+        assert len(str(caught.value)) < 20_000
+    assert time.monotonic() - began < 4
+
+
+def test_a_name_that_stands_twice(tmp_path: Path) -> None:
+    checkpoint = local(a=1)
+    checkpoint.save(tmp_path / "c")
+    content = hostile.body_of(tmp_path / "c")
+    content["names"] *= 2
+    hostile.write_body(tmp_path / "c", content)
+    with pytest.raises(ms.errors.CheckpointDamagedError):
+        checkpoint.restore(tmp_path / "c", partial=True)
