@@ -191,7 +191,9 @@ class Checkpoint:
 
         Of this rank alone: nothing is sent.  Copies that were to be combined are; a rank's own stand as ``name@rank``.
         The file is mapped into memory, and read as you look at the arrays: copy them before it is overwritten in place
-        or, on a network's file system, removed.  Writing into them does not change it.
+        or, on a network's file system, removed.  Writing into them does not change it.  Compressed arrays of a ``.npz``
+        file are read into memory: at most 64 MiB plus 100 times the file's size, since a small file can be made to take
+        any amount; `numpy.load` reads what has more (mostly zeros).  A file may be named by a symbolic link.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.

@@ -237,16 +237,13 @@ class _Copies:
 
 def combined(copies: Any, how: str, count: int) -> Array:
     """Return what copies of a variable come to, added in rank order; integers wrap around as they do everywhere."""
-    first, total = None, None
+    total, dtype = None, np.dtype(bool)
     for copy in copies:
-        if first is None or total is None:
-            first, total = copy, copy.astype(wire_dtype(copy.dtype))
+        if total is None:
+            total, dtype = copy.astype(wire_dtype(copy.dtype)), copy.dtype
         else:
             with np.errstate(over="ignore", invalid="ignore"):
-                total = np.asarray(total + copy)
-    assert first is not None
+                np.add(total, copy, out=total)
     assert total is not None
-    if how == "MEAN":
-        total = total / count
     with np.errstate(over="ignore"):
-        return np.asarray(total).astype(first.dtype).reshape(first.shape)
+        return np.asarray(total / count if how == "MEAN" else total).astype(dtype)

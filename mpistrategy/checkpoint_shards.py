@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +46,8 @@ _ALIGNMENT = 64
 #: The longest text in JSON, in bytes, and how many lists and objects, and commas, it may have: a header, or a manifest.
 LONGEST_TEXT = 2**26
 MOST_HOLDERS, MOST_COMMAS = 2**21, 2**22
-MOST_BYTES, MOST_AXES = 2**46, 64
+#: The largest array, in bytes, and the number of axes that NumPy's may have.
+MOST_BYTES, MOST_AXES = 2**46, 32 if np.__version__.startswith("1.") else 64
 _METADATA = "__metadata__"
 
 
@@ -133,7 +135,7 @@ def _stored(where: str, path: str, entry: Any, begin: int) -> Stored:
 
 
 def loads(data: bytes, where: str) -> Any:
-    """Return parsed JSON; CheckpointDamagedError for what is none, has a key twice, is too deep or too much."""
+    """Return parsed JSON; CheckpointDamagedError if it is invalid, too deep or too large, or if a key stands twice."""
     trouble = _too_much(data)
     if trouble:
         raise _damaged(where, trouble)
@@ -185,6 +187,12 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def byte_count(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     """Return how many bytes an array has."""
     return math.prod(shape) * dtype.itemsize
+
+
+def is_possible(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
+    """Return whether NumPy can have such an array: even one of no elements must not have too many in one direction."""
+    elements = math.prod(max(count, 1) for count in shape)
+    return len(shape) <= MOST_AXES and elements * max(dtype.itemsize, 1) <= sys.maxsize
 
 
 def _damaged(where: str, found: str) -> CheckpointDamagedError:
