@@ -94,8 +94,8 @@ class Checkpoint:
                 nothing half-made is left, and what was there still is.
             CheckpointExistsError: on every rank, when there is something under the name.
             OptionTypeError, AggregationError, DTypeError: on every rank, for objects without a state.
-            OptionError: on every rank, for more names and plain values than are read again: 64 MiB, 2**21 lists and
-                dicts (floats count as such), 2**22 numbers and words.
+            OptionError: on every rank, for more names and plain values than are read again: 64 MiB of text, 2**21 lists
+                and dicts (floats count as such), 2**22 numbers and words, 64 MiB of memory plus 8 times the text.
             ContextError: in a step function.
             CollectiveMismatchError: on every rank, when directories differ, names, or what the names stand for; the
                 text says what stands for it on each rank.

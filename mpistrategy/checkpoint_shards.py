@@ -45,7 +45,11 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 64
 #: The longest text in JSON, in bytes, and how many lists and objects, and commas, it may have: a header, or a manifest.
 LONGEST_TEXT = 2**26
-MOST_HOLDERS, MOST_COMMAS = 2**21, 2**22
+_MOST_HOLDERS, _MOST_COMMAS = 2**21, 2**22
+#: About how many bytes an object, a list, and what stands between commas take once they are read; and how many a text
+#: may take: so many, and so many times its length.
+_OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES = 256, 88, 64
+_ROOM_BYTES, _ROOM_TIMES = 2**26, 8
 #: The largest array, in bytes, and the number of axes that NumPy's may have.
 MOST_BYTES, MOST_AXES = 2**46, 32 if np.__version__.startswith("1.") else 64
 _METADATA = "__metadata__"
@@ -159,10 +163,13 @@ def _too_much(text: bytes) -> str:
 
     A list of nothing takes two bytes there, and thirty times as many in memory.
     """
+    objects, lists, commas = text.count(b"{"), text.count(b"["), text.count(b",")
+    memory = objects * _OBJECT_BYTES + lists * _LIST_BYTES + commas * _VALUE_BYTES
     for count, most, what in (
         (len(text), LONGEST_TEXT, "bytes of names and plain values"),
-        (text.count(b"{") + text.count(b"["), MOST_HOLDERS, "lists and dicts"),
-        (text.count(b","), MOST_COMMAS, "numbers and words"),
+        (objects + lists, _MOST_HOLDERS, "lists and dicts"),
+        (commas, _MOST_COMMAS, "numbers and words"),
+        (memory, _ROOM_BYTES + _ROOM_TIMES * len(text), "bytes of memory for plain values"),
     ):
         if count > most:
             return f"{count} {what} (at most {most})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import resource
 import time
@@ -17,10 +18,11 @@ import numpy as np
 import pytest
 
 import mpistrategy as ms
-from mpistrategy import checkpoint_arrays, checkpoint_random
+from mpistrategy import checkpoint_arrays, checkpoint_random, checkpoint_shards
 from mpistrategy.checkpoint_files import checksum_of
-from mpistrategy.checkpoint_manifest import NAME, Item, Manifest, Shard, shard_name
-from mpistrategy.checkpoint_shards import pieces_of
+from mpistrategy.checkpoint_manifest import NAME, Item, Manifest, Shard, parse, shard_name
+from mpistrategy.checkpoint_shards import loads, pieces_of
+from mpistrategy.checkpoint_values import to_json
 
 pytestmark = pytest.mark.one_rank
 
@@ -262,3 +264,35 @@ def test_copies_are_combined_without_much_memory(tmp_path: Path, dtype: str, how
     assert peak_of(lambda: found.append(ms.Checkpoint.arrays(path)["a"])) < 2.5 * array.nbytes
     assert found[0].dtype == array.dtype
     assert np.array_equal(found[0], array if how == "MEAN" else array + array)
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+UNITS = ['{"":0}', "{}", "[]", "[1]", '{"float":"0x0.0p+0"}', "1000", '"ab"', '{"tuple":[1,2]}', '{"a":[{"b":[[]]}]}']
+
+
+def list_of(unit: str, count: int) -> bytes:
+    return f"[{','.join([unit] * count)}]".encode()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_what_a_short_text_takes_in_memory(unit: str) -> None:
+    """As many of these as are read at all."""
+    count = 2**22
+    while checkpoint_shards._too_much(text := list_of(unit, count)):
+        count = count * 3 // 4
+    assert peak_of(lambda: loads(text, "x")) < 2**26 + 10 * len(text)
+    with pytest.raises(ms.errors.CheckpointDamagedError, match=r"at most \d+"):
+        loads(list_of(unit, count * 4 // 3 + 2), "x")
+
+
+def test_large_checkpoints_that_are_as_they_should_be() -> None:
+    entry = {"dtype": "F32", "shape": [128, 64, 3], "data_offsets": [10**9, 10**9 + 98304]}
+    header = {f"layers.{number}.weight": entry for number in range(100_000)}
+    assert loads(json.dumps(header, separators=(",", ":")).encode(), "x") == header
+    ranks, floats = 1000, np.random.default_rng(0).random(500_000).tolist()
+    state = to_json(checkpoint_random.state_of(np.random.RandomState(1)))
+    items = {"rng": Item("rng", "own", values=(state,) * ranks), "a": Item("plain", "one", values=(to_json(floats),))}
+    items |= {f"{number}": Item("variable", "one", "<f4", (128, 64)) for number in range(20_000)}
+    text = Manifest(ranks, (Shard(10**6, "0" * 32),) * ranks, items, ("rng", "a"), {}, "x").text()
+    assert parse(text, "x").items["rng"].values[999] == state
