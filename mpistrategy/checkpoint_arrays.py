@@ -197,8 +197,8 @@ def _npz(file: OpenFile, path: str) -> dict[str, Array]:
             is_stored = member.compress_type == zipfile.ZIP_STORED
             room[is_stored] -= member.file_size
             if room[is_stored] < 0:
-                found = f"{member.file_size} bytes in {member.compress_size}, which is far too much,"
-                raise _damaged(path, found, "" if is_stored else "If you trust it, read it with numpy.load.")
+                told = f"{member.file_size} bytes in {member.compress_size}, which is far too much,"
+                raise _damaged(path, told, "" if is_stored else "If you trust it, read it with numpy.load.")
             if member.flag_bits & _ENCRYPTED:
                 raise _damaged(path, f"{member.filename[:80]!r}, encrypted,")
             array = _stored(file, memory, member, path) if is_stored else _compressed(archive, member, path)

@@ -32,7 +32,7 @@ from mpistrategy.errors import (
     MpiStrategyError,
 )
 from mpistrategy.mpi.call import Call
-from mpistrategy.mpi.own_files import is_trusted
+from mpistrategy.mpi.own_files import is_trusted, printable
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy import Strategy
 from mpistrategy.variable_policies import share_of
@@ -85,7 +85,7 @@ def restore(
                 fit.left_out.append(missing)
             else:
                 fit.problem(missing, f"{manifest.items[missing].kind} in the checkpoint, nothing here")
-        notes = tuple(_notes(manifest, strategy))
+        notes, layout = tuple(_notes(manifest, strategy)), _printable(manifest.layout)
     if fit.problems:
         raise _mismatch(call.where, path, fit)
     with reading(call.where, path), Folder.parent_of(path) as parent, parent.trusted_folder(name) as folder:
@@ -104,7 +104,8 @@ def restore(
     restored = {name: change() for name, change in changes.items()}
     objects.update(restored)
     call.agree("restore a checkpoint")
-    return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, tuple(fit.left_out))
+    left_out = tuple(printable(each, "") for each in fit.left_out)
+    return Restored(path, manifest.ranks, manifest.written_by, layout, notes, left_out)
 
 
 @contextlib.contextmanager
@@ -166,8 +167,17 @@ def _notes(manifest: Manifest, strategy: Strategy) -> list[str]:
         # Buckets are often cut only after a checkpoint was restored.
         if key == "source" or now.get(key) == then or (key == "gradient_buckets" and not now[key]):
             continue
-        notes.append(f"{key}: {_shown(then)} when it was saved, {_shown(now.get(key))} now")
+        notes.append(printable(f"{key}: {_shown(then)} when it was saved, {_shown(now.get(key))} now", ""))
     return notes
+
+
+def _printable(value: Any) -> Any:
+    """Return a nest from JSON in which no text steers a terminal."""
+    if isinstance(value, dict):
+        return {printable(key, ""): _printable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_printable(inner) for inner in value]
+    return printable(value, "") if isinstance(value, str) else value
 
 
 def _shown(value: Any) -> str:

@@ -296,3 +296,21 @@ def test_large_checkpoints_that_are_as_they_should_be() -> None:
     items |= {f"{number}": Item("variable", "one", "<f4", (128, 64)) for number in range(20_000)}
     text = Manifest(ranks, (Shard(10**6, "0" * 32),) * ranks, items, ("rng", "a"), {}, "x").text()
     assert parse(text, "x").items["rng"].values[999] == state
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_what_is_said_of_a_restored_checkpoint_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    local(a=1).save(tmp_path / "c")
+    content = hostile.body_of(tmp_path / "c")
+    steer = "\x1b]0;owned\x07\u202e"
+    content["layout"] = {f"{steer}key": [{"x": steer}, 1.5, None]}
+    content["items"][f"{steer}name"] = content["items"]["a"]
+    content["names"].append(f"{steer}name")
+    hostile.write_body(tmp_path / "c", content)
+    restored = local(a=0).restore(tmp_path / "c", partial=True)
+    assert restored.layout == {"\\x1b]0;owned\\x07\\u202ekey": [{"x": "\\x1b]0;owned\\x07\\u202e"}, 1.5, None]}
+    (note,), (left_out,) = restored.notes, restored.left_out
+    assert (note + left_out).isprintable()
+    assert left_out == "\\x1b]0;owned\\x07\\u202ename"
