@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def set_state(generator: Generator, state: Any) -> None:
 def check_state(generator: Generator, state: Any) -> None:
     """Raise what `set_state` would, and change nothing."""
     if isinstance(generator, np.random.RandomState):
-        set_state(np.random.RandomState(type(generator._bit_generator)(0)), state)
+        set_state(copy.deepcopy(generator), state)
     else:
         set_state(np.random.Generator(type(generator.bit_generator)(0)), state)
 
