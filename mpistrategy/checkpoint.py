@@ -94,8 +94,8 @@ class Checkpoint:
                 nothing half-made is left, and what was there still is.
             CheckpointExistsError: on every rank, when there is something under the name.
             OptionTypeError, AggregationError, DTypeError: on every rank, for objects without a state.
-            OptionError: on every rank, for more names and plain values than are read again: 64 MiB, 2**21 lists and
-                dicts (floats count as such), 2**22 numbers and words.
+            OptionError: on every rank, for more names and plain values than are read again: 64 MiB of text, 2**21 lists
+                and dicts (floats count as such), 2**22 numbers and words, 64 MiB of memory plus 8 times the text.
             ContextError: in a step function.
             CollectiveMismatchError: on every rank, when directories differ, names, or what the names stand for; the
                 text says what stands for it on each rank.
@@ -191,7 +191,9 @@ class Checkpoint:
 
         Of this rank alone: nothing is sent.  Copies that were to be combined are; a rank's own stand as ``name@rank``.
         The file is mapped into memory, and read as you look at the arrays: copy them before it is overwritten in place
-        or, on a network's file system, removed.  Writing into them does not change it.
+        or, on a network's file system, removed.  Writing into them does not change it.  Compressed arrays of a ``.npz``
+        file are read into memory: at most 64 MiB plus 100 times the file's size, since a small file can be made to take
+        any amount; `numpy.load` reads what has more (mostly zeros).  A file may be named by a symbolic link.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.

@@ -7,7 +7,6 @@ may be written to; the file stays as it is.
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import struct
 import zipfile
@@ -19,66 +18,49 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import Array
-from mpistrategy.checkpoint_files import Folder, OpenFile, reading
-from mpistrategy.checkpoint_manifest import ONE, OWN, parse, read_text
+from mpistrategy.checkpoint_files import Folder, OpenFile, check_is_trusted, reading
+from mpistrategy.checkpoint_manifest import ONE, OWN, Manifest, parse, read_text
+from mpistrategy.checkpoint_maps import Map
 from mpistrategy.checkpoint_reading import open_shard
 from mpistrategy.checkpoint_restoring import combined
-from mpistrategy.checkpoint_shards import MOST_AXES, MOST_BYTES, NAMES, byte_count, parsed, shown
+from mpistrategy.checkpoint_shards import MOST_AXES, MOST_BYTES, NAMES, Stored, byte_count, parsed, shown
 from mpistrategy.checkpoint_values import dtype_of
 from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiStrategyError, OptionError
 
 _WHERE = "Checkpoint.arrays"
 _DTYPES = {name: text for text, name in NAMES.items()}
-#: Memory that is asked for when it is written to, and not before: Linux's number, where Python has no word for it.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-#: So much of a file is copied, so that arrays are aligned which are not in the file (those of .npz files, often).
-_MOST_COPIED_BYTES = 2**28
+#: How many links may lead from one to the next: as many as Linux follows.
+_MOST_LINKS = 40
+#: How many elements of copies are combined at a time.
+_PIECE_ELEMENTS = 2**20
 #: Where the arrays of NumPy's files begin at the latest: NumPy reads no longer headers, either.
 _LONGEST_HEADER = 2**16
 #: The table of contents of a .npz file.
 _MOST_CONTENTS_BYTES = 2**23
-#: What is compressed may become so much, and more where the file is large.
-_SMALL_BYTES, _MOST_TIMES = 2**30, 100
+#: What is compressed may become so many bytes, and so many times the size of the file more; zeros become 1,030 times.
+_SMALL_BYTES, _MOST_TIMES = 2**26, 100
 _LOCAL_HEADER_BYTES, _ENCRYPTED = 30, 1
-
-
-class Map:
-    """A file in memory, for as long as an array lives that lies in it.
-
-    Args:
-        file: open; may be closed afterwards.
-    """
-
-    def __init__(self, file: OpenFile) -> None:
-        self._room = _MOST_COPIED_BYTES
-        self._memory: Any = b""
-        if file.size:
-            flags, protection = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            self._memory = mmap.mmap(file.descriptor, file.size, flags, protection)
-
-    def array(self, dtype: np.dtype[Any], shape: tuple[int, ...], start: int, order: Any = "C") -> Array:
-        """Return the array that begins at a byte of the file: there, or a copy where that is no place for its dtype."""
-        if not byte_count(shape, dtype):
-            return np.empty(shape, dtype)
-        found: Array = np.ndarray(shape, dtype, self._memory, start, order=order)
-        if found.flags.aligned or found.nbytes > self._room:
-            return found
-        self._room -= found.nbytes
-        return found.copy(order="K")
 
 
 def arrays_of(path: str) -> dict[str, Array]:
     """Return the arrays of a checkpoint by path, those that were combined as one, each rank's own as ``path@rank``."""
     name = os.path.basename(path)
-    with reading(_WHERE, path), Folder.parent_of(path) as parent, parent.trusted_folder(name) as folder:
-        manifest = parse(read_text(folder), path)
-        shards = []
+    with (
+        reading(_WHERE, path),
+        Folder.parent_of(path) as parent,
+        parent.trusted_folder(name) as folder,
+        _sound(path),
+    ):
+        manifest, shards = parse(read_text(folder), path), {}
         for number in range(manifest.ranks):
             with open_shard(folder, manifest, number) as shard:
                 shard.check()
-                shards.append((Map(shard.file), shard.stored))
-    found = {}
+                if shard.items:
+                    shards[number] = Map(shard.file), shard.stored
+        return dict(_arrays_in(manifest, shards))
 
+
+def _arrays_in(manifest: Manifest, shards: dict[int, tuple[Map, dict[str, Stored]]]) -> Iterator[tuple[str, Array]]:
     def copy(name: str, number: int) -> Array:
         memory, stored = shards[number]
         return memory.array(dtype_of(manifest.items[name].dtype), manifest.items[name].shape, stored[name].start)
@@ -86,13 +68,23 @@ def arrays_of(path: str) -> dict[str, Array]:
     for name, item in manifest.items.items():
         if not item.is_array:
             continue
-        if item.copies == ONE:
-            found[name] = copy(name, item.shard)
-        elif item.copies == OWN:
-            found |= {f"{name}@{rank}": copy(name, rank) for rank in range(manifest.ranks)}
+        if item.copies in (ONE, "ONLY_FIRST_REPLICA"):
+            yield name, copy(name, item.shard if item.copies == ONE else 0)
+            continue
+        copies = [copy(name, rank) for rank in range(manifest.ranks)]
+        if item.copies == OWN:
+            yield from ((f"{name}@{rank}", array) for rank, array in enumerate(copies))
         else:
-            count = 1 if item.copies == "ONLY_FIRST_REPLICA" else manifest.ranks
-            found[name] = combined((copy(name, rank) for rank in range(count)), item.copies, count)
+            yield name, _combined(copies, item.copies)
+
+
+def _combined(copies: list[Array], how: str) -> Array:
+    """Return what copies come to.  A piece at a time: a MEAN of small integers takes twelve times their memory."""
+    found = np.empty(copies[0].shape, copies[0].dtype)
+    flat, parts = found.reshape(-1), [array.reshape(-1) for array in copies]
+    for start in range(0, flat.size, _PIECE_ELEMENTS):
+        piece = slice(start, start + _PIECE_ELEMENTS)
+        flat[piece] = combined((part[piece] for part in parts), how, len(parts))
     return found
 
 
@@ -109,7 +101,8 @@ def arrays_of_file(path: str) -> dict[str, Array]:
         raise OptionError.at(
             _WHERE, found=f"{path!r}", expected="a checkpoint's folder, or a .safetensors, .npz or .npy file"
         )
-    whole = os.path.abspath(path)
+    with reading(_WHERE, path):
+        whole = _followed(os.path.abspath(path))
     with (
         reading(_WHERE, path),
         Folder.parent_of(whole) as folder,
@@ -117,6 +110,17 @@ def arrays_of_file(path: str) -> dict[str, Array]:
         _sound(path),
     ):
         return read(file, path)
+
+
+def _followed(path: str) -> str:
+    """Return where the links lead to that a file's name is; CheckpointReadError as `check_is_trusted`, for each."""
+    for _ in range(_MOST_LINKS):
+        if not os.path.islink(path):
+            break
+        folder = os.path.dirname(path)
+        check_is_trusted(os.lstat(path), os.stat(folder), path)
+        path = os.path.join(folder, os.readlink(path))
+    return path
 
 
 @contextmanager
@@ -188,12 +192,13 @@ def _npz(file: OpenFile, path: str) -> dict[str, Array]:
     found, memory = {}, Map(file)
     raw = io.FileIO(file.descriptor, closefd=False)
     with _Limited(raw) as limited, zipfile.ZipFile(limited) as archive:
-        room = {True: file.size, False: max(_SMALL_BYTES, _MOST_TIMES * file.size)}
+        room = {True: file.size, False: _SMALL_BYTES + _MOST_TIMES * file.size}
         for member in archive.infolist():
             is_stored = member.compress_type == zipfile.ZIP_STORED
             room[is_stored] -= member.file_size
             if room[is_stored] < 0:
-                raise _damaged(path, f"{member.file_size} bytes in {member.compress_size}, which is far too much,")
+                told = f"{member.file_size} bytes in {member.compress_size}, which is far too much,"
+                raise _damaged(path, told, "" if is_stored else "If you trust it, read it with numpy.load.")
             if member.flag_bits & _ENCRYPTED:
                 raise _damaged(path, f"{member.filename[:80]!r}, encrypted,")
             array = _stored(file, memory, member, path) if is_stored else _compressed(archive, member, path)
@@ -243,5 +248,5 @@ def _of_wrong_size(path: str, member: zipfile.ZipInfo, dtype: np.dtype[Any], sha
 _READERS = {".safetensors": _safetensors, ".npy": _npy, ".npz": _npz}
 
 
-def _damaged(path: str, found: str) -> CheckpointDamagedError:
-    return CheckpointDamagedError.at(_WHERE, found=f"{found} in {path!r}", expected="a whole file of arrays")
+def _damaged(path: str, found: str, fix: str = "") -> CheckpointDamagedError:
+    return CheckpointDamagedError.at(_WHERE, found=f"{found} in {path!r}", expected="a whole file of arrays", fix=fix)

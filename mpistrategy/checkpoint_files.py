@@ -260,11 +260,21 @@ class Folder:
             most: how many it may have at most.
 
         Raises:
-            CheckpointDamagedError: for what is no file, or of another size.
+            CheckpointDamagedError: for what is no file, or a link, or of another size.
             CheckpointReadError: for somebody else's, where everybody can write.
         """
         where = os.path.join(self.path, name)
-        descriptor = os.open(name, own_files.READING, dir_fd=self.descriptor)
+        try:
+            descriptor = os.open(name, own_files.READING, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise CheckpointDamagedError.at(
+                "a checkpoint",
+                found=f"a symbolic link at {where!r}",
+                expected="a file",
+                fix="Put the file itself there if you trust where the link leads to.",
+            ) from error
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):

@@ -14,12 +14,13 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.checkpoint_accumulators import fit_accumulator
+from mpistrategy.checkpoint_holders import fit_dict, fit_list, fit_tuple, fit_variables
 from mpistrategy.checkpoint_manifest import ONE, OWN, Item, Manifest
 from mpistrategy.checkpoint_optimizers import OptimizerFit
 from mpistrategy.checkpoint_random import check_state, jumped, set_state, set_streams
 from mpistrategy.checkpoint_shards import shown
 from mpistrategy.checkpoint_state import State
-from mpistrategy.checkpoint_values import below, dtype_text, from_json
+from mpistrategy.checkpoint_values import ABSENT, below, dtype_text, from_json
 from mpistrategy.device_arrays import is_on_device, placed_as
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.gradients import GradientAccumulator
@@ -29,9 +30,6 @@ from mpistrategy.strategy import Strategy
 from mpistrategy.streams import Streams
 from mpistrategy.variables import Variable
 
-#: There is no object here; what is plain is made anew.
-ABSENT = object()
-
 #: Returns the value that an object has after restoring: itself, changed in place, or another.
 Restore = Callable[[], Any]
 
@@ -39,9 +37,8 @@ Restore = Callable[[], Any]
 _UNSOUND = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
 #: What is made anew where it is missing, and may be taken away where the checkpoint has nothing of it.
 _PLAIN, _HOLDING = ("plain", "array", "scalar"), ("dict", "list", "tuple")
-_KEYS = (str, int)
-#: What is said of one thing that does not fit; and how far an iterator may have come.
-_LONGEST, _FARTHEST = 1000, 2**53
+#: How much is said of one thing that does not fit, and of how many; and how far an iterator may have come.
+_LONGEST, _MOST_PROBLEMS, _FARTHEST = 1000, 10, 2**53
 _KINDS = (
     *_PLAIN,
     *_HOLDING,
@@ -66,7 +63,8 @@ class Fit:
         partial: restore what is in both, and leave the rest.
 
     Attributes:
-        problems: what does not fit, in words; the others are only good when there is none.
+        problems: what does not fit, in words, as much as is shown; the others are only good when there is none.
+        more_problems: how many there are besides.
         left_out: what `partial` leaves: names that stand on one side only.
         fetched: the paths of the arrays that are needed, and the variables that they go into; None for other arrays,
             which are put into `staged`.
@@ -84,6 +82,7 @@ class Fit:
         self._partial = partial
         self._lasting = _holders_of_lasting(state)
         self.problems: list[str] = []
+        self.more_problems = 0
         self.left_out: list[str] = []
         self.fetched: dict[str, Callable[[], Variable] | None] = {}
         self.shared: set[str] = set()
@@ -100,7 +99,7 @@ class Fit:
         """
         item = self.manifest.items.get(path)
         if item is None:
-            return self._missing(path, value)
+            return self.missing(path, value)
         if item.kind not in _KINDS:
             return self.problem(path, f"the checkpoint has something of an unknown kind, {item.kind[:40]!r}")
         try:
@@ -111,10 +110,14 @@ class Fit:
 
     def problem(self, path: str, text: str) -> Restore:
         """Note what does not fit; the words may be a checkpoint's."""
-        self.problems.append(printable(f"{path}: {text}", "")[:_LONGEST])
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(printable(f"{path}: {text}", "")[:_LONGEST])
+        else:
+            self.more_problems += 1
         return lambda: None
 
-    def _missing(self, path: str, value: Any) -> Restore:
+    def missing(self, path: str, value: Any) -> Restore:
+        """Note what stands at `path` and is not in the checkpoint."""
         if value is ABSENT:
             return self.problem(path, "the checkpoint speaks of it, and has nothing of it")
         if not self._partial:
@@ -122,7 +125,8 @@ class Fit:
         self.left_out.append(path)
         return lambda: value
 
-    def _expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
+    def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
+        """Return whether the checkpoint has what is here; note it if not."""
         if not holds:
             shape = f" {item.dtype}{list(item.shape)}" if item.is_array else ""
             self.problem(path, f"{item.kind}{shape} in the checkpoint, {_named(value)} here")
@@ -135,7 +139,7 @@ class Fit:
         if fresh:
             value = self.state.live.get(path, ABSENT)
         fits = isinstance(value, Variable) and self.has_layout(item, value.local_view)
-        if self._expect(fits, path, item, value) and self._can_tell(path, item):
+        if self.expect(fits, path, item, value) and self._can_tell(path, item):
             self.fetched[path] = lambda: value
         return lambda: value
 
@@ -147,7 +151,7 @@ class Fit:
         """An array: in place where there is one."""
         in_place = (isinstance(value, np.ndarray) or is_on_device(value)) and not fresh
         fits = item.is_array and (self.has_layout(item, value) if in_place else self._is_replaceable(path, value))
-        if not self._expect(fits, path, item, value) or not self._can_tell(path, item):
+        if not self.expect(fits, path, item, value) or not self._can_tell(path, item):
             return lambda: None
         if in_place and not is_on_device(value) and not value.flags.writeable:
             return self.problem(path, "a read-only array here")
@@ -166,7 +170,7 @@ class Fit:
     def restore_scalar(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """A number of NumPy's."""
         is_number = item.is_array and item.shape == () and not isinstance(value, np.ndarray)
-        if not self._expect(is_number and self._is_replaceable(path, value), path, item, value):
+        if not self.expect(is_number and self._is_replaceable(path, value), path, item, value):
             return lambda: None
         if self._can_tell(path, item):
             self.fetched[path] = None
@@ -199,7 +203,7 @@ class Fit:
     def restore_plain(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """Numbers, strings and nests of them: lists and dicts in place."""
         is_array = isinstance(value, np.ndarray) or is_on_device(value)
-        if not self._expect(not is_array and self._is_replaceable(path, value), path, item, value):
+        if not self.expect(not is_array and self._is_replaceable(path, value), path, item, value):
             return lambda: None
         plain = self._own(path, item)
 
@@ -223,7 +227,7 @@ class Fit:
 
     def restore_rng(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """A random generator: a rank that was not there gets a stream that is independent of the others'."""
-        if not self._expect(isinstance(value, (np.random.Generator, np.random.RandomState)), path, item, value):
+        if not self.expect(isinstance(value, (np.random.Generator, np.random.RandomState)), path, item, value):
             return lambda: None
         if item.copies == ONE:
             state = from_json(item.values[0])
@@ -241,7 +245,7 @@ class Fit:
 
     def restore_streams(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """What `strategy.rng` made."""
-        if not self._expect(isinstance(value, Streams), path, item, value):
+        if not self.expect(isinstance(value, Streams), path, item, value):
             return lambda: None
         states = [from_json(one) for one in item.values]
         if states[0]["seed"] != value.seed:
@@ -257,7 +261,7 @@ class Fit:
     def restore_iterator(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """An iterator of a distributed dataset: it goes on where it was."""
         walk = value.walk if isinstance(value, DistributedIterator) else None
-        if not self._expect(walk is not None, path, item, value):
+        if not self.expect(walk is not None, path, item, value):
             return lambda: None
         assert walk is not None
         if walk.of != item.more["of"]:
@@ -282,75 +286,16 @@ class Fit:
 
     # ------------------------------------------------------------------------------------------- what holds others
 
-    def restore_dict(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
-        """A dict: in place."""
-        if not self._expect(value is ABSENT or type(value) is dict, path, item, value):
-            return lambda: None
-        there = {} if value is ABSENT else value
-        if type(item.more) is not list or len({str(key) for key in item.more if type(key) in _KEYS}) != len(item.more):
-            raise ValueError(f"the keys {shown(item.more)}")
-        children = {key: self.restore_of(below(path, key), there.get(key, ABSENT), fresh=fresh) for key in item.more}
-        for key in there:
-            if key not in children and self._is_lasting(below(path, key)):
-                children[key] = self._missing(below(path, key), there[key])
-
-        def restore() -> Any:
-            restored = {key: child() for key, child in children.items()}
-            there.clear()
-            there.update(restored)
-            return there
-
-        return restore
-
-    def _is_lasting(self, path: str) -> bool:
+    def is_lasting(self, path: str) -> bool:
         """Return whether what stands at `path` is no value that a restore may take away."""
         item = self.state.items.get(path)
         if item is None or item.kind in _PLAIN:
             return False
         return item.kind not in _HOLDING or path in self._lasting
 
-    def restore_list(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
-        """A list: in place."""
-        if not self._expect(value is ABSENT or type(value) is list, path, item, value):
-            return lambda: None
-        children = self._children(path, item, value, fresh)
-
-        def restore() -> Any:
-            restored = [child() for child in children]
-            if value is ABSENT:
-                return restored
-            value[:] = restored
-            return value
-
-        return restore
-
-    def restore_tuple(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
-        """A tuple: anew."""
-        if not self._expect(value is ABSENT or type(value) is tuple, path, item, value):
-            return lambda: None
-        children = self._children(path, item, value, fresh)
-        return lambda: tuple(child() for child in children)
-
-    def restore_variables(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
-        """An object that has variables, such as a metric."""
-        here = self.state.items.get(path)
-        if not self._expect(here is not None and here.kind == "variables", path, item, value):
-            return lambda: None
-        self._children(path, item, value.variables, fresh)  # the arrays go into the variables
-        return lambda: value
-
-    def _children(self, path: str, item: Item, value: Any, fresh: bool) -> list[Restore]:
-        there = () if value is ABSENT else value
-        if type(item.more) is not int or not 0 <= item.more <= len(self.manifest.items):
-            raise ValueError(f"{shown(item.more)} elements")
-        one = [there[index] if index < len(there) else ABSENT for index in range(item.more)]
-        children = [self.restore_of(below(path, index), child, fresh=fresh) for index, child in enumerate(one)]
-        extra = [index for index in range(item.more, len(there)) if self._is_lasting(below(path, index))]
-        return children + [self._missing(below(path, index), there[index]) for index in extra]
-
     def restore_object(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """An object with state_dict() and load_state_dict(): it is asked to load, and may refuse."""
-        if not self._expect(callable(getattr(value, "load_state_dict", None)), path, item, value):
+        if not self.expect(callable(getattr(value, "load_state_dict", None)), path, item, value):
             return lambda: None
         state = self.restore_of(below(path, "state"), ABSENT, fresh=True)
 
@@ -363,15 +308,17 @@ class Fit:
     def restore_optimizer(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """An optimizer: its settings, steps and slots."""
         here = self.state.items.get(path)
-        if not self._expect(here is not None and here.kind == "optimizer", path, item, value):
+        if not self.expect(here is not None and here.kind == "optimizer", path, item, value):
             return lambda: None
         return OptimizerFit(self, path, item, value).restore()
 
     def restore_accumulator(self, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """A gradient accumulator: its sums, and how many steps they are of."""
-        if not self._expect(isinstance(value, GradientAccumulator), path, item, value):
+        if not self.expect(isinstance(value, GradientAccumulator), path, item, value):
             return lambda: None
         return fit_accumulator(self, path, item, value)
+
+    restore_dict, restore_list, restore_tuple, restore_variables = fit_dict, fit_list, fit_tuple, fit_variables
 
 
 def _holders_of_lasting(state: State) -> set[str]:

@@ -74,7 +74,12 @@ def locked_file(folder: Folder, name: str) -> Folder | None:
         if is_locked is False:
             raise _held(path, stat.S_IMODE(state.st_mode))
         if stat.S_IMODE(state.st_mode) != _MODE:  # an older version's, or a copy
-            os.fchmod(file.descriptor, _MODE)
+            try:
+                os.fchmod(file.descriptor, _MODE)
+            except PermissionError as error:
+                if state.st_uid == os.geteuid():
+                    raise
+                raise _not_ours(path, state) from error
     except BaseException:
         file.close()
         raise

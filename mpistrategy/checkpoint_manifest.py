@@ -7,13 +7,14 @@ alone, so that no manifest leads elsewhere.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrategy.checkpoint_files import Folder, checksum_of
-from mpistrategy.checkpoint_shards import LONGEST_TEXT, MOST_AXES, MOST_BYTES, byte_count, loads
+from mpistrategy.checkpoint_shards import LONGEST_TEXT, MOST_AXES, MOST_BYTES, byte_count, is_possible, loads
 from mpistrategy.checkpoint_values import dtype_of, is_numeric
 from mpistrategy.errors import CheckpointDamagedError
 from mpistrategy.mpi.own_files import printable
@@ -89,6 +90,22 @@ class Manifest:
     layout: dict[str, Any] = field(default_factory=dict)
     written_by: str = ""
 
+    def arrays_in(self, shard: int) -> dict[str, Item]:
+        """Return the items that are arrays in a shard."""
+        everywhere, only_there = self._arrays
+        return everywhere | only_there.get(shard, {})
+
+    @functools.cached_property
+    def _arrays(self) -> tuple[dict[str, Item], dict[int, dict[str, Item]]]:
+        """The arrays that all shards have, and those that only one has."""
+        everywhere: dict[str, Item] = {}
+        only_there: dict[int, dict[str, Item]] = {}
+        for path, item in self.items.items():
+            if item.is_array:
+                into = everywhere if item.copies != ONE else only_there.setdefault(item.shard, {})
+                into[path] = item
+        return everywhere, only_there
+
     def text(self) -> bytes:
         """Return what is written to the file."""
         body = {
@@ -157,7 +174,7 @@ def _checked(body: Any, where: str) -> Manifest:
     _require(all(re.fullmatch(r"[0-9a-f]{32}", s.checksum) for s in shards), "checksums")
     _require(isinstance(layout, dict) and all(isinstance(name, str) for name in names), "names")
     items = {path: _item(ranks, *packed) for path, packed in body["items"].items()}
-    _require(all(name in items for name in names), "names")
+    _require(all(name in items for name in names) and len(set(names)) == len(names), "names")
     written_by = body["written_by"]
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
     return Manifest(ranks, shards, items, tuple(names), layout, printable(written_by, ""))
@@ -172,7 +189,8 @@ def _item(
     _require(_is_count(shard) and shard < ranks and len(values) in (0, 1, ranks), "numbers")
     if dtype:
         elements = dtype_of(dtype)
-        _require(byte_count(tuple(shape), elements) <= MOST_BYTES and copies != "", "sizes")
+        _require(byte_count(tuple(shape), elements) <= MOST_BYTES and is_possible(shape, elements), "sizes")
+        _require(copies != "", "copies")
         _require(copies not in COMBINED or is_numeric(elements), "copies")
     elif copies:
         _require(len(values) == (1 if copies == ONE else ranks), "values")

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 
+from mpistrategy.checkpoint_shards import shown
 from mpistrategy.streams import Streams
 
 Generator = np.random.Generator | np.random.RandomState
 _ARRAY = "ndarray"
 #: The dtypes in states of bit generators.
 _WORDS = tuple(f"{order}u{size}" for size in (4, 8) for order in "<>=")
+#: The largest values of the numbers in states.  NumPy does not check positions, and reads memory at them.
+_LARGEST = {
+    "pos": 624,  # of MT19937, among the words of its key
+    "buffer_pos": 4,  # of Philox, among the numbers that it has ready
+    "has_uint32": 1,
+    "uinteger": 2**32 - 1,
+    "has_gauss": 1,
+    "inc": 2**128 - 1,
+}
 
 
 def state_of(generator: Generator) -> Any:
@@ -28,15 +39,15 @@ def set_state(generator: Generator, state: Any) -> None:
         ValueError, TypeError, KeyError: for another kind of bit generator, and for what is no state.
     """
     if isinstance(generator, np.random.RandomState):
-        generator.set_state(_arrays(state))
+        generator.set_state(_checked(state))
     else:
-        generator.bit_generator.state = _arrays(state)
+        generator.bit_generator.state = _checked(state)
 
 
 def check_state(generator: Generator, state: Any) -> None:
     """Raise what `set_state` would, and change nothing."""
     if isinstance(generator, np.random.RandomState):
-        set_state(np.random.RandomState(0), state)
+        set_state(copy.deepcopy(generator), state)
     else:
         set_state(np.random.Generator(type(generator.bit_generator)(0)), state)
 
@@ -47,7 +58,7 @@ def jumped(state: Any, times: int) -> Any:
     Raises:
         ValueError: for a bit generator that cannot jump.
     """
-    full = _arrays(state)
+    full = _checked(state)
     kind = getattr(np.random, str(full["bit_generator"]), None)
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator) and hasattr(kind, "jumped")):
         raise ValueError(f"{full['bit_generator']} has no further streams")
@@ -80,6 +91,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return (_ARRAY, value.dtype.str, value.tolist())
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _checked(state: Any) -> Any:
+    """Return a state as NumPy takes it; ValueError for numbers that its generator cannot have."""
+    if not isinstance(state, dict):  # NumPy takes tuples, too: another way to give it the same numbers
+        raise ValueError(f"a state of type {type(state).__name__}")
+    holders = [_arrays(state)]
+    for holder in holders:
+        for name, value in holder.items():
+            if isinstance(value, dict):
+                holders.append(value)
+            elif name in _LARGEST and not (type(value) is int and 0 <= value <= _LARGEST[name]):
+                raise ValueError(f"{name}={shown(value)} in the state of a generator, at most {_LARGEST[name]}")
+    return holders[0]
 
 
 def _arrays(value: Any) -> Any:

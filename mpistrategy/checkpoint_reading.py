@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrategy.arrays import Array
 from mpistrategy.checkpoint_files import Folder, OpenFile, checksum_of
-from mpistrategy.checkpoint_manifest import ONE, Item, Manifest, bad, shard_name
+from mpistrategy.checkpoint_manifest import Item, Manifest, bad, shard_name
 from mpistrategy.checkpoint_shards import MOST_BYTES, byte_count, parsed
 from mpistrategy.checkpoint_values import dtype_of
 from mpistrategy.errors import CheckpointReadError
@@ -24,6 +24,7 @@ class OpenShard:
         items: the arrays in it.
 
     Attributes:
+        items: the same.
         stored: where they lie in it.
 
     Raises:
@@ -34,7 +35,7 @@ class OpenShard:
         self.file = file
         self.stored = parsed(file.read, file.size, file.path)
         self._checksum = checksum
-        self._items = items
+        self.items = items
         for path, item in items.items():
             nbytes = byte_count(item.shape, dtype_of(item.dtype))
             if path not in self.stored or self.stored[path].nbytes != nbytes:
@@ -71,10 +72,10 @@ class OpenShard:
         return {path: array.astype(array.dtype.newbyteorder("="), copy=False) for path, array in arrays.items()}
 
     def _room_for(self, path: str) -> Array:
-        item = self._items[path]
+        item = self.items[path]
         try:
             return np.empty(item.shape, dtype_of(item.dtype))
-        except (MemoryError, ValueError) as error:
+        except MemoryError as error:
             raise CheckpointReadError.at(
                 "a checkpoint",
                 found=f"no memory for {path[:80]!r}, {item.dtype}{list(item.shape)}",
@@ -90,14 +91,9 @@ def open_shard(folder: Folder, manifest: Manifest, rank: int) -> Iterator[OpenSh
         CheckpointDamagedError: unless the file has the size and the arrays that the manifest says.
     """
     name, shard = shard_name(rank), manifest.shards[rank]
-    items = {
-        path: item
-        for path, item in manifest.items.items()
-        if item.is_array and (item.copies != ONE or item.shard == rank)
-    }
     with ExitStack() as stack:
         try:
             file = stack.enter_context(folder.file(name, shard.nbytes, MOST_BYTES))
         except FileNotFoundError as error:
             raise bad(f"{folder.path}/{name}", "a missing file") from error
-        yield OpenShard(file, shard.checksum, items)
+        yield OpenShard(file, shard.checksum, manifest.arrays_in(rank))

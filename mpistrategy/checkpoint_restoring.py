@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from mpistrategy.errors import (
     MpiStrategyError,
 )
 from mpistrategy.mpi.call import Call
-from mpistrategy.mpi.own_files import is_trusted
+from mpistrategy.mpi.own_files import is_trusted, printable
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy import Strategy
 from mpistrategy.variable_policies import share_of
@@ -40,7 +40,6 @@ from mpistrategy.variables import Variable
 
 #: Characters of what has changed since a checkpoint was saved; buckets of gradients are long lists.
 _LONGEST_NOTE = 500
-_MOST_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ def restore(
                 fit.left_out.append(missing)
             else:
                 fit.problem(missing, f"{manifest.items[missing].kind} in the checkpoint, nothing here")
-        notes = tuple(_notes(manifest, strategy))
+        notes, layout = tuple(_notes(manifest, strategy)), _printable(manifest.layout)
     if fit.problems:
-        raise _mismatch(call.where, path, fit.problems)
+        raise _mismatch(call.where, path, fit)
     with reading(call.where, path), Folder.parent_of(path) as parent, parent.trusted_folder(name) as folder:
         mine = range(communicator.rank, manifest.ranks, communicator.size)
         shards = {number: _read(folder, manifest, number, fit) for number in mine}
@@ -105,7 +104,8 @@ def restore(
     restored = {name: change() for name, change in changes.items()}
     objects.update(restored)
     call.agree("restore a checkpoint")
-    return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, tuple(fit.left_out))
+    left_out = tuple(printable(each, "") for each in fit.left_out)
+    return Restored(path, manifest.ranks, manifest.written_by, layout, notes, left_out)
 
 
 @contextlib.contextmanager
@@ -151,14 +151,13 @@ def _name_of(parent: Folder, name: str) -> str:
     )
 
 
-def _mismatch(where: str, path: str, problems: Sequence[str]) -> CheckpointMismatchError:
-    shown = [f"  {problem}" for problem in problems[:_MOST_PROBLEMS]]
-    more = [f"  and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
+def _mismatch(where: str, path: str, fit: Fit) -> CheckpointMismatchError:
+    more = [f"  and {fit.more_problems} more"] if fit.more_problems else []
     return CheckpointMismatchError.at(
         where,
         found=f"a checkpoint, {path!r}, that does not fit the objects",
         expected="the same names, kinds, dtypes and shapes",
-        fix="\n".join(["Nothing has changed. These do not fit:", *shown, *more]),
+        fix="\n".join(["Nothing has changed. These do not fit:", *(f"  {each}" for each in fit.problems), *more]),
     )
 
 
@@ -168,8 +167,17 @@ def _notes(manifest: Manifest, strategy: Strategy) -> list[str]:
         # Buckets are often cut only after a checkpoint was restored.
         if key == "source" or now.get(key) == then or (key == "gradient_buckets" and not now[key]):
             continue
-        notes.append(f"{key}: {_shown(then)} when it was saved, {_shown(now.get(key))} now")
+        notes.append(printable(f"{key}: {_shown(then)} when it was saved, {_shown(now.get(key))} now", ""))
     return notes
+
+
+def _printable(value: Any) -> Any:
+    """Return a nest from JSON in which no text steers a terminal."""
+    if isinstance(value, dict):
+        return {printable(key, ""): _printable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_printable(inner) for inner in value]
+    return printable(value, "") if isinstance(value, str) else value
 
 
 def _shown(value: Any) -> str:
@@ -239,16 +247,13 @@ class _Copies:
 
 def combined(copies: Any, how: str, count: int) -> Array:
     """Return what copies of a variable come to, added in rank order; integers wrap around as they do everywhere."""
-    first, total = None, None
+    total, dtype = None, np.dtype(bool)
     for copy in copies:
-        if first is None or total is None:
-            first, total = copy, copy.astype(wire_dtype(copy.dtype))
+        if total is None:
+            total, dtype = copy.astype(wire_dtype(copy.dtype)), copy.dtype
         else:
             with np.errstate(over="ignore", invalid="ignore"):
-                total = np.asarray(total + copy)
-    assert first is not None
+                np.add(total, copy, out=total)
     assert total is not None
-    if how == "MEAN":
-        total = total / count
     with np.errstate(over="ignore"):
-        return np.asarray(total).astype(first.dtype).reshape(first.shape)
+        return np.asarray(total / count if how == "MEAN" else total).astype(dtype)

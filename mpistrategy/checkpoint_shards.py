@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +45,13 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 64
 #: The longest text in JSON, in bytes, and how many lists and objects, and commas, it may have: a header, or a manifest.
 LONGEST_TEXT = 2**26
-MOST_HOLDERS, MOST_COMMAS = 2**21, 2**22
-MOST_BYTES, MOST_AXES = 2**46, 64
+_MOST_HOLDERS, _MOST_COMMAS = 2**21, 2**22
+#: About how many bytes an object, a list, and what stands between commas take once they are read; and how many a text
+#: may take: so many, and so many times its length.
+_OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES = 256, 88, 64
+_ROOM_BYTES, _ROOM_TIMES = 2**26, 8
+#: The largest array, in bytes, and the number of axes that NumPy's may have.
+MOST_BYTES, MOST_AXES = 2**46, 32 if np.__version__.startswith("1.") else 64
 _METADATA = "__metadata__"
 
 
@@ -133,7 +139,7 @@ def _stored(where: str, path: str, entry: Any, begin: int) -> Stored:
 
 
 def loads(data: bytes, where: str) -> Any:
-    """Return parsed JSON; CheckpointDamagedError for what is none, has a key twice, is too deep or too much."""
+    """Return parsed JSON; CheckpointDamagedError if it is invalid, too deep or too large, or if a key stands twice."""
     trouble = _too_much(data)
     if trouble:
         raise _damaged(where, trouble)
@@ -157,10 +163,13 @@ def _too_much(text: bytes) -> str:
 
     A list of nothing takes two bytes there, and thirty times as many in memory.
     """
+    objects, lists, commas = text.count(b"{"), text.count(b"["), text.count(b",")
+    memory = objects * _OBJECT_BYTES + lists * _LIST_BYTES + commas * _VALUE_BYTES
     for count, most, what in (
         (len(text), LONGEST_TEXT, "bytes of names and plain values"),
-        (text.count(b"{") + text.count(b"["), MOST_HOLDERS, "lists and dicts"),
-        (text.count(b","), MOST_COMMAS, "numbers and words"),
+        (objects + lists, _MOST_HOLDERS, "lists and dicts"),
+        (commas, _MOST_COMMAS, "numbers and words"),
+        (memory, _ROOM_BYTES + _ROOM_TIMES * len(text), "bytes of memory for plain values"),
     ):
         if count > most:
             return f"{count} {what} (at most {most})"
@@ -185,6 +194,12 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def byte_count(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     """Return how many bytes an array has."""
     return math.prod(shape) * dtype.itemsize
+
+
+def is_possible(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
+    """Return whether NumPy can have such an array: even one of no elements must not have too many in one direction."""
+    elements = math.prod(max(count, 1) for count in shape)
+    return len(shape) <= MOST_AXES and elements * max(dtype.itemsize, 1) <= sys.maxsize
 
 
 def _damaged(where: str, found: str) -> CheckpointDamagedError:

@@ -17,6 +17,8 @@ from mpistrategy.errors import CheckpointDamagedError, DTypeError
 
 #: What `None` cannot stand for: a value that is no plain one.
 NOT_PLAIN = object()
+#: What `None` cannot stand for, either: there is no object here, and what is plain is made anew.
+ABSENT = object()
 
 _DEEPEST = 100
 #: Names of dtypes: NumPy's, which takes whole structures for such names, and those of ml_dtypes.

@@ -25,9 +25,8 @@ import numpy as np
 
 import mpistrategy as ms
 from mpistrategy.checkpoint_files import checksum_of
-from mpistrategy.checkpoint_fitting import ABSENT
 from mpistrategy.checkpoint_manifest import NAME, shard_name
-from mpistrategy.checkpoint_values import NOT_PLAIN
+from mpistrategy.checkpoint_values import ABSENT, NOT_PLAIN
 
 #: Nothing may take longer: a second, with slack for a busy machine.
 MOST_SECONDS = 5.0
@@ -250,6 +249,19 @@ class Program:
                 raise TypeError("a sentinel among the user's objects")
             if isinstance(one, (dict, list, tuple)):
                 waiting += one.values() if isinstance(one, dict) else one
+            draw_from(one)
+
+
+def draw_from(one: object) -> None:
+    """Draw from a generator of random numbers: a state that points elsewhere ends the process."""
+    if isinstance(one, ms.Streams):
+        draw_from(one.shared)
+        draw_from(one.replica)
+    elif isinstance(one, np.random.Generator):
+        one.random(3)
+        one.integers(9, size=3, dtype=np.int32)
+    elif isinstance(one, np.random.RandomState):
+        one.standard_normal(3)
 
 
 def body_of(path: Path) -> Any:

@@ -18,6 +18,7 @@ from replicas import ALL, SIZE
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.checkpoint_manifest import NAME, shard_name
+from mpistrategy.checkpoint_shards import pieces_of
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="has ranks of its own: runs in the session on 1 rank")
@@ -200,3 +201,39 @@ def test_a_link_where_a_file_is_about_to_be_made(tmp_path: Path, outside: Path, 
     with watched(plant), pytest.raises(REFUSED):
         program("overwrite", tmp_path, NEW, save=True)
     assert program("overwrite", tmp_path, 0.0, save=False) == OLD
+
+
+@pytest.mark.parametrize("ending", ["npy", "npz", "safetensors"])
+def test_a_file_of_arrays_may_be_named_by_a_link(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "real").mkdir()
+    file = tmp_path / "real" / f"x.{ending}"
+    if ending == "safetensors":
+        file.write_bytes(b"".join(bytes(piece) for piece in pieces_of({"a": np.ones(3)})))
+    elif ending == "npz":
+        np.savez(file, a=np.ones(3))
+    else:
+        np.save(file, np.ones(3))
+    (tmp_path / f"first.{ending}").symlink_to(f"second.{ending}")
+    (tmp_path / f"second.{ending}").symlink_to(os.path.join("real", f"x.{ending}"))
+    (array,) = ms.Checkpoint.arrays(tmp_path / f"first.{ending}").values()
+    assert array.tolist() == [1, 1, 1]
+    (tmp_path / f"circle.{ending}").symlink_to(f"circle.{ending}")
+    with pytest.raises(errors.CheckpointDamagedError, match=r"a symbolic link at .*circle.*Put the file itself there"):
+        ms.Checkpoint.arrays(tmp_path / f"circle.{ending}")
+    (tmp_path / f"nowhere.{ending}").symlink_to("none")
+    with pytest.raises(errors.CheckpointMissingError):
+        ms.Checkpoint.arrays(tmp_path / f"nowhere.{ending}")
+
+
+def test_a_link_that_another_user_put_there_is_not_followed(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("not run: only root can give links to another user")
+    tmp_path.chmod(0o1777)
+    (tmp_path / "theirs").mkdir()
+    np.save(tmp_path / "theirs" / "x.npy", np.ones(3))
+    (tmp_path / "l.npy").symlink_to(os.path.join("theirs", "x.npy"))
+    for path in (tmp_path / "theirs", tmp_path / "theirs" / "x.npy", tmp_path / "l.npy"):
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    assert ms.Checkpoint.arrays(tmp_path / "theirs" / "x.npy")[""].tolist() == [1, 1, 1], "a folder that was named"
+    with pytest.raises(errors.CheckpointReadError, match="in a folder that everybody can write to"):
+        ms.Checkpoint.arrays(tmp_path / "l.npy")

@@ -203,6 +203,14 @@ def npy(shape: str, dtype: str = "<f8") -> bytes:
     return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text
 
 
+def zeros(path: Path) -> None:
+    """Write a .npz file of 1 MiB with 1,000 MiB of zeros."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a.npy", "w") as member:
+        member.write(npy(f"({1000 * 2**20},)", "|u1"))
+        for _ in range(1000):
+            member.write(bytes(2**20))
+
+
 GIB = 2**30
 LISTS = b"[%s1]" % (b"[]," * 22_000_000)
 ARRAYS: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -222,6 +230,7 @@ ARRAYS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         f"fine {40 * GIB}",
     ),
     "a shape that overflows": ("npy", lambda p: p.write_bytes(npy(f"({2**63 - 1}, {2**63 - 1})")), "Damaged"),
+    "a bomb": ("npz", zeros, "Damaged"),
     "an expression for a shape": ("npy", lambda p: p.write_bytes(npy("(" + "-" * 5000 + "1,)")), "Damaged"),
 }  # fmt: skip
 

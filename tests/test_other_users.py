@@ -148,6 +148,25 @@ def test_another_users_lock_is_not_taken(open_folder: Path, mode: int) -> None:
     assert os.listdir(open_folder) == [".lock"]
 
 
+@as_root
+def test_a_lock_of_the_folders_owner_that_everybody_can_open(open_folder: Path) -> None:
+    """It is trusted, but another user cannot take the others' permissions away."""
+    (open_folder / ".lock").touch()
+    (open_folder / ".lock").chmod(0o666)
+
+    def save() -> str:
+        try:
+            ms.CheckpointManager(made()[1], open_folder).save(1)
+        except errors.CheckpointError as error:
+            return f"{type(error).__name__}: {error}"
+        return "saved"
+
+    said = by_another_user(save)
+    assert said.startswith("CheckpointExistsError")
+    assert "a lock, of user root (uid 0), at " in said
+    assert "Give each user a folder of their own" in said
+
+
 @pytest.mark.parametrize("what", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_lock_is_not_waited_for(tmp_path: Path, what: Callable[[Path], object]) -> None:
     _, checkpoint = made()
@@ -411,6 +430,20 @@ def test_who_may_read_a_recording(tmp_path: Path, is_of_group: bool) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600 | group & 0o040}
     with gzip.open(tmp_path / "a" / "x.json.gz", "rt") as file:
         assert json.load(file)["traceEvents"]
+
+
+def test_who_may_read_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tmp_path.chmod(0o700)
+    with ms.telemetry.trace(tmp_path / "t"), ms.telemetry.span("x"):
+        pass
+    before = os.umask(0)
+    try:
+        assert cli.main(["trace", str(tmp_path / "t"), "--png", str(tmp_path / "x.png")]) == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x.png").stat().st_mode) == 0o600
+    assert sorted(os.listdir(tmp_path)) == ["t", "x.png"]
 
 
 @pytest.mark.parametrize("what", ["pipe", "link", "another user's", "endless"])

@@ -29,8 +29,8 @@ def made_socket(path: Path) -> None:
 #: What may stand under a name, and a word of what is said of it.
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: None, "No such file"),
-    "a pipe": (os.mkfifo, "no regular file"),
-    "a folder": (Path.mkdir, "no regular file"),
+    "a pipe": (os.mkfifo, "not a regular file"),
+    "a folder": (Path.mkdir, "not a regular file"),
     "a link to a file": (lambda path: path.symlink_to(__file__), "a symbolic link"),
     "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "a symbolic link"),
     "a link to nothing": (lambda path: path.symlink_to("nowhere"), "a symbolic link"),
@@ -104,6 +104,24 @@ def test_new_files_and_folders(tmp_path: Path, umask: int, is_of_group: bool) ->
     with pytest.raises(FileExistsError):
         own_files.new_file(str(tmp_path / "link"))
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_is_written_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("old")
+
+    def write(text: bytes) -> None:
+        with own_files.whole_file(str(tmp_path / "x")) as file:
+            file.write(text)
+            assert (tmp_path / "x").read_text() == "old"
+            if not text:
+                raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011  # its own
+        write(b"")
+    assert (tmp_path / "x").read_text() == "old"
+    write(b"new")
+    assert (tmp_path / "x").read_text() == "new"
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_what_steers_a_terminal_is_shown_as_an_escape() -> None:

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,34 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
     assert "#SBATCH --ntasks-per-node=2" in lines
 
 
+#: What may stand in a profile, or in a job's file, and a word of what is said of it.
+NO_TOML: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a deep one": (lambda path: path.write_text("x = " + "[" * 10_000), "nested too deeply"),
+    "a long one": (lambda path: path.write_text("x = " + "[" * 100_000), "more than"),
+    "a pipe": (os.mkfifo, "not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "a key of many parts": (lambda path: path.write_text("a." * 8_000 + "a = 1"), "a"),
+    "a number of many digits": (lambda path: path.write_text("nodes = " + "9" * 10_000), "digits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NO_TOML)
+def test_files_that_were_made_up_to_harm(capsys: pytest.CaptureFixture[str], tmp_path: Path, what: str) -> None:
+    make, word = NO_TOML[what]
+    make(tmp_path / "x.toml")
+    began = time.monotonic()
+    for arguments in ([f"site={tmp_path / 'x.toml'}"], ["--from", tmp_path / "x.toml"]):
+        status, _, told = command(capsys, "single_node", *arguments)
+        assert (status, word in told) == (2, True), told[:500]
+    assert time.monotonic() - began < 3
+
+
+def test_a_profile_may_be_named_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('summary = "ours"\n')
+    (tmp_path / "x.toml").symlink_to("mine.toml")
+    assert sites.load(str(tmp_path / "x.toml")).summary == "ours"
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
 
@@ -360,7 +390,7 @@ def test_a_disk_that_is_full_leaves_the_script_that_was_there(
     assert Path("/dev/null").is_char_device()
     assert command(capsys, "single_node", "-o", tmp_path, "--force")[0] == 2
     done = subprocess.run(
-        [sys.executable, "-m", "mpistrategy", "slurm", "single_node", "-o", str(tmp_path / "new")],
+        [sys.executable, "-B", "-m", "mpistrategy", "slurm", "single_node", "-o", str(tmp_path / "new")],
         preexec_fn=_may_write_no_file, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # Python keeps what it could write of a module
     )  # fmt: skip

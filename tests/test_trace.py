@@ -344,6 +344,27 @@ def test_a_line_that_was_cut_costs_only_itself(tmp_path: Path) -> None:
     assert "1 lines could not be read" in text
 
 
+@pytest.mark.parametrize("line", ["x", "[]", "{}", '{"kind":5}'])
+def test_a_file_of_nothing_but_damaged_lines_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr(recordings, "MOST_DAMAGED", 50)
+    with a_trace(tmp_path / "t").open("a") as file:
+        file.write(f"\n{line}" * 100 + '\n{"kind":"end"}\n')
+    timeline = timeline_of(str(tmp_path / "t"))
+    assert len(timeline.intervals) == 3, "what came before is kept"
+    assert timeline.recordings[0].damaged == 50
+    assert not timeline.recordings[0].is_whole
+
+
+def test_a_trace_that_was_given_up_is_named(tmp_path: Path) -> None:
+    with a_trace(tmp_path / "t").open("a") as file:
+        file.write("\nx" * 2_000_000)
+    began = time.monotonic()
+    assert "10000 or more lines could not be read" in "\n".join(report(timeline_of(str(tmp_path / "t"))))
+    assert time.monotonic() - began < 2
+
+
 def test_only_the_newest_run_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     for start, pid in ((0, 1), (10**9, 2), (2 * 10**9, 3)):
@@ -376,7 +397,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, what: str, capsys: p
     said = capsys.readouterr().err
     expected = {
         "no folder": "No such file", "empty": "no recordings in", "foreign": "no recordings in",
-        "newer": "version 2 of the format", "nonsense": "a line that is none of ours", "unwritable": "directory",
+        "newer": "version 2 of the format", "nonsense": "a line that is not of a trace", "unwritable": "directory",
     }  # fmt: skip
     assert status == 2
     assert expected[what] in said

@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
 
 #: How a file is opened that may be something else.
 READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -77,7 +79,18 @@ def open_file(name: str, folder: int | None = None) -> int:
         raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself", name) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", name)
+        raise OSError(errno.EINVAL, "it is not a regular file", name)
+    return descriptor
+
+
+def open_trusted(name: str) -> int:
+    """Open a file that the user has named to be read; as `open_own`, but with the files that `is_trusted` accepts."""
+    descriptor = open_file(name)
+    state = os.fstat(descriptor)
+    if not is_trusted(state, os.stat(os.path.dirname(name) or os.curdir)):
+        os.close(descriptor)
+        owner = user_in_words(state.st_uid)
+        raise PermissionError(errno.EACCES, f"it belongs to {owner}, and everybody can write to its folder", name)
     return descriptor
 
 
@@ -148,6 +161,25 @@ def new_file(path: str) -> int:
         OSError: when there is something, or it cannot be made.
     """
     return os.open(path, NEW, file_mode(os.stat(os.path.dirname(path) or os.curdir)))
+
+
+@contextmanager
+def whole_file(path: str) -> Iterator[IO[bytes]]:
+    """Open a file to be written; what is there is replaced once all is written.  Readable as `file_mode` says.
+
+    Raises:
+        OSError: when it cannot be written; then there is nothing new.
+    """
+    temporary = f"{path}.{os.urandom(4).hex()}.new"
+    descriptor = new_file(temporary)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
 
 
 # ------------------------------------------------------------------------------------------------ their text

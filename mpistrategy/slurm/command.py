@@ -8,12 +8,11 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from mpistrategy.errors import OptionError
-from mpistrategy.slurm import sites
+from mpistrategy.slurm import sites, toml_files
 from mpistrategy.slurm.keys import KEYS, TEMPLATES
 from mpistrategy.slurm.render import all_files, render
 from mpistrategy.slurm.spec import JobSpec
@@ -80,9 +79,8 @@ def _stated(options: argparse.Namespace) -> Mapping[str, object]:
     statement: dict[str, object] = {}
     if options.source is not None:
         try:
-            with open(options.source, "rb") as file:
-                statement |= tomllib.load(file)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            statement |= toml_files.read(options.source)
+        except ValueError as error:
             raise OptionError.at(
                 "mpistrategy slurm", found=f"{options.source} ({error})", expected="a file in TOML"
             ) from None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from mpistrategy.errors import OptionError
-from mpistrategy.slurm import values
+from mpistrategy.slurm import toml_files, values
 from mpistrategy.slurm.keys import KEYS, TEMPLATES
 
 FOLDER = Path(__file__).parent / "sites"
@@ -91,9 +90,8 @@ def load(name: str) -> Site:
         )
     path = Path(os.path.expanduser(text)) if is_file else FOLDER / f"{text}.toml"
     try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = toml_files.read(path)
+    except (OSError, ValueError) as error:
         raise _refusal(path, str(error), "a file in TOML that can be read") from None
     return _site(table, path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -97,20 +96,16 @@ def write(timeline: Timeline, path: str) -> int:
         TraceError: when it cannot be written.
     """
     count = 0
-    temporary = f"{path}.{os.urandom(4).hex()}.new"
     begun = timeline.recordings[0].header["begun"] if timeline.recordings else ""
     about = {"program": timeline.recordings[0].header["program"], "begun": begun, "mpistrategy": version()}
     try:
-        with _opened(own_files.new_file(temporary), path.endswith(".gz")) as file:
+        with own_files.whole_file(path) as whole, _text(whole, path.endswith(".gz")) as file:
             file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n')
             for event in events(timeline):
                 file.write((",\n" if count else "") + json.dumps(event))
                 count += 1
             file.write("\n]}\n")
-        os.replace(temporary, path)
     except OSError as error:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
         raise TraceError.at(
             "mpistrategy trace", found=f"{path}: {error.strerror or error}", expected="a file that can be written"
         ) from error
@@ -118,13 +113,12 @@ def write(timeline: Timeline, path: str) -> int:
 
 
 @contextmanager
-def _opened(descriptor: int, compressed: bool) -> Iterator[IO[str]]:
-    with os.fdopen(descriptor, "wb") as file:
-        if compressed:
-            import gzip  # here, for the quick start of `mpistrategy run`
+def _text(file: IO[bytes], compressed: bool) -> Iterator[IO[str]]:
+    if compressed:
+        import gzip  # here, for the quick start of `mpistrategy run`
 
-            with gzip.open(file, "wt", encoding="utf-8") as text:
-                yield text
-        else:
-            with io.TextIOWrapper(file, encoding="utf-8") as text:
-                yield text
+        with gzip.open(file, "wt", encoding="utf-8") as text:
+            yield text
+    else:
+        with io.TextIOWrapper(file, encoding="utf-8") as text:
+            yield text

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from mpistrategy.mpi import own_files
 from mpistrategy.telemetry.chrome_trace import title
 from mpistrategy.telemetry.clocks import meetings_of
 from mpistrategy.telemetry.recordings import Interval
@@ -22,7 +24,9 @@ _INCHES, _POINTS, _LETTER = 12.0, 72.0, 0.72
 
 
 def draw(timeline: Timeline, file: str, part: tuple[float, float] | None = None) -> str:
-    """Draw a PNG file.
+    """Draw a picture: PNG, unless the file's ending is that of another format that matplotlib writes.
+
+    Who may read it: as of checkpoints (`mpistrategy.mpi.own_files.file_mode`).
 
     Args:
         timeline: the run.
@@ -61,8 +65,12 @@ def draw(timeline: Timeline, file: str, part: tuple[float, float] | None = None)
         axes.spines[side].set_visible(False)
     axes.set_title(_title(timeline, ranks), loc="left", fontsize=10, color=_INK, pad=16)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=8, frameon=False)
+    ending = os.path.splitext(file)[1][1:].lower()
     try:
-        figure.savefig(file, dpi=150)
+        with own_files.whole_file(file) as whole:
+            figure.savefig(
+                whole, dpi=150, format=ending if ending in figure.canvas.get_supported_filetypes() else "png"
+            )
     except OSError as error:
         return f"there is no picture: {file}: {error.strerror or error}"
     return ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mpistrategy.mpi.launch import ranks_in_words
 from mpistrategy.telemetry.chrome_trace import title
-from mpistrategy.telemetry.recordings import Interval, Recording
+from mpistrategy.telemetry.recordings import MOST_DAMAGED, Interval, Recording
 from mpistrategy.telemetry.timeline import Timeline
 
 _MOST_PLACES = 3
@@ -56,7 +56,9 @@ def _what_is_missing(timeline: Timeline) -> Iterator[str]:
         yield f"{lost} events were lost: they came faster than they could be written"
     damaged = [each for each in recordings if each.damaged]
     if damaged:
-        yield f"{sum(each.damaged for each in damaged)} lines could not be read, in {damaged[0].path} and the like"
+        more = " or more" if any(each.damaged >= MOST_DAMAGED for each in damaged) else ""
+        count = sum(each.damaged for each in damaged)
+        yield f"{count}{more} lines could not be read, in {damaged[0].path} and the like"
     if timeline.other_files:
         files = f"{timeline.other_files} file{'s' * (timeline.other_files > 1)}"
         yield f"left out: {files} of other runs in the same folder"
