@@ -392,7 +392,6 @@ def test_a_disk_that_is_full_leaves_the_script_that_was_there(
     done = subprocess.run(
         [sys.executable, "-B", "-m", "mpistrategy", "slurm", "single_node", "-o", str(tmp_path / "new")],
         preexec_fn=_may_write_no_file, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # Python keeps what it could write of a module
     )  # fmt: skip
     assert (done.returncode, "File too large" in done.stderr, (tmp_path / "new").exists()) == (2, True, False), done
 
