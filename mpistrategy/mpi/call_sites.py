@@ -169,7 +169,7 @@ class CallTree(Generic[T]):
         frame = call = outside(frame)
         node: Node[T] | None = self.root
         callers_left = _CALLERS_OUTSIDE if step is None else _CALLERS_IN_STEP
-        # The common case: the place is known, and no frame of this package is in between.
+        # The common case: the place is known, and a step that is a function of Python's, or none, runs.
         while frame is not None and node is not None:
             code, node = frame.f_code, node.callers.get(frame.f_lasti)
             while node is not None and node.code is not code:
@@ -179,7 +179,7 @@ class CallTree(Generic[T]):
                     return node.found
                 break
             callers_left -= 1
-            frame = frame.f_back
+            frame = frame.f_back if step is NO_CODE else outside(frame.f_back)
         return self._made(_frames_of(call, step))
 
     def _made(self, frames: list[FrameType]) -> T:
