@@ -77,7 +77,7 @@ def step(value):
 
 for _ in range(5):
     strategy.run(step, (np.ones(3),))
-print(f"rank {rank} is half way")
+print(f"rank {rank} is half way", flush=True)
 if rank == 1:
     odd()
 if what == "gather":
@@ -211,6 +211,7 @@ import os, subprocess, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
+from mpistrategy.mpi import watchdog
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 options = ms.CommunicationOptions(timeout_seconds=30) if what == "own limit" else None
@@ -231,6 +232,7 @@ def step():
 strategy.run(step)
 if what != "own limit":
     strategy.extended.communicator.guard.timeout = 1  # not before: the ranks may have started some seconds apart
+    watchdog.in_this_process()._changed.set()  # it looks more often from now on
 if what == "busy" and rank == 1:
     with strategy.expect_long(10):
         long_work()

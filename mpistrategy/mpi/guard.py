@@ -265,10 +265,14 @@ class Guard(TellsErrors):
         channel = self._channel
         assert channel is not None
         self.is_comparing = True
-        if patiently or self._is_patient:
-            equal = all_equal_patiently(channel, digest | hand, self.look)
-        else:
-            equal = channel.all_equal(digest | hand)
+        try:
+            if patiently or self._is_patient:
+                equal = all_equal_patiently(channel, digest | hand, self.look)
+            else:
+                equal = channel.all_equal(digest | hand)
+        except MpiStrategyError:  # that is the answer
+            self.is_comparing = False
+            raise
         self.is_comparing = False
         if not equal:
             return False
