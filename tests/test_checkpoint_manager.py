@@ -244,21 +244,24 @@ def test_a_forked_child_does_not_keep_the_lock(folder: Path, child_that_waits: C
 @pytest.mark.one_rank
 def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent(folder: Path) -> None:
     lives, ends = os.pipe()
+    is_there, is_forked = os.pipe()
     parent = os.fork()
     if parent == 0:
         manager = alone(folder)
         manager.save(1)
         if os.fork() == 0:
             os.close(ends)
+            os.write(is_forked, b".")  # what Python does in a child first is done
             os.read(lives, 1)
             os._exit(0)
+        os.read(is_there, 1)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == -signal.SIGKILL
     with alone(folder) as manager:
         manager.save(2)
         assert manager.steps() == [1, 2]
-    os.close(ends)
-    os.close(lives)
+    for descriptor in (ends, lives, is_there, is_forked):
+        os.close(descriptor)
 
 
 @pytest.mark.one_rank

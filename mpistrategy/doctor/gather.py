@@ -193,10 +193,13 @@ def leftovers(folder: str, *, all_processes: bool | None = None) -> list[str]:
             all_processes or (all_processes is None and os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE)
         ):
             return []
-        for entry in os.scandir(folder):
-            number, state = _LEFT.match(entry.name), entry.stat(follow_symlinks=False)
-            if number and stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid():
-                found += [entry.path] * (not os.path.exists(f"/proc/{number[1]}"))
+        for name in os.listdir(folder):
+            number, path = _LEFT.match(name), os.path.join(folder, name)
+            if number:
+                with suppress(OSError):  # some go meanwhile
+                    state = os.lstat(path)
+                    if stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid():
+                        found += [path] * (not os.path.exists(f"/proc/{number[1]}"))
     return sorted(found)
 
 
