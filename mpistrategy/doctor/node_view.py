@@ -132,9 +132,9 @@ def _owner(process: int) -> int | None:
 
 
 def _all_processes() -> Iterator[int]:
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            yield int(entry.name)
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            yield int(name)
 
 
 def _belongs(process: int, number: str) -> bool:

@@ -169,18 +169,8 @@ def _keep(place: int, kept: str, name: str, report: bytes) -> bool:
     # In the directory that goes: so it does not stay if this job is killed now.
     temporary = f"{run_directory.ROLL_CALL}.{os.getpid()}.new"
     try:
-        with _opened(place, name) as folder:
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary, dir_fd=folder)
-                mode = own_files.file_mode(os.fstat(place))
-                with os.fdopen(os.open(temporary, own_files.NEW, mode, dir_fd=folder), "wb") as file:
-                    file.write(report)
-                os.replace(temporary, kept, src_dir_fd=folder, dst_dir_fd=place)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder)
-                raise
+        with _opened(place, name) as folder, own_files.replacing(kept, place, temporary, folder) as file:
+            file.write(report)
     except OSError:
         return False
     return True

@@ -182,6 +182,32 @@ def whole_file(path: str) -> Iterator[IO[bytes]]:
         raise
 
 
+@contextmanager
+def replacing(name: str, place: int, temporary: str, folder: int) -> Iterator[IO[bytes]]:
+    """Open a file to be written, under a name that nobody else uses; it gets its own name once all is written.
+
+    Args:
+        name: its own; what is there is replaced.
+        place: the descriptor of the folder of that; the file is readable as `file_mode` says of it.
+        temporary: the name meanwhile; what has it is of a process that is gone.
+        folder: the descriptor of the folder of that.
+
+    Raises:
+        OSError: when it cannot be written; then there is nothing new.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=folder)
+    descriptor = os.open(temporary, NEW, file_mode(os.fstat(place)), dir_fd=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=place)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
 # ------------------------------------------------------------------------------------------------ their text
 
 

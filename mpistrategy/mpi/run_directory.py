@@ -88,21 +88,11 @@ class RunDirectory:
     def _put(self, name: str, data: bytes) -> None:
         if not os.path.isdir(self.path):
             own_files.make_folders(self.path)
-        with self._opened() as folder:
-            temporary, state = f"{name}.{os.getpid()}.new", os.fstat(folder)
-            with contextlib.suppress(FileNotFoundError):  # of a process that had this number
-                os.unlink(temporary, dir_fd=folder)
-            descriptor = os.open(temporary, own_files.NEW, own_files.file_mode(state), dir_fd=folder)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    self._owner = os.fstat(descriptor).st_uid  # root's files may belong to nobody
-                    self._check_is_own(state)
-                    file.write(data)
-                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder)
-                raise
+        temporary = f"{name}.{os.getpid()}.new"
+        with self._opened() as folder, own_files.replacing(name, folder, temporary, folder) as file:
+            self._owner = os.fstat(file.fileno()).st_uid  # root's files may belong to nobody
+            self._check_is_own(os.fstat(folder))
+            file.write(data)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
