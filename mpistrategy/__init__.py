@@ -8,9 +8,8 @@ Importing it starts no MPI; the first `MirroredStrategy` does.
 from os import environ as _environ
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy import errors, gradients, metrics, optimizers, testing
-from mpistrategy.arena import Arena
-from mpistrategy.async_reduce import AllReduceHandle
+from mpistrategy import errors, testing
+from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from mpistrategy.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -26,14 +25,10 @@ from mpistrategy.cross_device_ops import (
     OrderedAllReduce,
     ReductionToOneDevice,
 )
-from mpistrategy.datasets import Dataset
-from mpistrategy.extended import StrategyExtended
-from mpistrategy.gradient_buckets import GradientBuckets
-from mpistrategy.input import DistributedDataset
-from mpistrategy.input_context import InputContext, InputOptions, InputReplicationMode
-from mpistrategy.input_iterators import DistributedIterator
-from mpistrategy.mirrored_strategy import MirroredStrategy
-from mpistrategy.one_device_strategy import OneDeviceStrategy
+from mpistrategy.input.datasets import Dataset
+from mpistrategy.input.distributed import DistributedDataset
+from mpistrategy.input.iterators import DistributedIterator
+from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode
 from mpistrategy.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -41,26 +36,32 @@ from mpistrategy.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrategy.replica_context import ReplicaContext
-from mpistrategy.strategy import Strategy, ValueContext
-from mpistrategy.streams import Streams
-from mpistrategy.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-from mpistrategy.variables import Variable
+from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.asynchronous import AllReduceHandle
+from mpistrategy.strategy.extended import StrategyExtended
+from mpistrategy.strategy.mirrored import MirroredStrategy
+from mpistrategy.strategy.one_device import OneDeviceStrategy
+from mpistrategy.strategy.random_streams import Streams
+from mpistrategy.strategy.replica_context import ReplicaContext
+from mpistrategy.strategy.strategy import Strategy, ValueContext
+from mpistrategy.training import gradients, metrics, optimizers
+from mpistrategy.training.gradient_buckets import GradientBuckets
+from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpistrategy import telemetry
-    from mpistrategy.checkpoint import Checkpoint
-    from mpistrategy.checkpoint_manager import CheckpointManager
-    from mpistrategy.preemption import PreemptionCheckpointHandler, TerminationConfig
+    from mpistrategy.checkpoint.checkpoint import Checkpoint
+    from mpistrategy.checkpoint.manager import CheckpointManager
+    from mpistrategy.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
 
 __version__ = "0.1.0"
 
 #: Names that are loaded when they are first used, and where they are: in a module, or the module itself.
 _LATER = {
-    "Checkpoint": "checkpoint",
-    "CheckpointManager": "checkpoint_manager",
-    "PreemptionCheckpointHandler": "preemption",
-    "TerminationConfig": "preemption",
+    "Checkpoint": "checkpoint.checkpoint",
+    "CheckpointManager": "checkpoint.manager",
+    "PreemptionCheckpointHandler": "checkpoint.preemption",
+    "TerminationConfig": "checkpoint.preemption",
     "telemetry": "telemetry",
 }
 
@@ -76,7 +77,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted([*__all__, "__version__"])
 
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 import sys
 
-from mpistrategy.cli import main
+from mpistrategy.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.errors import ContextError, OptionTypeError
-from mpistrategy.mpi import ambient, call_sites
+from mpistrategy.mpi.contract import call_sites
+from mpistrategy.mpi.interface import current
 
 if TYPE_CHECKING:
-    from mpistrategy.replica_context import ReplicaContext
-    from mpistrategy.strategy import Strategy
+    from mpistrategy.strategy.replica_context import ReplicaContext
+    from mpistrategy.strategy.strategy import Strategy
 
 
 class Mode(enum.Enum):
@@ -45,14 +46,14 @@ class Frame:
     step: Any = None
 
     def __enter__(self) -> Frame:
-        ambient.enter(self.strategy.extended.communicator)
+        current.enter(self.strategy.extended.communicator)
         entered.frames.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ambient.leave()
+        current.leave()
         entered.frames.pop()
 
 

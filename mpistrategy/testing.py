@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
-from mpistrategy.mpi.simulated import run_threads
+from mpistrategy.mpi.over_threads import run_threads
 
 T = TypeVar("T")
 

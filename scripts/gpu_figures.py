@@ -26,9 +26,10 @@ import numpy as np
 from delayed_writes import delayed_fill
 
 import mpistrategy as ms
-from mpistrategy.bench import shapes
-from mpistrategy.cross_device_ops import device_moves, device_packing, packing
+from mpistrategy.cli.bench.cases import shapes
 from mpistrategy.options import GPU_PATH
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.routes import gpu_copy, gpu_packing
 
 MIB = 2**20
 REAL = cupy_here.IS_REAL
@@ -105,11 +106,11 @@ def packing_figures(cupy: Any, strategy: Any) -> Figures:
         bucket, other = cupy.empty(pack.size, pack.dtype), cupy.empty(pack.size, pack.dtype)
         views = [view for _, view in pack.views(bucket)]
         copied = on_stream(cupy, partial(_copy, cupy, bucket, other))
-        packed = on_stream(cupy, lambda p=pack, a=arrays, b=bucket: device_packing.fill(p, a, b))
-        scattered = on_stream(cupy, lambda v=views, a=arrays: device_moves.move(v, a))
+        packed = on_stream(cupy, lambda p=pack, a=arrays, b=bucket: gpu_packing.fill(p, a, b))
+        scattered = on_stream(cupy, lambda v=views, a=arrays: gpu_copy.move(v, a))
         started = time.perf_counter()
         for _ in range(REPEATS):
-            device_packing.fill(pack, arrays, bucket)
+            gpu_packing.fill(pack, arrays, bucket)
         host = (time.perf_counter() - started) / REPEATS
         found[name] = {
             "bytes": pack.nbytes,
@@ -143,14 +144,14 @@ def check(cupy: Any, strategy: Any) -> Figures:
             sources.append(source)
             targets.append(target)
             expected.append(values.astype(after))
-        device_moves.move(sources, targets)
+        gpu_copy.move(sources, targets)
         for target, values in zip(targets, expected, strict=True):
             assert np.array_equal(target.get(), values), f"{target.dtype}, {values.size} elements"
     half = np.arange(65536, dtype=np.uint16).view(np.float16)
     widened = cupy.empty((2, half.size), "float32")
-    device_moves.move([cupy.asarray(half), cupy.asarray(half)], [widened[0], widened[1]])
+    gpu_copy.move([cupy.asarray(half), cupy.asarray(half)], [widened[0], widened[1]])
     back = cupy.empty((2, half.size), "float16")
-    device_moves.move([widened[0], widened[1]], [back[0], back[1]])
+    gpu_copy.move([widened[0], widened[1]], [back[0], back[1]])
     for row in range(2):
         assert np.array_equal(widened[row].get(), half.astype(np.float32), equal_nan=True)
         assert np.array_equal(back[row].get(), half, equal_nan=True)

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy import checkpoint_files
+from mpistrategy.checkpoint.storage import files
 from mpistrategy.testing import run_replicas
 
 KINDS = ("overwrite", "asynchronous", "manager")
@@ -161,13 +161,13 @@ def saved_by_child(way: str, at: int, seed: int, job: Callable[[], None], folder
             if way == "power failure" or way == "before a change" or (way == "in a write" and what != "write"):
                 end()
             if way == "in a write":
-                checkpoint_files._write_all = in_a_write
+                files._write_all = in_a_write
 
         def in_a_write(descriptor: int, part: memoryview) -> None:
             os.write(descriptor, part[: dice.randint(0, len(part))])
             end()
 
-        checkpoint_files.watcher = watcher
+        files.watcher = watcher
         try:
             job()
         except BaseException as error:
@@ -280,7 +280,7 @@ def job_of_ranks(folder: Path, seed: int) -> int:
             end()
 
     if rank == victim:
-        checkpoint_files.watcher = watcher
+        files.watcher = watcher
     for value in itertools.count(max(found, 0) + 1):
         program.array.assign(np.full(2000, float(value)))
         strategy.run(lambda value=value: program.count.assign(value if rank == 0 else 0))

@@ -31,8 +31,8 @@ import launching  # noqa: E402
 import slurm_bed  # noqa: E402
 from preempted import runs_in  # noqa: E402
 
-from mpistrategy.slurm.render import render  # noqa: E402
-from mpistrategy.slurm.spec import JobSpec  # noqa: E402
+from mpistrategy.cli.slurm.render import render  # noqa: E402
+from mpistrategy.cli.slurm.spec import JobSpec  # noqa: E402
 
 TRAINING = ROOT / "tests" / "preempted.py"
 PAUSE, SAVE_EVERY = 0.01, 7

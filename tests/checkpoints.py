@@ -11,7 +11,7 @@ import numpy as np
 from replicas import gather_texts
 
 import mpistrategy as ms
-from mpistrategy import checkpoint_files
+from mpistrategy.checkpoint.storage import files
 
 
 def shared_folder(tmp_path: Path) -> Path:
@@ -22,11 +22,11 @@ def shared_folder(tmp_path: Path) -> Path:
 @contextmanager
 def watched(watcher: Callable[[str, str], None]) -> Iterator[None]:
     """Call `watcher` before every change to the file system."""
-    checkpoint_files.watcher = watcher
+    files.watcher = watcher
     try:
         yield
     finally:
-        checkpoint_files.watcher = None
+        files.watcher = None
 
 
 class Counting:

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpistrategy.arrays import span
-from mpistrategy.cross_device_ops import move_kernel
+from mpistrategy.arrays.dtypes import span
+from mpistrategy.reduction.routes import copy_kernel
 
 _ARENA_BYTES = 192 * 2**20
 _ALIGNMENT = 512
@@ -552,21 +552,21 @@ class RawKernel:
 
 
 def _moves(grid: Any, block: Any, args: Sequence[Any]) -> tuple[Callable[[], None], list[np.ndarray]]:
-    """Do what `mpistrategy.cross_device_ops.move_kernel` says of its kernel."""
+    """Do what `mpistrategy.reduction.routes.copy_kernel` says of its kernel."""
     moves, count = args[0][0], int(args[1])
     assert type(args[1]) is np.int32
-    assert args[0].dtype == move_kernel.MOVES
+    assert args[0].dtype == copy_kernel.MOVES
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     blocks = 0
     for source, target, size, first, kind in zip(*(moves[name][:count].tolist() for name in moves.dtype.names)):  # noqa: B905
         assert first == blocks
-        blocks += -(-size // (move_kernel.BLOCK_ELEMENTS if kind else move_kernel.BLOCK_BYTES))
-        names = next((pair for pair, number in move_kernel.KINDS.items() if number == kind), ("uint8", "uint8"))
+        blocks += -(-size // (copy_kernel.BLOCK_ELEMENTS if kind else copy_kernel.BLOCK_BYTES))
+        names = next((pair for pair, number in copy_kernel.KINDS.items() if number == kind), ("uint8", "uint8"))
         dtypes = [np.dtype(bfloat16() if name == "bfloat16" else name) for name in names]
         views = [_at(where, size * dtype.itemsize).view(dtype) for where, dtype in zip((source, target), dtypes)]  # noqa: B905
         pairs.append((views[0], views[1]))
     assert grid == (blocks,)
-    assert block == (move_kernel.THREADS,)
+    assert block == (copy_kernel.THREADS,)
 
     def do() -> None:
         with np.errstate(all="ignore"):
@@ -584,7 +584,7 @@ def bfloat16() -> Any:
 
 #: What each kernel does: from the grid, the block and the arguments to its work and the memory that this touches.
 KERNELS: dict[str, Callable[[Any, Any, Sequence[Any]], tuple[Callable[[], None], list[np.ndarray]]]] = {
-    move_kernel.NAME: _moves
+    copy_kernel.NAME: _moves
 }
 
 

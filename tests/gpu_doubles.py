@@ -1,4 +1,4 @@
-"""GPUs that are not there: what tests let `mpistrategy.mpi.gpus.look` see."""
+"""GPUs that are not there: what tests let `mpistrategy.mpi.gpu.inventory.look` see."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 
 import cupy_double
 
-from mpistrategy.mpi import gpus
-from mpistrategy.mpi.gpus import Gpu
+from mpistrategy.mpi.gpu import inventory
+from mpistrategy.mpi.gpu.inventory import Gpu
 
 
 class PretendedGpus:
-    """GPUs by their descriptions; see `mpistrategy.mpi.gpus.Gpus`."""
+    """GPUs by their descriptions; see `mpistrategy.mpi.gpu.inventory.Gpus`."""
 
     def __init__(self, described: Sequence[Gpu]) -> None:
         self._described = described
@@ -33,7 +33,7 @@ class PretendedGpus:
 @contextmanager
 def pretended(*uuids: str) -> Iterator[None]:
     """Let this process see GPUs with these UUIDs, and a CuPy."""
-    seen = gpus.seen_through(lambda: PretendedGpus([Gpu(index, uuid) for index, uuid in enumerate(uuids)]))
+    seen = inventory.seen_through(lambda: PretendedGpus([Gpu(index, uuid) for index, uuid in enumerate(uuids)]))
     with seen, cupy_double.installed():
         yield
 
@@ -41,7 +41,7 @@ def pretended(*uuids: str) -> Iterator[None]:
 def raising(error: Callable[[], BaseException]) -> AbstractContextManager[None]:
     """Let this process fail to look at its GPUs."""
 
-    def fail() -> gpus.Gpus:
+    def fail() -> inventory.Gpus:
         raise error()
 
-    return gpus.seen_through(fail)
+    return inventory.seen_through(fail)

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.checkpoint_files import checksum_of
-from mpistrategy.checkpoint_manifest import NAME, shard_name
-from mpistrategy.checkpoint_values import ABSENT, NOT_PLAIN
+from mpistrategy.checkpoint.storage.files import checksum_of
+from mpistrategy.checkpoint.storage.manifest import NAME, shard_name
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN
 
 #: Nothing may take longer: a second, with slack for a busy machine.
 MOST_SECONDS = 5.0

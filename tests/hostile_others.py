@@ -16,11 +16,11 @@ import launching
 from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
 
 import mpistrategy as ms
-from mpistrategy.doctor import hung_job, run_files
-from mpistrategy.mpi import path_files
-from mpistrategy.mpi.paths import DEFAULT
-from mpistrategy.telemetry import chrome_trace, trace_report
-from mpistrategy.telemetry.timeline import timeline_of
+from mpistrategy.cli.doctor.running_job import hung_job, run_files
+from mpistrategy.mpi.tuning import files
+from mpistrategy.mpi.tuning.thresholds import DEFAULT
+from mpistrategy.telemetry.tracing import chrome, report
+from mpistrategy.telemetry.tracing.timeline import timeline_of
 
 
 class Alone:
@@ -37,17 +37,17 @@ def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
     figures, file = Figures("mutated threshold files"), folder / "paths.json"
     paths = {**DEFAULT.thresholds(), "window_bytes_by_dtype": {"float32": 64}}
     content = {"format": 2, "machine": {}, "source": "x", "paths": paths, "rates": {"cell_seconds": 1e-6}}
-    before = os.environ.get(path_files.VARIABLE)
-    os.environ[path_files.VARIABLE] = str(file)
+    before = os.environ.get(files.VARIABLE)
+    os.environ[files.VARIABLE] = str(file)
     try:
         for number in range(count):
             told = text_of(mutated_json(json.loads(json.dumps(content)), dice))
             file.write_bytes(told if number % 3 else mutated_bytes(told, dice))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ms.errors.FallbackWarning)
-                figures.add(f"number {number}", lambda: path_files.agreed("Open MPI v5.0.11", Alone()))
+                figures.add(f"number {number}", lambda: files.agreed("Open MPI v5.0.11", Alone()))
     finally:
-        os.environ.pop(path_files.VARIABLE) if before is None else os.environ.update({path_files.VARIABLE: before})
+        os.environ.pop(files.VARIABLE) if before is None else os.environ.update({files.VARIABLE: before})
     return figures
 
 
@@ -113,8 +113,8 @@ def read_traces(folder: Path, count: int, dice: random.Random) -> Figures:
 
     def put_together() -> None:
         timeline = timeline_of(str(path))
-        list(trace_report.report(timeline))
-        json.dumps(list(chrome_trace.events(timeline)))
+        list(report.report(timeline))
+        json.dumps(list(chrome.events(timeline)))
 
     for number in range(count):
         shutil.rmtree(path, ignore_errors=True)

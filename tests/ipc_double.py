@@ -24,7 +24,7 @@ from typing import Any
 import cupy_double
 import numpy as np
 
-from mpistrategy.mpi import ipc_kernels
+from mpistrategy.mpi.gpu.transports import ipc_kernels
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 _HANDLE_BYTES = 64
@@ -125,7 +125,7 @@ def library(code: str) -> Any:
 
 
 class RawModule:
-    """CuPy's, for kernels with the arguments of `mpistrategy.mpi.ipc_kernels`."""
+    """CuPy's, for kernels with the arguments of `mpistrategy.mpi.gpu.transports.ipc_kernels`."""
 
     def __init__(self, code: str, options: Sequence[str] = ()) -> None:
         _may_fail("RawModule")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.cross_device_ops import device_moves, move_kernel
+from mpistrategy.reduction.routes import copy_kernel, gpu_copy
 
 HAS_COMPILER = shutil.which("g++") is not None
 
@@ -45,8 +45,8 @@ extern "C" void run_move(const Moves* moves, int count, unsigned int blocks, uns
 def compiled(folder: Path) -> ctypes.CDLL:
     """Return the library, made in `folder`."""
     source, library = folder / "move.cpp", folder / "move.so"
-    driver = _DRIVER.replace("SIZE_OF_MOVES", str(move_kernel.MOVES.itemsize))
-    source.write_text(_SHIM + move_kernel.SOURCE + driver)
+    driver = _DRIVER.replace("SIZE_OF_MOVES", str(copy_kernel.MOVES.itemsize))
+    source.write_text(_SHIM + copy_kernel.SOURCE + driver)
     flags = [
         f"-I{Path(__file__).parent / 'cuda_on_cpu'}",
         "-std=c++14",
@@ -64,14 +64,14 @@ def move(library: ctypes.CDLL, sources: Sequence[np.ndarray], targets: Sequence[
     """Copy each source into its target by the kernel; return how often it was started."""
     moves = []
     for source, target in zip(sources, targets, strict=True):
-        kind = device_moves.kind_of(source.dtype, target.dtype)
+        kind = gpu_copy.kind_of(source.dtype, target.dtype)
         assert kind is not None
         moves.append((kind, source.size, source.itemsize, target.itemsize))
-    launches = device_moves.launches(tuple(moves))
+    launches = gpu_copy.launches(tuple(moves))
     for launch in launches:
         argument = launch.argument(_addresses(sources), _addresses(targets))
         pointer: Any = ctypes.c_void_p(argument.ctypes.data)
-        library.run_move(pointer, launch.count, launch.blocks, move_kernel.THREADS)
+        library.run_move(pointer, launch.count, launch.blocks, copy_kernel.THREADS)
     return len(launches)
 
 

@@ -18,10 +18,10 @@ import numpy as np
 from replicas import RANK, RANKS, SIZE, context, gather_texts
 
 import mpistrategy as ms
-from mpistrategy.arrays import Array
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.values import local_component
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.progress import Engine
-from mpistrategy.values import local_component
+from mpistrategy.mpi.over_mpi.progress import Engine
 
 FILE = "made_up_program.py"
 DTYPES = ("float64", "float32", "int64", "int32", "uint32")

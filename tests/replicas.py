@@ -14,10 +14,10 @@ import numpy as np
 from mpi4py import MPI
 
 import mpistrategy as ms
-from mpistrategy import nest
-from mpistrategy.arrays import Array
-from mpistrategy.devices import Device
-from mpistrategy.mpi.communicator import MpiCommunicator
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.devices import Device
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 
 #: Whether to run all cases and examples (scripts/soak does), not the short lane's part of them.
 ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mpistrategy.slurm.keys import KEYS, TEMPLATES, keys_of
+from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES, keys_of
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,20}", fullmatch=True)
 # What a path may be, with all that a shell would make something of.

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, same_everywhere, value_of
 
-from mpistrategy.arrays import COMBINE, Array
-from mpistrategy.mpi import across_nodes
-from mpistrategy.mpi.across_nodes import allreduce_across
-from mpistrategy.mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.exchange import combined
-from mpistrategy.mpi.shared_memory import private_memory
+from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.mpi.multi_node.pairwise import combined
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.shared_memory.segments import private_memory
 
 pytestmark = pytest.mark.mpi
 
@@ -54,7 +54,7 @@ def on_nodes(node: int) -> MpiCommunicator:
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(across_nodes, "_LARGEST_PIECE_BYTES", 2**12)
+    monkeypatch.setattr(two_level, "_LARGEST_PIECE_BYTES", 2**12)
 
 
 def reference(op: str, arrays: Sequence[Array]) -> Array:
@@ -195,8 +195,8 @@ def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finis
 
 
 def test_pieces_are_as_long_on_ranks_without_counterparts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(across_nodes, "_LEAST_BLOCK_BYTES", 2**12)
-    monkeypatch.setattr(across_nodes, "_LARGEST_PIECE_BYTES", 2**15)
+    monkeypatch.setattr(two_level, "_LEAST_BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(two_level, "_LARGEST_PIECE_BYTES", 2**15)
     made = on_nodes(int(RANK == SIZE - 1))
     result = np.arange(30_000.0)
     allreduce_across(made, result)

@@ -34,9 +34,10 @@ from replicas import (
 )
 
 import mpistrategy as ms
-from mpistrategy import errors, nest
-from mpistrategy.arena import Arena, resident, resident_values
-from mpistrategy.arrays import COMBINE, Array
+from mpistrategy import errors
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.reduction.arena.arena import Arena, resident, resident_values
 
 pytestmark = pytest.mark.mpi
 

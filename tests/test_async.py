@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from replicas import DTYPES, RANK, RANKS, SIZE, OnNodes, context, expected, outcomes, same_everywhere, value_of
 
 import mpistrategy as ms
-from mpistrategy.async_reduce import AllReduceHandle
 from mpistrategy.errors import (
     CollectiveMismatchError,
     ContextError,
@@ -24,8 +23,9 @@ from mpistrategy.errors import (
     ReduceOpError,
     UnsupportedError,
 )
-from mpistrategy.mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.progress import AtOnce, Engine, Job
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.progress import AtOnce, Engine, Job
+from mpistrategy.reduction.asynchronous import AllReduceHandle
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)

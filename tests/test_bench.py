@@ -14,10 +14,11 @@ import launching
 import numpy as np
 import pytest
 
-from mpistrategy.bench import nodes, plot, report, steps
-from mpistrategy.bench.cases import Case, Variant, is_right
-from mpistrategy.bench.shapes import LISTS, elements
-from mpistrategy.bench.timing import Effort, measure, summary
+from mpistrategy.cli.bench.cases import nodes, steps
+from mpistrategy.cli.bench.cases.case import Case, Variant, is_right
+from mpistrategy.cli.bench.cases.shapes import LISTS, elements
+from mpistrategy.cli.bench.measuring import plot, report
+from mpistrategy.cli.bench.measuring.timing import Effort, measure, summary
 
 Launch = Callable[..., launching.Finished]
 BENCH = ["-m", "mpistrategy", "bench"]

@@ -19,9 +19,9 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, DeviceError, FallbackWarning, OptionTypeError
-from mpistrategy.mpi import gpus, numa
-from mpistrategy.mpi.binding import bind, bind_if_possible
-from mpistrategy.mpi.gpus import Gpu, NoGpus, Sight
+from mpistrategy.mpi.gpu import inventory, numa
+from mpistrategy.mpi.gpu.binding import bind, bind_if_possible
+from mpistrategy.mpi.gpu.inventory import Gpu, NoGpus, Sight
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.one_rank
@@ -297,8 +297,8 @@ def test_a_sight_survives_its_text() -> None:
 
 
 def test_what_is_seen_is_told_with_the_distances_of_this_process() -> None:
-    with gpus.seen_through(lambda: PretendedGpus(FOUR)):
-        sight = gpus.look()
+    with inventory.seen_through(lambda: PretendedGpus(FOUR)):
+        sight = inventory.look()
     assert list(sight.gpus) == FOUR
     assert sight.host
     assert all(distance >= 10 for _, distance in sight.distances)
@@ -306,13 +306,13 @@ def test_what_is_seen_is_told_with_the_distances_of_this_process() -> None:
 
 def test_looking_never_raises() -> None:
     with gpu_doubles.raising(lambda: NoGpus("none here", "Get one")):
-        assert gpus.look() == Sight(host=gpus.look().host, reason="none here", fix="Get one")
+        assert inventory.look() == Sight(host=inventory.look().host, reason="none here", fix="Get one")
     with gpu_doubles.raising(lambda: OSError("no such bus")):
-        sight = gpus.look()
+        sight = inventory.look()
     assert sight.is_strange
     assert "OSError: no such bus" in sight.reason
     with pretended():
-        assert "no GPU that this process may use" in gpus.look().reason
+        assert "no GPU that this process may use" in inventory.look().reason
 
 
 def test_the_distances_of_numa_nodes(tmp_path: Path) -> None:

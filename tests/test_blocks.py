@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from replicas import RANK, SIZE, context, expected, value_of
 
 import mpistrategy as ms
-from mpistrategy.arrays import Array
-from mpistrategy.mpi import memory_limits
-from mpistrategy.mpi.blocks import block_bytes_for
-from mpistrategy.mpi.memory_limits import Room
-from mpistrategy.mpi.path_files import trying
-from mpistrategy.mpi.paths import DEFAULT
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.shared_memory import memory_limits
+from mpistrategy.mpi.shared_memory.memory_limits import Room
+from mpistrategy.mpi.shared_memory.result_buffers import block_bytes_for
+from mpistrategy.mpi.tuning.files import trying
+from mpistrategy.mpi.tuning.thresholds import DEFAULT
 
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")
 
@@ -157,7 +157,7 @@ def test_a_small_result_keeps_no_large_one(strategy: ms.Strategy) -> None:
 def test_sizes_that_are_not_asked_for_make_room(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = strategy.extended.communicator.blocks
     assert blocks is not None
-    monkeypatch.setattr("mpistrategy.mpi.blocks._KEPT_FOR", 20)
+    monkeypatch.setattr("mpistrategy.mpi.shared_memory.result_buffers._KEPT_FOR", 20)
     monkeypatch.setattr(blocks, "_left", 2**20)
     sizes, left = {}, blocks._left
     monkeypatch.setattr(blocks, "_sizes", sizes)

@@ -17,9 +17,10 @@ import pytest
 from replicas import RANK, SIZE, OnNodes, context, still_works
 
 import mpistrategy as ms
+from mpistrategy.arrays import nest
 from mpistrategy.errors import CollectiveMismatchError
-from mpistrategy.mpi import call_sites
-from mpistrategy.mpi.call_sites import call_site
+from mpistrategy.mpi.contract import call_sites
+from mpistrategy.mpi.contract.call_sites import call_site
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -248,7 +249,7 @@ def test_a_place_ends_at_the_step_function(strategy: ms.Strategy, warm: bool) ->
 @several
 def test_frames_of_the_library_are_no_callers(strategy: ms.Strategy) -> None:
     def step(values: Any) -> Any:
-        return ms.nest.map_structure(allsum, values) if RANK else ms.nest.map_structure(allsum, values)
+        return nest.map_structure(allsum, values) if RANK else nest.map_structure(allsum, values)
 
     with pytest.raises(CollectiveMismatchError, match="differ in: place"):
         strategy.run(step, args=([1.0],))

@@ -18,12 +18,12 @@ from mpi4py import MPI
 from replicas import RANK, RANKS, SIZE, context, part_of, still_works
 
 import mpistrategy as ms
-from mpistrategy.arrays import Array
-from mpistrategy.mpi import cells as cells_module
-from mpistrategy.mpi import waiting
-from mpistrategy.mpi.cells import Cells
-from mpistrategy.mpi.shared_memory import SharedMemory
-from mpistrategy.mpi.waiting import Waiting
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.shared_memory import mailboxes as cells_module
+from mpistrategy.mpi.shared_memory import spin_wait
+from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 Launch = Callable[..., launching.Finished]
 pytestmark = pytest.mark.mpi
@@ -155,8 +155,8 @@ class Clock:
         self.now, self.yields, self.progress, self.naps = 0.0, 0, 0, 0
         self.ready = ready
         self.number: Array = np.zeros(1, np.int64)
-        monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        monkeypatch.setattr(waiting.os, "sched_yield", self.sched_yield)
+        monkeypatch.setattr(spin_wait, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(spin_wait.os, "sched_yield", self.sched_yield)
 
     def pass_by(self, seconds: float) -> None:
         self.now += seconds
@@ -217,8 +217,8 @@ def test_ranks_without_a_core_each_do_not_spin(monkeypatch: pytest.MonkeyPatch) 
     def first_yield() -> None:
         raise YieldedError
 
-    monkeypatch.setattr(waiting.os, "sched_yield", first_yield)
-    for ranks, most in ((len(waiting.cores()) + 1, 4), (len(waiting.cores()), 100_000)):
+    monkeypatch.setattr(spin_wait.os, "sched_yield", first_yield)
+    for ranks, most in ((len(spin_wait.cores()) + 1, 4), (len(spin_wait.cores()), 100_000)):
         looks = 0
         with pytest.raises(YieldedError):
             Waiting(ranks, lambda: None).until(Numbers(), 1)  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, part_of
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi import check_level
-from mpistrategy.mpi.check_level import EVERY, Sparingly
+from mpistrategy.mpi.contract import check_level
+from mpistrategy.mpi.contract.check_level import EVERY, Sparingly
 
 Launch = Callable[..., launching.Finished]
 ONE = np.ones(3)
@@ -189,8 +189,8 @@ import sys
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
-from mpistrategy.devices import Device
-from mpistrategy.mpi.communicator import MpiCommunicator
+from mpistrategy.arrays.devices import Device
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 

@@ -16,7 +16,7 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint_saving import REPLACED, SAVING
+from mpistrategy.checkpoint.saving import REPLACED, SAVING
 
 Launch = Callable[..., launching.Finished]
 
@@ -26,7 +26,7 @@ KILLS = """
 import itertools, os, signal, sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy import checkpoint_files
+from mpistrategy.checkpoint.storage import files as checkpoint_files
 from mpistrategy.testing import run_replicas
 
 folder, kind = sys.argv[1:]
@@ -104,7 +104,7 @@ REAL = """
 import itertools, os, sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy import checkpoint_files
+from mpistrategy.checkpoint.storage import files as checkpoint_files
 
 folder, rank_to_kill, at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 strategy = ms.MirroredStrategy()

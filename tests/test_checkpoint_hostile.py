@@ -20,10 +20,10 @@ from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint_files import Folder, checksum_of
-from mpistrategy.checkpoint_manifest import NAME, parse, shard_name
-from mpistrategy.checkpoint_shards import Stored, parsed, pieces_of
-from mpistrategy.checkpoint_values import NOT_PLAIN, from_json, to_json
+from mpistrategy.checkpoint.storage.files import Folder, checksum_of
+from mpistrategy.checkpoint.storage.manifest import NAME, parse, shard_name
+from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
+from mpistrategy.checkpoint.storage.shards import Stored, parsed, pieces_of
 
 
 class Saved:

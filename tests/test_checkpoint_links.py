@@ -17,8 +17,8 @@ from replicas import ALL, SIZE
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint_manifest import NAME, shard_name
-from mpistrategy.checkpoint_shards import pieces_of
+from mpistrategy.checkpoint.storage.manifest import NAME, shard_name
+from mpistrategy.checkpoint.storage.shards import pieces_of
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="has ranks of its own: runs in the session on 1 rank")

@@ -17,7 +17,7 @@ from replicas import RANK, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint_manifest import NAME, shard_name
+from mpistrategy.checkpoint.storage.manifest import NAME, shard_name
 
 Launch = Callable[..., launching.Finished]
 

@@ -9,29 +9,29 @@ import sys
 import pytest
 
 import mpistrategy
-from mpistrategy import cli
+from mpistrategy.cli import main
 
 pytestmark = pytest.mark.one_rank  # argparse calls sys.exit, which ends a job of several ranks
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
+        main.main(arguments)
     assert caught.value.code == 2
     return capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
+        main.main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"mpistrategy {mpistrategy.__version__}\n"
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, command in cli.COMMANDS.items():
+    for name, command in main.COMMANDS.items():
         with pytest.raises(SystemExit) as caught:
-            cli.main([name, "--help"])
+            main.main([name, "--help"])
         assert caught.value.code == 0
         assert command.summary in capsys.readouterr().out
 

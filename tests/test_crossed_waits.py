@@ -133,7 +133,7 @@ BACKGROUND = """
 import time
 from mpi4py import MPI
 import numpy as np
-from mpistrategy.mpi import communicator
+from mpistrategy.mpi.over_mpi import communicator
 
 usual = communicator.MpiCommunicator.__init__
 def on_nodes(self, comm=None, key=None, *arguments, **more):

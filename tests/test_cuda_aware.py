@@ -10,8 +10,9 @@ import launching
 import pytest
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.mpi import mapped_mpi, world
-from mpistrategy.mpi.cuda_aware import NO, UNVERIFIED, VARIABLE, YES, Answer, Evidence, decide, said, weakest
+from mpistrategy.mpi.gpu import loaded_mpi
+from mpistrategy.mpi.gpu.cuda_aware import NO, UNVERIFIED, VARIABLE, YES, Answer, Evidence, decide, said, weakest
+from mpistrategy.mpi.job import world
 
 pytestmark = pytest.mark.one_rank
 
@@ -229,18 +230,18 @@ def test_functions_and_switches_of_libraries(tmp_path: Path) -> None:
     no = library(tmp_path, "libmpi_cray.so.12", "int MPIX_GPU_query_support(int k, int *f) { *f = 0; return 0; }")
     silent = library(tmp_path, "libmpi.so.12", "int MPI_Init(void) { return 0; }")
     other = library(tmp_path, "libother.so.1", "int MPIX_Query_cuda_support(void) { return 1; }")
-    assert mapped_mpi.queried([silent, old]) is True
-    assert mapped_mpi.queried([newer]) is True
-    assert mapped_mpi.queried([old, newer]) is True
-    assert mapped_mpi.queried([no]) is mapped_mpi.queried([failing]) is False
+    assert loaded_mpi.queried([silent, old]) is True
+    assert loaded_mpi.queried([newer]) is True
+    assert loaded_mpi.queried([old, newer]) is True
+    assert loaded_mpi.queried([no]) is loaded_mpi.queried([failing]) is False
     for nothing in ([silent], [other], [], [str(tmp_path / "libmpi.so.99")]):
-        assert mapped_mpi.queried(nothing) is None
+        assert loaded_mpi.queried(nothing) is None
     on = library(tmp_path, "libopen-pal.so.40", "char opal_cuda_support = 1;")
     off = library(tmp_path, "libopen-pal.so.80", "char opal_cuda_support = 0;")
     without = library(tmp_path, "libopen-pal.so.90", "int nothing;")
-    assert mapped_mpi.switched_on([without, on]) is True
-    assert mapped_mpi.switched_on([off]) is False
-    assert mapped_mpi.switched_on([without, old]) is None
+    assert loaded_mpi.switched_on([without, on]) is True
+    assert loaded_mpi.switched_on([off]) is False
+    assert loaded_mpi.switched_on([without, old]) is None
 
 
 # ------------------------------------------------------------------------------------- this MPI

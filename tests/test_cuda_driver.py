@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mpistrategy.mpi import cuda_driver, gpus
-from mpistrategy.mpi.cuda_driver import CudaDriver
-from mpistrategy.mpi.gpus import Gpu, NoGpus
+from mpistrategy.mpi.gpu import cuda_driver, inventory
+from mpistrategy.mpi.gpu.cuda_driver import CudaDriver
+from mpistrategy.mpi.gpu.inventory import Gpu, NoGpus
 
 pytestmark = pytest.mark.one_rank
 
@@ -71,8 +71,8 @@ def test_gpus_and_parts_of_gpus(tmp_path: Path) -> None:
     assert [driver.uuid(index) for index in range(2)] == [f"GPU-{WHOLE}", f"MIG-{PART}"]
     assert [driver.pci_bus_id(index) for index in range(2)] == ["0000:46:00.0", "0000:47:00.0"]
     assert [driver.numa_node(index) for index in range(2)] == [1, None], "of the driver, where sysfs has no such device"
-    with gpus.seen_through(lambda: driver):
-        assert gpus.look().gpus[0] == Gpu(0, f"GPU-{WHOLE}", "0000:46:00.0", 1)
+    with inventory.seen_through(lambda: driver):
+        assert inventory.look().gpus[0] == Gpu(0, f"GPU-{WHOLE}", "0000:46:00.0", 1)
     with pytest.raises(NoGpus, match=r"cuDeviceGet\(2\): CUDA_ERROR_MADE_HERE, 101"):
         driver.uuid(2)
 
@@ -121,13 +121,13 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_that_cupy_can_use(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy_that(lambda: 2))
-    assert [gpu.index for gpu in gpus.look().gpus] == [0, 1]
+    assert [gpu.index for gpu in inventory.look().gpus] == [0, 1]
 
 
 @pytest.mark.parametrize(("count", "text"), [(old_driver, "cudaErrorInsufficientDriver"), (lambda: 1, "CuPy sees 1")])
 def test_gpus_that_cupy_cannot_use(driver: None, monkeypatch: pytest.MonkeyPatch, count: Any, text: str) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy_that(count))
-    sight = gpus.look()
+    sight = inventory.look()
     assert not sight.gpus
     assert sight.is_strange
     assert text in sight.reason
@@ -138,7 +138,7 @@ def test_a_cupy_that_cannot_be_imported(driver: None, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     (tmp_path / "cupy.py").write_text("raise OSError('libnvrtc.so.12: cannot open shared object file')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "CuPy does not work here (OSError: libnvrtc.so.12" in gpus.look().reason
+    assert "CuPy does not work here (OSError: libnvrtc.so.12" in inventory.look().reason
 
 
 @pytest.mark.parametrize("option", ["INIT=100", "COUNT=0", None])
@@ -153,7 +153,7 @@ def test_cupy_is_not_imported_where_there_is_no_gpu(
     else:
         library = built(tmp_path, option)
         monkeypatch.setattr(cuda_driver, "CudaDriver", lambda: CudaDriver(library))
-    sight = gpus.look()
+    sight = inventory.look()
     assert not sight.is_strange, sight
     assert ("no NVIDIA driver" if option is None else "no GPU that this process may use") in sight.reason
 
@@ -162,6 +162,6 @@ def test_the_driver_is_not_asked_where_there_is_no_cupy(monkeypatch: pytest.Monk
     if "cupy" in sys.modules or __import__("importlib.util").util.find_spec("cupy"):
         pytest.skip("CuPy is here")
     monkeypatch.setattr(cuda_driver, "CudaDriver", lambda: pytest.fail("asked"))
-    sight = gpus.look()
+    sight = inventory.look()
     assert sight.reason == "CuPy is not installed"
     assert not sight.is_strange

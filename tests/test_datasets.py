@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from replicas import RANK, SIZE, outcomes, same_everywhere, still_works
 
 import mpistrategy as ms
-from mpistrategy import errors, nest
+from mpistrategy import errors
+from mpistrategy.arrays import nest
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi

@@ -13,10 +13,11 @@ from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
-from mpistrategy.mpi import cuda_trials, device_paths
-from mpistrategy.mpi.cuda_aware import NO, UNVERIFIED, YES, Answer
-from mpistrategy.mpi.cuda_trials import Outcome
-from mpistrategy.mpi.device_choice import Abilities, choose
+from mpistrategy.mpi.gpu import cuda_trials
+from mpistrategy.mpi.gpu.cuda_aware import NO, UNVERIFIED, YES, Answer
+from mpistrategy.mpi.gpu.cuda_trials import Outcome
+from mpistrategy.mpi.gpu.transports import setup
+from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.options import GPU_PATH, path_word
 
 AWARE = {"verdict": "yes", "reason": "MPI says so"}
@@ -147,6 +148,6 @@ def test_a_rank_that_cannot_have_the_path_leaves_nobody_waiting(monkeypatch: pyt
         raise MemoryError("no pinned memory")
 
     if RANK == 0:
-        monkeypatch.setattr(device_paths, "StagedPath", out_of_memory)
+        monkeypatch.setattr(setup, "StagedPath", out_of_memory)
     for one in outcomes(reduce_one):
         assert "no pinned memory" in one.text

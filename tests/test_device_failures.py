@@ -13,14 +13,14 @@ import pytest
 from replicas import RANK, SIZE, in_step, outcomes, still_works
 
 import mpistrategy as ms
-from mpistrategy import device_arena
-from mpistrategy.cross_device_ops import device_reduction
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi import staged_path
-from mpistrategy.mpi.device_path import communication_memory
-from mpistrategy.mpi.guard import Guard
-from mpistrategy.mpi.staged_path import StagedPath
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.gpu.transports import staged
+from mpistrategy.mpi.gpu.transports.staged import StagedPath
+from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.options import GPU_PATH
+from mpistrategy.reduction.arena import gpu as arena_gpu
+from mpistrategy.reduction.routes import gpu
 
 several = pytest.mark.skipif(SIZE == 1, reason="one rank leaves nobody waiting")
 
@@ -109,7 +109,7 @@ def test_a_rank_without_pinned_memory_is_heard_of(monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(staged_path, "_Slot", out_of_memory)
+            patch.setattr(staged, "_Slot", out_of_memory)
         for one in outcomes(reduce):
             assert "there is none left" in one.text
     assert [one.error for one in outcomes(reduce)] == [None] * SIZE
@@ -129,7 +129,7 @@ def test_a_rank_without_memory_for_an_arena_is_heard_of(
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(device_arena, "communication_memory", out_of_memory)
+            patch.setattr(arena_gpu, "communication_memory", out_of_memory)
         for one in outcomes(reduce):
             assert "there is none left" in one.text
     assert all(one.text.endswith("[2.0, 2.0, 2.0]") for one in outcomes(reduce))
@@ -143,7 +143,7 @@ def test_a_rank_without_memory_for_its_results_has_sent_all(monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(device_reduction, "finish", out_of_memory)
+            patch.setattr(gpu, "finish", out_of_memory)
         first, *others = outcomes(reduce)
         assert "there is none left" in first.text
         assert [one.error for one in others] == [None] * (SIZE - 1)

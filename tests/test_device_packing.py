@@ -19,12 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import SIZE, part_of
 
-from mpistrategy.bench import shapes
-from mpistrategy.cross_device_ops import device_moves, device_packing, move_kernel, packing
+from mpistrategy.cli.bench.cases import shapes
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.routes import copy_kernel, gpu_copy, gpu_packing
 
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="one rank's own work")
-PAIRS = [(np.dtype(getattr(ml_dtypes, a, a)), np.dtype(getattr(ml_dtypes, b, b))) for a, b in move_kernel.KINDS]
+PAIRS = [(np.dtype(getattr(ml_dtypes, a, a)), np.dtype(getattr(ml_dtypes, b, b))) for a, b in copy_kernel.KINDS]
 PLAIN = [np.dtype(name) for name in ("int8", "float16", "float32", "float64", "complex128", "bool", "bfloat16")]
 HARD = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 65504.0, 65519.9, 65520.0, 6e-8, 2e-8, 3e-8, -2.98e-8, 1.00048828125]
 HARD += [6.1e-5, 6.097e-5, 1.00146484375, 3.4e38, 1e-40, 2049.0, 2051.0, 1 / 3]
@@ -121,9 +122,9 @@ def test_every_value_of_16_bits_is_converted_as_by_numpy(library: Any, pair: Any
 def test_the_gradients_of_resnet50_are_one_launch(library: Any) -> None:
     sizes = [int(np.prod(shape)) for shape in shapes.resnet50()]
     moves = tuple((0, size, 4, 4) for size in sizes)
-    (launch,) = device_moves.launches(moves)
+    (launch,) = gpu_copy.launches(moves)
     assert launch.count == len(sizes) == 161
-    assert launch.blocks == sum(-(-4 * size // move_kernel.BLOCK_BYTES) for size in sizes)
+    assert launch.blocks == sum(-(-4 * size // copy_kernel.BLOCK_BYTES) for size in sizes)
 
 
 def test_lists_of_any_length_and_arrays_of_any_size_are_cut_into_launches(library: Any) -> None:
@@ -131,7 +132,7 @@ def test_lists_of_any_length_and_arrays_of_any_size_are_cut_into_launches(librar
     targets = [misaligned(7, np.dtype("int32"), number % 3) for number in range(400)]
     assert kernels_on_cpu.move(library, sources, targets) == 3
     assert all(np.array_equal(a, b) for a, b in zip(sources, targets, strict=True))
-    (launch,) = device_moves.launches(((0, 2**28 + 1, 8, 8), (0, 0, 8, 8), (1, 2**27 + 5, 2, 4)))
+    (launch,) = gpu_copy.launches(((0, 2**28 + 1, 8, 8), (0, 0, 8, 8), (1, 2**27 + 5, 2, 4)))
     assert launch.arrays.tolist() == [0] * 17 + [2, 2]
     sizes = launch.template["size"][0, : launch.count].astype(int)
     assert sizes.sum() == 2**31 + 8 + 2**27 + 5
@@ -140,17 +141,17 @@ def test_lists_of_any_length_and_arrays_of_any_size_are_cut_into_launches(librar
 
 
 def test_the_argument_is_laid_out_as_cpp_does_and_small_enough_for_every_gpu() -> None:
-    assert move_kernel.MOVES.itemsize + 4 <= 4096
-    offsets = [move_kernel.MOVES.fields[name][1] for name in move_kernel.MOVES.names]
+    assert copy_kernel.MOVES.itemsize + 4 <= 4096
+    offsets = [copy_kernel.MOVES.fields[name][1] for name in copy_kernel.MOVES.names]
     assert offsets == sorted(offsets)
-    assert move_kernel.MOVES.itemsize % 8 == 0
+    assert copy_kernel.MOVES.itemsize % 8 == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 def test_nvcc_compiles_the_kernel_and_it_needs_no_memory_of_its_own(tmp_path: Path) -> None:
     source = tmp_path / "move.cu"
-    source.write_text(move_kernel.SOURCE)
+    source.write_text(copy_kernel.SOURCE)
     command = ["nvcc", "-std=c++14", "-arch=sm_80", "-Werror=all-warnings", "-Xptxas=-v", "-cubin"]
     told = subprocess.run(
         [*command, "-o", tmp_path / "move.cubin", source], capture_output=True, text=True, timeout=100, check=False
@@ -163,7 +164,7 @@ def packed(cupy: Any, arrays: list[Any]) -> list[np.ndarray]:
     buckets = []
     for pack in packing.plan(arrays):
         bucket = cupy.empty(pack.size, pack.dtype)
-        device_packing.fill(pack, arrays, bucket)
+        gpu_packing.fill(pack, arrays, bucket)
         buckets.append((pack, bucket))
     return [bucket.get() for _, bucket in buckets]
 
@@ -202,7 +203,7 @@ def test_one_kernel_packs_a_list_and_waits_for_what_is_still_computed(cupy: Any)
         (pack,) = packing.plan(arrays)
         bucket = cupy.empty(pack.size, pack.dtype)
         before = cupy_double.counts["kernels"]
-        device_packing.fill(pack, arrays, bucket)
+        gpu_packing.fill(pack, arrays, bucket)
         assert cupy_double.counts["kernels"] == before + 1
         assert cupy_double.pending(bucket)
         assert all(map(cupy_double.pending, arrays))
@@ -222,7 +223,7 @@ def test_results_are_scattered_by_one_kernel_but_for_those_that_need_more(cupy: 
     results = [cupy.asarray(np.arange(6.0).reshape(2, 3) + number) for number in range(9)]
     targets = [cupy.empty((2, 3)) for _ in range(7)] + [cupy.empty((3, 2)).T, cupy.empty((2, 3), "float32")]
     before = cupy_double.counts["kernels"]
-    device_moves.move(results, targets)
+    gpu_copy.move(results, targets)
     assert cupy_double.counts["kernels"] == before + 1
     for number, target in enumerate(targets):
         assert np.array_equal(target.get(), np.arange(6.0).reshape(2, 3) + number)
@@ -233,14 +234,14 @@ def test_without_a_compiler_they_are_copied_one_by_one_with_one_warning(cupy: An
         raise RuntimeError("libnvrtc.so.13: cannot open\nshared object file")
 
     monkeypatch.setattr(cupy_double.RawModule, "compile", fail)
-    move_kernel.kernel.cache_clear()
+    copy_kernel.kernel.cache_clear()
     try:
         arrays = [cupy.asarray(np.arange(3, dtype="float16") + number) for number in range(3)]
         with pytest.warns(FallbackWarning, match=r"cannot be compiled \(libnvrtc.so.13: cannot open\)"):
             first = packed(cupy, arrays)
         assert [each.tolist() for each in (*first, *packed(cupy, arrays))] == [[0, 1, 2, 1, 2, 3, 2, 3, 4]] * 2
         targets = [cupy.empty(3, "float16") for _ in arrays]
-        device_moves.move(arrays, targets)
+        gpu_copy.move(arrays, targets)
         assert [each.get().tolist() for each in targets] == [each.get().tolist() for each in arrays]
     finally:
-        move_kernel.kernel.cache_clear()
+        copy_kernel.kernel.cache_clear()

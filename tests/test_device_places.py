@@ -14,9 +14,9 @@ from cupy_here import Spoken, asarray, double_only, ndarray
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
-from mpistrategy.gradients import GradientAccumulator, clip_by_global_norm
-from mpistrategy.mpi.guard import Guard
-from mpistrategy.optimizers import SGD
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.training.gradients import GradientAccumulator, clip_by_global_norm
+from mpistrategy.training.optimizers import SGD
 
 
 @pytest.fixture

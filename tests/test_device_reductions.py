@@ -19,8 +19,8 @@ from replicas import RANK, SIZE, in_step
 from replicas import numbers_of as values
 
 import mpistrategy as ms
-from mpistrategy.mpi import staged_path
-from mpistrategy.mpi.staged_path import StagedPath
+from mpistrategy.mpi.gpu.transports import staged
+from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.options import GPU_PATH as VARIABLE
 
 DTYPES = ("float64", "float32", "float16", "complex64", "int64", "int32", "int16", "uint8")
@@ -167,7 +167,7 @@ def test_without_the_event_of_a_copy_the_numbers_are_wrong(
         buffer = cupy.asarray(np.arange(8.0 * chunks)) + 1
         path.allreduce(strategy.extended.communicator, buffer, "SUM")
         assert not np.array_equal(buffer.get(), (np.arange(8.0 * chunks) + 1) * SIZE)
-    assert staged_path.CHUNK_BYTES >= 2**20
+    assert staged.CHUNK_BYTES >= 2**20
 
 
 @pytest.mark.parametrize("shared_result", [False, True])

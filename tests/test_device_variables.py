@@ -15,8 +15,8 @@ from gpu_doubles import pretended
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
-from mpistrategy import optimizer_kernels
-from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.training import kernels
+from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
 
 ON_READ = {"synchronization": "ON_READ"}
 
@@ -150,7 +150,7 @@ def test_training_is_that_of_the_host(
 def test_a_step_goes_in_chunks(
     gpus: ms.MirroredStrategy, cpus: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer_kernels, "DEVICE_CHUNK_BYTES", 40)  # 5 of the 12 elements
+    monkeypatch.setattr(kernels, "DEVICE_CHUNK_BYTES", 40)  # 5 of the 12 elements
     found, expected = (train(s, Adam(0.1), p, "float64") for s, p in ((gpus, on_gpu), (cpus, np.asarray)))
     for one, other in zip(found, expected, strict=True):
         assert np.allclose(one, other, rtol=1e-12)
@@ -167,7 +167,7 @@ def test_memory_that_is_short_shows_before_a_step(gpus: ms.MirroredStrategy, mon
 
     with monkeypatch.context() as patch:
         if RANK == SIZE - 1:
-            patch.setattr(optimizer_kernels.np, "empty_like", short)
+            patch.setattr(kernels.np, "empty_like", short)
         with pytest.raises((MemoryError, ms.errors.RemoteError), match="there is none left"):
             gpus.run(step)
     assert v.numpy().tolist() == [1, 1, 1]

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrategy as ms
-from mpistrategy import devices, errors
-from mpistrategy.devices import Device
-from mpistrategy.mpi.topology import Request, requested
+from mpistrategy import errors
+from mpistrategy.arrays import devices
+from mpistrategy.arrays.devices import Device
+from mpistrategy.mpi.gpu.device_selection import Request, requested
 
 pytestmark = pytest.mark.one_rank
 

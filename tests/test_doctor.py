@@ -16,11 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrategy.doctor import blas, checks, cuda_trial, file_system, gather, peer_access, report
-from mpistrategy.doctor.facts import Clock, Facts, Job, Speed, Trial
-from mpistrategy.doctor.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
-from mpistrategy.doctor.privacy import HIDDEN, covered, veil
-from mpistrategy.mpi.gpus import Gpu, Sight
+from mpistrategy.cli.doctor.checks import catalog
+from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
+from mpistrategy.cli.doctor.facts import blas, cuda_trial, file_system, gather, peer_access
+from mpistrategy.cli.doctor.facts.facts import Clock, Facts, Job, Speed, Trial
+from mpistrategy.cli.doctor.report import report
+from mpistrategy.cli.doctor.report.privacy import HIDDEN, covered, veil
+from mpistrategy.mpi.gpu.inventory import Gpu, Sight
 
 pytestmark = pytest.mark.one_rank
 
@@ -261,7 +263,7 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named_with_its_cure(fault: str) -> None:
     planted, check, verdict, words, cure, ranks = FAULTS[fault]
-    findings = [each for each in checks.examine(planted) if each.check == check]
+    findings = [each for each in catalog.examine(planted) if each.check == check]
     found = next((each for each in findings if each.verdict == verdict), None)
     assert found is not None, findings
     assert [word for word in words if word not in found.found] == [], found
@@ -274,7 +276,7 @@ def test_a_planted_fault_is_named_with_its_cure(fault: str) -> None:
 def test_nothing_else_is_bad(fault: str) -> None:
     planted, check, *_ = FAULTS[fault]
     related = {"launch": "pmi", "pmi": "launch", "versions": "mpi", "mpi": "versions", "nodes": "local rank"}
-    bad = {each.check for each in checks.examine(planted) if each.verdict == BAD}
+    bad = {each.check for each in catalog.examine(planted) if each.verdict == BAD}
     assert bad <= {check, related.get(check, check)}
 
 
@@ -283,21 +285,21 @@ def test_a_job_that_is_well(ranks: int) -> None:
     def alone(each: Facts) -> Facts:
         return replace(each, size=ranks, local_size=min(2, ranks - each.leader), tasks=ranks)
 
-    findings = checks.examine(job(alone, ranks))
+    findings = catalog.examine(job(alone, ranks))
     odd = {each.check for each in findings if each.verdict != OK}
     assert odd <= ({"nodes"} if ranks == 3 else set()), findings
     assert len({each.check for each in findings}) >= 12
 
 
 def test_gpus_that_are_well() -> None:
-    findings = checks.examine(job(seeing(*BOTH), trial=Trial("right", "two ranks, 20 GB/s")))
+    findings = catalog.examine(job(seeing(*BOTH), trial=Trial("right", "two ranks, 20 GB/s")))
     told = {each.check: each for each in findings}
     assert told["gpus"].found.startswith("rank 0 drives GPU:0 (GPU-10), rank 1 drives GPU:1 (GPU-11)")
     assert told["cuda-aware"].verdict == told["gpus"].verdict == told["peer access"].verdict == OK
 
 
 def test_gpus_of_amd_are_no_fault() -> None:
-    findings = checks.examine(job(on(ALL, amd=True, gpus_promised=8)))
+    findings = catalog.examine(job(on(ALL, amd=True, gpus_promised=8)))
     assert any("none that this library can use (AMD)" in each.found for each in findings if each.check == "gpus")
     assert worst(findings) == OK
 
@@ -308,7 +310,7 @@ def test_many_ranks_are_judged_quickly_and_told_shortly() -> None:
                 cores=(n % 4,), threads=1, local_hints={}, numpy="1.26.4" if n == 4000 else "2.4.6")
         for n in range(4096)
     ]  # fmt: skip
-    found = next(each for each in checks.examine(Job(facts, sums_right=True)) if each.check == "versions")
+    found = next(each for each in catalog.examine(Job(facts, sums_right=True)) if each.check == "versions")
     assert "and 4087 more; 1.26.4 on rank 4000 (node1000)" in found.found
     assert found.ranks == (4000,)
 
@@ -318,7 +320,7 @@ def test_many_ranks_are_judged_quickly_and_told_shortly() -> None:
 
 def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
     planted = job(on({2}, mpistrategy="0.0.9"))
-    text = report.as_text(planted, checks.examine(planted))
+    text = report.as_text(planted, catalog.examine(planted))
     lines = text.splitlines()
     assert lines[0] == "mpistrategy doctor: 4 ranks on 2 nodes"
     at = next(number for number, line in enumerate(lines) if line.startswith("BAD "))
@@ -326,12 +328,12 @@ def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
     assert lines[at + 1].strip().startswith("-> Give all nodes one environment")
     assert lines[-1] == "1 BAD. What is BAD wants to be fixed first."
     well = job()
-    assert report.as_text(well, checks.examine(well)).splitlines()[-1] == "Nothing is bad."
+    assert report.as_text(well, catalog.examine(well)).splitlines()[-1] == "Nothing is bad."
 
 
 def test_json_has_the_keys_that_are_documented() -> None:
     planted = job(on({2}, mpistrategy="0.0.9"))
-    told = json.loads(report.as_json(planted, checks.examine(planted), veil({})))
+    told = json.loads(report.as_json(planted, catalog.examine(planted), veil({})))
     for key in told:
         assert f"``{key}``" in (report.as_json.__doc__ or ""), key
     assert (told["format"], told["verdict"], told["ranks"], told["nodes"]) == (1, "bad", 4, 2)

@@ -21,12 +21,12 @@ from mpi4py import MPI
 from test_doctor import PLANTED
 
 import mpistrategy
-from mpistrategy import cli
-from mpistrategy.doctor import node_view, run_files, slurm_job
-from mpistrategy.doctor.hung_job import hangs, lines
-from mpistrategy.doctor.run_files import Seen
-from mpistrategy.mpi.shared_memory import SharedMemory
-from mpistrategy.mpi.watch_lines import BYTES, Line, Lines
+from mpistrategy.cli import main
+from mpistrategy.cli.doctor.running_job import node_view, run_files, slurm_job
+from mpistrategy.cli.doctor.running_job.hung_job import hangs, lines
+from mpistrategy.cli.doctor.running_job.run_files import Seen
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.mpi.watchdog.status_board import BYTES, Line, Lines
 
 Launch = Callable[..., launching.Finished]
 DOCTOR = ["-m", "mpistrategy", "doctor"]
@@ -134,7 +134,7 @@ def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch
         {MY_RANK}
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from gpu_doubles import pretended
-        from mpistrategy import cli
+        from mpistrategy.cli import main as cli
         if rank == 1:
             with open({str(tmp_path / "libmpi.so.99")!r}, "rb") as file:
                 held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_is_named_or_the_doctor_ends_all_the_same(
         {MY_RANK}
         if rank == 2:
             {stuck}
-        from mpistrategy import cli
+        from mpistrategy.cli import main as cli
         sys.exit(cli.main(["doctor", "--timeout", "{seconds}"]))
         """,
         timeout=30,
@@ -406,7 +406,7 @@ def test_what_slurm_says() -> None:
     ],
 )
 def test_jobs_of_which_nothing_is_known(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", *arguments]) == 2
+    assert main.main(["doctor", *arguments]) == 2
     assert told in capsys.readouterr().err
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import launching
 import pytest
 
-from mpistrategy.mpi import earlier_runs
-from mpistrategy.mpi.earlier_runs import Run, name_of_this_run, remove_in
+from mpistrategy.mpi.watchdog import earlier_runs
+from mpistrategy.mpi.watchdog.earlier_runs import Run, name_of_this_run, remove_in
 
 pytestmark = pytest.mark.one_rank
 Launch = Callable[..., launching.Finished]
 
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-TELL = "from mpistrategy.mpi.earlier_runs import name_of_this_run; print(name_of_this_run())"
+TELL = "from mpistrategy.mpi.watchdog.earlier_runs import name_of_this_run; print(name_of_this_run())"
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_read_is_no_reason_to_stop(monkeypatch: pytest.M
 KILLED = """
 import os, signal, sys
 import mpistrategy as ms
-from mpistrategy.mpi import watchdog
+from mpistrategy.mpi.watchdog import watchdog
 
 strategy = ms.MirroredStrategy()
 directory = watchdog.in_this_process().watched(strategy.extended.communicator.guard).directory

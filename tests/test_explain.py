@@ -14,9 +14,9 @@ from mpi4py import MPI
 from replicas import RANK, RANKS, SIZE, OnNodes, context, gather_texts, outcomes, same_everywhere
 
 import mpistrategy as ms
-from mpistrategy.arrays import Array
-from mpistrategy.mpi.path_files import trying
-from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.tuning.files import trying
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths
 from mpistrategy.testing import run_replicas
 
 several = pytest.mark.mpi(min_size=2)

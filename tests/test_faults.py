@@ -14,8 +14,8 @@ from replicas import RANK, SIZE, gather_texts, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi import faults
-from mpistrategy.mpi.fault_plans import ACTIONS, KINDS, LIMITED, Fault, parse
+from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.faults.plans import ACTIONS, KINDS, LIMITED, Fault, parse
 
 Launch = Callable[..., launching.Finished]
 
@@ -141,12 +141,12 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ms.Stra
     made: list[ms.Strategy] = []
 
     def make(plan: str) -> ms.Strategy:
-        monkeypatch.setenv(faults.VARIABLE, plan)
+        monkeypatch.setenv(injection.VARIABLE, plan)
         made.append(ms.MirroredStrategy())
         return made[-1]
 
     yield make
-    faults.disarm()
+    injection.disarm()
     for strategy in made:
         strategy.close()
 
@@ -154,25 +154,25 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ms.Stra
 def test_without_a_plan_nothing_is_wrapped(strategy: ms.Strategy) -> None:
     assert strategy.num_replicas_in_sync == SIZE
     assert ms.Checkpoint.__name__ == "Checkpoint"  # which is loaded when it is first named
-    seams = {(seam.owner(), seam.function.__name__): seam for seam in faults._seams}
+    seams = {(seam.owner(), seam.function.__name__): seam for seam in injection._seams}
     assert {seam.kind for seam in seams.values()} == KINDS.keys()
     for (owner, name), seam in seams.items():
         assert vars(owner)[name] is seam.function
         assert not hasattr(seam.function, "__wrapped__")
-    assert faults._armed is None
+    assert injection._armed is None
 
 
 def test_after_a_plan_nothing_is_wrapped(planned: Callable[[str], ms.Strategy]) -> None:
     before = ms.ReplicaContext.all_reduce
     planned("rank=any, at=allreduce#1000, do=kill")
     assert ms.ReplicaContext.all_reduce is not before
-    faults.disarm()
+    injection.disarm()
     assert ms.ReplicaContext.all_reduce is before
 
 
 def test_a_malformed_plan_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     if RANK == SIZE - 1:
-        monkeypatch.setenv(faults.VARIABLE, "rank=0, at=allreduce#1, do=nothing")
+        monkeypatch.setenv(injection.VARIABLE, "rank=0, at=allreduce#1, do=nothing")
     for outcome in outcomes(ms.MirroredStrategy):
         assert outcome.error is errors.OptionError
         assert "found do=nothing; expected one of kill, stop," in outcome.text
@@ -312,7 +312,7 @@ def test_what_is_skipped_looks_like_a_result(planned: Callable[[str], ms.Strateg
 
 
 def run(launch: Launch, plan: str, ranks: int = 2, program: str = PROGRAM) -> launching.Finished:
-    return launch(ranks, program, timeout=30, env={faults.VARIABLE: plan})
+    return launch(ranks, program, timeout=30, env={injection.VARIABLE: plan})
 
 
 def test_kill_ends_the_job(launch: Launch) -> None:

@@ -15,7 +15,7 @@ from replicas import DTYPES, RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.first_batches import MOST_BYTES
+from mpistrategy.input.first_batches import MOST_BYTES
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi

@@ -17,7 +17,7 @@ from cupy_here import Spoken, exported
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
-from mpistrategy.foreign_arrays import library_of
+from mpistrategy.arrays.foreign import library_of
 
 
 class Tensor:

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi import control_channel
+from mpistrategy.mpi.contract import mpi_channel
 
 pytestmark = pytest.mark.mpi
 
@@ -30,7 +30,7 @@ class _WithoutPersistent:
 
 
 def test_a_channel_without_persistent_collectives_answers_the_same(comm: MPI.Intracomm) -> None:
-    channel = control_channel.MpiControlChannel(_WithoutPersistent(comm))  # type: ignore[arg-type]
+    channel = mpi_channel.MpiControlChannel(_WithoutPersistent(comm))  # type: ignore[arg-type]
     for number in (5, -3, 2**62 - 1):
         assert channel.all_equal(number)
         assert channel.all_equal(number + comm.rank) == (comm.size == 1)

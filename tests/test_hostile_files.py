@@ -26,8 +26,8 @@ from checkpoints import shared_folder
 from replicas import RANK, SIZE, outcomes, part_of
 
 import mpistrategy as ms
-from mpistrategy import checkpoint_arrays
-from mpistrategy.checkpoint_manifest import NAME, shard_name
+from mpistrategy.checkpoint import arrays as checkpoint_arrays
+from mpistrategy.checkpoint.storage.manifest import NAME, shard_name
 
 one_rank = pytest.mark.one_rank
 

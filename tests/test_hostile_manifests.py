@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 
 import mpistrategy as ms
-from mpistrategy import checkpoint_arrays, checkpoint_random, checkpoint_shards
-from mpistrategy.checkpoint_files import checksum_of
-from mpistrategy.checkpoint_manifest import NAME, Item, Manifest, Shard, parse, shard_name
-from mpistrategy.checkpoint_shards import loads, pieces_of
-from mpistrategy.checkpoint_values import to_json
+from mpistrategy.checkpoint import arrays as checkpoint_arrays
+from mpistrategy.checkpoint.kinds import generators
+from mpistrategy.checkpoint.storage import shards as checkpoint_shards
+from mpistrategy.checkpoint.storage.files import checksum_of
+from mpistrategy.checkpoint.storage.manifest import NAME, Item, Manifest, Shard, parse, shard_name
+from mpistrategy.checkpoint.storage.plain_values import to_json
+from mpistrategy.checkpoint.storage.shards import loads, pieces_of
 
 pytestmark = pytest.mark.one_rank
 
@@ -120,13 +122,13 @@ def test_a_state_that_is_no_dict(tmp_path: Path) -> None:
 
 def test_streams_that_point_elsewhere() -> None:
     streams = ms.Streams(1, 0)
-    state = checkpoint_random.state_of_streams(streams)
-    state["replica"] = checkpoint_random.state_of(np.random.RandomState(0))
+    state = generators.state_of_streams(streams)
+    state["replica"] = generators.state_of(np.random.RandomState(0))
     state["replica"]["state"]["pos"] = 10**8
     with pytest.raises(ValueError, match="pos"):
-        checkpoint_random.set_streams(streams, [state], 0)
+        generators.set_streams(streams, [state], 0)
     with pytest.raises(ValueError, match="pos"):
-        checkpoint_random.jumped(state["replica"], 1)
+        generators.jumped(state["replica"], 1)
 
 
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64", "RandomState", "of PCG64"])
@@ -291,7 +293,7 @@ def test_large_checkpoints_that_are_as_they_should_be() -> None:
     header = {f"layers.{number}.weight": entry for number in range(100_000)}
     assert loads(json.dumps(header, separators=(",", ":")).encode(), "x") == header
     ranks, floats = 1000, np.random.default_rng(0).random(500_000).tolist()
-    state = to_json(checkpoint_random.state_of(np.random.RandomState(1)))
+    state = to_json(generators.state_of(np.random.RandomState(1)))
     items = {"rng": Item("rng", "own", values=(state,) * ranks), "a": Item("plain", "one", values=(to_json(floats),))}
     items |= {f"{number}": Item("variable", "one", "<f4", (128, 64)) for number in range(20_000)}
     text = Manifest(ranks, (Shard(10**6, "0" * 32),) * ranks, items, ("rng", "a"), {}, "x").text()

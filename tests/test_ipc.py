@@ -21,9 +21,10 @@ from replicas import RANK, SIZE, in_step, part_of
 from replicas import numbers_of as values
 
 import mpistrategy as ms
-from mpistrategy.arrays import COMBINE
-from mpistrategy.mpi import gpus, ipc_kernels, ipc_path
-from mpistrategy.mpi.ipc_path import IpcPath
+from mpistrategy.arrays.dtypes import COMBINE
+from mpistrategy.mpi.gpu import inventory
+from mpistrategy.mpi.gpu.transports import ipc, ipc_kernels
+from mpistrategy.mpi.gpu.transports.ipc import IpcPath
 from mpistrategy.options import GPU_PATH
 
 pytestmark = pytest.mark.skipif(ipc_double.COMPILER is None, reason="no C++ compiler")
@@ -36,7 +37,7 @@ SLOT_BYTES = 4096
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setenv(GPU_PATH, "ipc")
-    monkeypatch.setattr(ipc_path, "SLOT_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(ipc, "SLOT_BYTES", SLOT_BYTES)
     with cupy_double.installed() as module, ipc_double.added_to(module):
         yield module
 
@@ -89,9 +90,9 @@ def test_a_nan_wins_and_all_ranks_get_the_same_bits(strategy: Any, cupy: Any) ->
 )
 def test_many_calls_of_all_sizes_on_several_streams(sizes: list[int], dtype: str, streams: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch, cupy_double.installed() as cupy, ipc_double.added_to(cupy):
-        patch.setattr(ipc_path, "SLOT_BYTES", SLOT_BYTES)
+        patch.setattr(ipc, "SLOT_BYTES", SLOT_BYTES)
         with ms.MirroredStrategy() as strategy:
-            path = ipc_path.join(strategy.extended.communicator)
+            path = ipc.join(strategy.extended.communicator)
             assert isinstance(path, IpcPath)
             queues = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
             buffers = []
@@ -218,7 +219,7 @@ def test_arrays_on_another_gpu_than_before_are_refused_on_all_ranks(strategy: An
 def test_gpus_that_cannot_reach_each_other_are_found_before_it_is_tried(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "identity", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(inventory, "identity", lambda index: f"GPU-{index}")
     monkeypatch.setenv(GPU_PATH, "auto")
     ipc_double.failing.add("deviceCanAccessPeer")
     with ms.MirroredStrategy() as strategy, cupy.cuda.Device(RANK % 2):

@@ -20,8 +20,8 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi import launch as launches
-from mpistrategy.mpi.launch import Introduction, Process, introductions, refusal
+from mpistrategy.mpi.job import launcher as launches
+from mpistrategy.mpi.job.launcher import Introduction, Process, introductions, refusal
 
 Launch = Callable[..., launching.Finished]
 

@@ -6,7 +6,9 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import launching
@@ -18,132 +20,83 @@ pytestmark = pytest.mark.one_rank
 
 PACKAGE = Path(ms.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for p in FILES}
 
-# From the ground up; a module may import from its own floor and from those below it.
-FLOORS = [
-    {
-        "options",
-        "errors",
-        "pickling",
-        "nest",
-        "arrays",
-        "extremes",
-        "foreign_arrays",
-        "device_arrays",
-        "values",
-        "devices",
-    },
-    {"mpi"},
-    {"cross_device_ops"},
-    {
-        "arena",
-        "arena_layout",
-        "arena_reductions",
-        "device_arena",
-        "explain",
-        "explain_devices",
-        "explain_ways",
-        "first_batches",
-        "intact",
-        "mirrored_check",
-        "context",
-        "creation_order",
-        "async_reduce",
-        "replica_context",
-        "placement",
-        "streams",
-        "variables",
-        "variable_storage",
-        "variable_policies",
-        "variable_writes",
-        "extended",
-        "inputs",
-        "quick_all_reduce",
-        "quick_arena",
-        "quick_cells",
-        "quick_nests",
-        "quick_places",
-        "strategy",
-        "mirrored_strategy",
-        "one_device_strategy",
-        "outside_steps",
-        "input",
-        "input_context",
-        "input_iterators",
-        "datasets",
-        "strategy_input",
-        "strategy_old_names",
-    },
-    {
-        "optimizers",
-        "optimizer_base",
-        "optimizer_checks",
-        "optimizer_gradients",
-        "optimizer_kernels",
-        "optimizer_slots",
-        "sliced_update",
-        "sliced_variables",
-        "gradient_buckets",
-        "gradients",
-        "nonfinite",
-        "metrics",
-        "telemetry",
-        "testing",
-        "checkpoint",
-        "checkpoint_accumulators",
-        "checkpoint_arrays",
-        "checkpoint_files",
-        "checkpoint_fitting",
-        "checkpoint_holders",
-        "checkpoint_identities",
-        "checkpoint_lock",
-        "checkpoint_manager",
-        "checkpoint_manifest",
-        "checkpoint_maps",
-        "checkpoint_optimizers",
-        "checkpoint_random",
-        "checkpoint_reading",
-        "checkpoint_restoring",
-        "checkpoint_saving",
-        "checkpoint_shards",
-        "checkpoint_state",
-        "checkpoint_values",
-        "preemption",
-    },
-    {
-        "bench",
-        "cli",
-        "doctor",
-        "run",
-        "slurm",
-        "__main__",
-        "plugins",
-    },  # programs: they use the library as its users do, front page included
-]
+#: A file imports only from its own floor and from those before it, imports for types included.
+FLOORS = {
+    name: floor
+    for floor, names in enumerate(
+        (
+            "errors options pickling own_files arrays",
+            "mpi",
+            "context creation_order reduction",
+            "cross_device_ops",
+            "variables input",
+            "strategy",
+            "training telemetry",
+            "checkpoint",
+            "testing",
+            "cli __main__ plugins",
+        )
+    )
+    for name in names.split()
+}
+#: The same within the two largest folders.
+ORDER = {
+    "mpi": "contract tuning shared_memory watchdog job interface multi_node,gpu faults over_mpi,over_threads",
+    "reduction": "layout routes plan inputs plans reducer arena",
+}
+#: Imports that point up still.
+POINTS_UP = {
+    line.strip()
+    for line in """
+    context -> strategy.replica_context
+    context -> strategy.strategy
+    mpi.contract.error_messages -> mpi.shared_memory.failures
+    mpi.contract.guard -> mpi.job.forks
+    mpi.contract.guard -> mpi.shared_memory.failures
+    mpi.gpu.transports.direct -> mpi.over_mpi.communicator
+    mpi.gpu.transports.setup -> mpi.over_threads
+    mpi.job.world -> mpi.gpu.cuda_aware
+    mpi.job.world -> mpi.gpu.loaded_mpi
+    mpi.watchdog.earlier_runs -> mpi.job.launcher
+    mpi.watchdog.local_process -> mpi.job.launcher
+    reduction.arena.arena -> strategy.extended
+    reduction.arena.arena -> strategy.strategy
+    reduction.arena.plan -> cross_device_ops
+    reduction.arena.plan -> strategy.extended
+    reduction.arena.quick_arena -> reduction.quick_places
+    reduction.asynchronous -> strategy.extended
+    reduction.explain -> cross_device_ops
+    reduction.explain -> cross_device_ops.built_in
+    reduction.explain -> strategy.extended
+    reduction.plans -> cross_device_ops
+    reduction.plans -> reduction.arena.arena
+    reduction.plans -> reduction.arena.quick_arena
+    reduction.plans -> reduction.quick_places
+    variables.mirrored_check -> strategy.extended
+    variables.registry -> strategy.strategy
+    variables.variable -> strategy.strategy
+    """.splitlines()
+}
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at
 # ranks on which the library refuses to start.
 MAY_IMPORT_MPI = (
-    "mpistrategy.mpi.communicator",
-    "mpistrategy.mpi.control_channel",
-    "mpistrategy.mpi.node_peers",
-    "mpistrategy.mpi.operations",
-    "mpistrategy.mpi.verbs",
-    "mpistrategy.mpi.world",
-    "mpistrategy.bench.raw",
-    "mpistrategy.doctor.ranks",
+    "mpistrategy.mpi.over_mpi.communicator",
+    "mpistrategy.mpi.contract.mpi_channel",
+    "mpistrategy.mpi.shared_memory.node_ranks",
+    "mpistrategy.mpi.over_mpi.operations",
+    "mpistrategy.mpi.over_mpi.collectives",
+    "mpistrategy.mpi.job.world",
+    "mpistrategy.cli.bench.measuring.raw",
+    "mpistrategy.cli.doctor.facts.ranks",
 )
-SERVICES = FLOORS[4] | {"input", "input_context", "input_iterators", "datasets", "strategy_input", "strategy_old_names"}
-# Within a floor, modules that must not even import each other in a circle: the vocabulary has an order of its own.
+#: What is made of public names alone.
+SERVICES = {name for name, floor in FLOORS.items() if FLOORS["training"] <= floor <= FLOORS["testing"]} | {"input"}
 LOWER_CASE_COMMUNICATION = {
     "send", "recv", "isend", "irecv", "bsend", "ssend", "sendrecv", "bcast", "gather", "allgather", "scatter",
     "alltoall", "reduce", "allreduce", "scan", "exscan",
 }  # fmt: skip
-
-
-def floor_of(module: str) -> int | None:
-    """Return the floor of ``mpistrategy.a.b``; None for the package's own front page."""
-    room = module.split(".")[1] if "." in module else ""
-    return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
 
 
 def name_of(path: Path) -> str:
@@ -151,8 +104,8 @@ def name_of(path: Path) -> str:
     return ".".join(("mpistrategy", *(part for part in parts if part != "__init__")))
 
 
-def imports_of(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield (module, name, line) for everything that a file imports at run time; `name` is "" for whole modules."""
+def imports_of(path: Path, *, types: bool = False) -> Iterator[tuple[str, str, int]]:
+    """Yield (module, name, line) of the imports of a file; `types`: those for type checkers, too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for_types_only = {
         id(inner)
@@ -162,7 +115,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, str, int]]:
         for inner in ast.walk(statement)
     }
     for node in ast.walk(tree):
-        if id(node) in for_types_only:
+        if id(node) in for_types_only and not types:
             continue
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -173,27 +126,53 @@ def imports_of(path: Path) -> Iterator[tuple[str, str, int]]:
                 yield node.module or "", alias.name, node.lineno
 
 
-def ours(module: str, name: str) -> str:
-    """Return the module of ours that an import names: ``from mpistrategy import nest`` imports mpistrategy.nest."""
-    return f"{module}.{name}" if module == "mpistrategy" and (PACKAGE / f"{name}.py").exists() else module
+def modules_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the modules of this package that a file imports, for types or at run time, each with its line."""
+    for module, name, line in imports_of(path, types=True):
+        if module.partition(".")[0] == "mpistrategy":
+            yield f"{module}.{name}" if f"{module}.{name}" in MODULES else module, line
+
+
+def rank_in(folder: str, name: str) -> int:
+    """Return the place of a room in the order of its folder; what is not named there comes last."""
+    rows = ORDER[folder].split()
+    return next((number for number, row in enumerate(rows) if name in row.split(",")), len(rows))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_point_downwards(path: Path) -> None:
-    own = floor_of(name_of(path))
-    for module, name, line in imports_of(path):
-        if module.partition(".")[0] != "mpistrategy" or own is None:
+    own = name_of(path).split(".")
+    if len(own) == 1:
+        return
+    for module, line in modules_of(path):
+        other = module.split(".")
+        if len(other) == 1:
+            assert own[1] in ("cli", "plugins"), f"{path}:{line}: imports the package's front page"
             continue
-        other = floor_of(ours(module, name))
-        if other is None and own == len(FLOORS) - 1:
-            continue
-        assert other is not None, f"{path}:{line}: imports the package's front page"
-        assert other <= own, f"{path}:{line}: floor {own} imports {module} of floor {other}"
+        up = FLOORS[other[1]] > FLOORS[own[1]]
+        if own[1] == other[1] and own[1] in ORDER and len(own) > 2 and len(other) > 2:
+            up = rank_in(own[1], other[2]) > rank_in(own[1], own[2])
+        known = f"{name_of(path)} -> {module}".replace("mpistrategy.", "")
+        assert up == (known in POINTS_UP), f"{path}:{line}: {known} points {'up' if up else 'down'}"
 
 
-def test_every_module_is_on_a_floor() -> None:
-    rooms = {name_of(path).split(".")[1] for path in FILES if "." in name_of(path)}
-    assert rooms == set().union(*FLOORS) & rooms, "a new module: give it a floor here and in ARCHITECTURE.md"
+def test_folders_can_be_overlooked() -> None:
+    """At most 15 names in a folder, 20 at the top, and no more than three that share a prefix."""
+    for folder in {path.parent for path in FILES}:
+        names = [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == ".py"]
+        names = [name for name in names if not name.startswith("__")]
+        assert len(names) <= (20 if folder == PACKAGE else 15), f"{folder}: {len(names)} names"
+        prefixes = Counter(name.partition("_")[0] for name in names if "_" in name)
+        assert max(prefixes.values(), default=0) <= 3, f"{folder}: {prefixes.most_common(1)}"
+
+
+@pytest.mark.xfail(reason="being untied", strict=True)
+def test_no_imports_go_in_a_circle() -> None:
+    graph = {name_of(path): {module for module, _ in modules_of(path)} for path in FILES}
+    order: TopologicalSorter[str] = TopologicalSorter(
+        {name: {m for m in modules if m in graph and not name.startswith(f"{m}.")} for name, modules in graph.items()}
+    )
+    order.prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -214,7 +193,7 @@ def test_nothing_is_pickled(path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in MAY_IMPORT_MPI if name.startswith("mpistrategy.mpi.")])
 def test_only_buffers_go_to_mpi(name: str) -> None:
     """mpi4py pickles in its lower-case methods; nothing here calls one on an mpi4py object."""
-    path = PACKAGE / "mpi" / f"{name.rpartition('.')[2]}.py"
+    path = PACKAGE.parent / f"{name.replace('.', '/')}.py"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             target = ast.unparse(node.func.value)
@@ -222,13 +201,15 @@ def test_only_buffers_go_to_mpi(name: str) -> None:
             assert not (on_mpi and node.func.attr in LOWER_CASE_COMMUNICATION), f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if name_of(p).split(".")[-1] in SERVICES], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in FILES if SERVICES & {*name_of(p).split(".")[1:2]}], ids=name_of)
 def test_services_use_public_names_only(path: Path) -> None:
     for module, name, line in imports_of(path):
         assert not name.startswith("_"), f"{path}:{line}: imports {module}.{name}"
         assert not any(part.startswith("_") and part != "__future__" for part in module.split(".")), f"{path}:{line}"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if node.attr == "_asdict":  # of a NamedTuple, whose methods all begin so
+                continue
             assert isinstance(node.value, ast.Name), f"{path}:{node.lineno}: {ast.unparse(node)}"
             assert node.value.id in ("self", "cls"), f"{path}:{node.lineno}: {ast.unparse(node)}"
 

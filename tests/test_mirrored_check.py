@@ -15,10 +15,10 @@ from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, gather_texts, outcome
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.arrays import Array
-from mpistrategy.mirrored_check import digest, ranks_in_words
-from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.testing import run_replicas
+from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.variables.mirrored_check import digest, ranks_in_words
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -132,7 +132,7 @@ def test_padding_does_not_count() -> None:
 def test_large_arrays_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(1000.0)
     whole = digest(array)
-    monkeypatch.setattr("mpistrategy.mirrored_check._PIECE_BYTES", 24)
+    monkeypatch.setattr("mpistrategy.variables.mirrored_check._PIECE_BYTES", 24)
     assert digest(array) == whole
     record = np.zeros(100, RECORD)
     before = digest(record)

@@ -18,10 +18,12 @@ from replicas import RANK, SIZE, in_step
 from replicas import numbers_of as values
 
 import mpistrategy as ms
-from mpistrategy.mpi import in_flight, nccl_path, staged_path
-from mpistrategy.mpi.device_choice import Abilities, choose
-from mpistrategy.mpi.in_flight import InFlight
-from mpistrategy.mpi.nccl_path import NcclPath
+from mpistrategy.mpi.gpu.transports import nccl
+from mpistrategy.mpi.gpu.transports import staged as staged_path
+from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
+from mpistrategy.mpi.gpu.transports.nccl import NcclPath
+from mpistrategy.mpi.watchdog import gpu_progress
+from mpistrategy.mpi.watchdog.gpu_progress import InFlight
 from mpistrategy.options import GPU_PATH
 
 several = pytest.mark.skipif(SIZE == 1, reason="one rank needs no path")
@@ -220,7 +222,7 @@ def test_a_wait_of_ours_has_a_limit(strategy: Any, cupy: Any) -> None:
 
 @several
 def test_no_more_is_under_way_than_can_be_counted(strategy: Any, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "MOST", 4)
+    monkeypatch.setattr(gpu_progress, "MOST", 4)
     buffer = cupy.asarray(np.ones(3))
     for _ in range(10):
         result = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", buffer))
@@ -323,15 +325,15 @@ def test_who_can_have_it(ranks: Any, reason: str) -> None:
 
 
 def test_a_cupy_without_nccl_has_version_0(cupy: Any) -> None:
-    assert nccl_path.version(cupy) == nccl_double.VERSION
+    assert nccl.version(cupy) == nccl_double.VERSION
     cupy.cuda.nccl.available = False
-    assert nccl_path.version(cupy) == 0
+    assert nccl.version(cupy) == 0
     assert staged_path.CHUNK_BYTES
 
 
 def test_every_name_that_we_use_is_in_cupy() -> None:
     real = pytest.importorskip("cupy_backends.cuda.libs.nccl", exc_type=ImportError)
-    for name in nccl_path._DTYPES:
+    for name in nccl._DTYPES:
         assert isinstance(getattr(real, f"NCCL_{name.upper()}"), int)
     for name in ("SUM", "PROD", "MIN", "MAX"):
         assert isinstance(getattr(real, f"NCCL_{name}"), int)

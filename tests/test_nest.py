@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrategy import errors, nest
+from mpistrategy import errors
+from mpistrategy.arrays import nest
 
 pytestmark = pytest.mark.one_rank
 

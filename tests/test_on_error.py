@@ -116,7 +116,7 @@ how, world = sys.argv[1], MPI.COMM_WORLD
 member, me = divmod(world.rank, 2)
 node_key = world.rank if "nodes" in how else None
 if node_key is not None:
-    from mpistrategy.mpi import communicator
+    from mpistrategy.mpi.over_mpi import communicator
     usual = communicator.MpiCommunicator.__init__
     def on_nodes(self, comm=None, key=None, *arguments, **more):
         usual(self, comm, world.rank if key is None else key, *arguments, **more)

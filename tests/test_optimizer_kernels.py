@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from replicas import BFLOAT16, RANK, SIZE, bits, outcomes
 
 import mpistrategy as ms
-from mpistrategy import errors, optimizer_kernels
-from mpistrategy.arrays import Array
-from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy import errors
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.training import kernels
+from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
 
@@ -92,7 +93,7 @@ def test_the_bits_are_those_of_the_formula(
     with alone.scope():
         variable, optimizer = ms.Variable(start), make()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), np.errstate(all="ignore"):
-        patch.setattr(optimizer_kernels, "CHUNK_BYTES", chunk)
+        patch.setattr(kernels, "CHUNK_BYTES", chunk)
         for gradient, (right, slots) in zip(gradients, formula(start, gradients), strict=True):
             before = bits(gradient)
             alone.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, variable)]))
@@ -149,7 +150,7 @@ def test_a_function_put_onto_the_instance_is_asked(strategy: ms.Strategy) -> Non
 
 def test_a_kernel_of_ones_own(strategy: ms.Strategy) -> None:
     class Sign(Optimizer):
-        def kernel(self) -> optimizer_kernels.Kernel | None:
+        def kernel(self) -> kernels.Kernel | None:
             def step(parameter: Array, gradient: Array, slots: Any, scratch: Any) -> None:
                 np.sign(gradient, out=scratch[0])
                 np.subtract(parameter, scratch[0], out=parameter)
@@ -195,8 +196,8 @@ def test_a_gradient_that_is_the_variable_or_its_slot(alone: ms.Strategy) -> None
 
 def test_an_update_reads_a_gradient_before_it_writes_over_it() -> None:
     parameter, velocity = np.ones(5), np.ones(5)
-    update = optimizer_kernels.FlatUpdate(parameter, {"momentum": velocity}, optimizer_kernels.Scratch())
-    update.run(optimizer_kernels.momentum(1.0, 0.5, True), velocity)
+    update = kernels.FlatUpdate(parameter, {"momentum": velocity}, kernels.Scratch())
+    update.run(kernels.momentum(1.0, 0.5, True), velocity)
     np.testing.assert_array_equal(velocity, [1.5] * 5)
     np.testing.assert_array_equal(parameter, [1 - (1 + 0.75)] * 5)
 

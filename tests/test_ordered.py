@@ -29,8 +29,8 @@ from replicas import (
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.arrays import Array, wire_dtype
-from mpistrategy.cross_device_ops.ordered_combination import combine_ordered, sorting_network
+from mpistrategy.arrays.dtypes import Array, wire_dtype
+from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, sorting_network
 from mpistrategy.testing import run_replicas
 
 FLOATS = [np.dtype(dtype) for dtype in ("float16", BFLOAT16, "float32", "float64", "complex64", "complex128")]

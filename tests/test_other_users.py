@@ -20,11 +20,12 @@ import hostile_others
 import pytest
 
 import mpistrategy as ms
-from mpistrategy import cli, errors
-from mpistrategy.doctor import run_files
-from mpistrategy.mpi import path_files
-from mpistrategy.mpi.run_directory import RunDirectory
-from mpistrategy.telemetry.timeline import timeline_of
+from mpistrategy import errors
+from mpistrategy.cli import main
+from mpistrategy.cli.doctor.running_job import run_files
+from mpistrategy.mpi.tuning import files as path_files
+from mpistrategy.mpi.watchdog.run_directory import RunDirectory
+from mpistrategy.telemetry.tracing.timeline import timeline_of
 
 pytestmark = pytest.mark.one_rank
 
@@ -271,7 +272,7 @@ def test_another_users_run_directory_is_left_out(
     give_away(planted_run(open_folder))
     monkeypatch.setenv("MPISTRATEGY_RUN_DIR", str(open_folder))
     monkeypatch.chdir(open_folder)
-    assert cli.main(["doctor", "--job", "17"]) == 2
+    assert main.main(["doctor", "--job", "17"]) == 2
     shown = capsys.readouterr()
     assert "mpistrategy-run-17-0-5bc19f20: it belongs to " in shown.err
     assert "uid 65534" in shown.err
@@ -281,7 +282,7 @@ def test_another_users_run_directory_is_left_out(
     (own / "roll-call.txt").unlink()
     for path in (own, *own.iterdir()):
         os.utime(path, (1, 1))  # older than the other one
-    assert cli.main(["doctor", "--job", "17"]) == 1
+    assert main.main(["doctor", "--job", "17"]) == 1
     shown = capsys.readouterr()
     assert f"job 17: 4 ranks heard of, in {own}" in shown.out
     assert shown.err == ""
@@ -297,7 +298,7 @@ def test_what_is_no_file_in_a_run_directory_is_left_out(
     for name in ("node-1.json", "rank-8.txt", "roll-call.txt"):
         make(path / name)
     began = time.monotonic()
-    assert cli.main(["doctor", "--run-dir", str(path)]) == 1
+    assert main.main(["doctor", "--run-dir", str(path)]) == 1
     assert time.monotonic() - began < 1
     shown = capsys.readouterr()
     assert "4 ranks heard of" in shown.out
@@ -308,7 +309,7 @@ def test_nothing_in_a_run_directory_steers_the_terminal(tmp_path: Path, capsys: 
     path = planted_run(tmp_path)
     (path / "rank-7.txt").write_text("\x1b[2Jin #3\x9b\n")
     for options in ([], ["--json"]):
-        cli.main(["doctor", "--run-dir", str(path), *options])
+        main.main(["doctor", "--run-dir", str(path), *options])
         shown = capsys.readouterr()
         assert all(each.isprintable() or each == "\n" for each in shown.out + shown.err)
     assert "\\u001b]0;owned" in shown.out or "x1b" in shown.out
@@ -324,7 +325,7 @@ def test_a_signal_is_suggested_for_what_only_the_user_can_have_written(
     (path / "node-0.json").write_text((path / "node-0.json").read_text().replace('"waited": 20.0', '"waited": 0.0', 1))
     (path / "node-0.json").chmod(file_mode)
     path.chmod(folder_mode)
-    assert cli.main(["doctor", "--run-dir", str(path)]) == 1
+    assert main.main(["doctor", "--run-dir", str(path)]) == 1
     assert ("kill -QUIT 50" in capsys.readouterr().out) == ((folder_mode, file_mode) == (0o700, 0o600))
 
 
@@ -418,8 +419,8 @@ def test_who_may_read_a_recording(tmp_path: Path, is_of_group: bool) -> None:
     try:
         with ms.telemetry.trace(tmp_path / "a" / "b"), ms.telemetry.span("x"):
             pass
-        assert cli.main(["trace", str(tmp_path / "a" / "b")]) == 0
-        assert cli.main(["trace", str(tmp_path / "a" / "b"), "-o", str(tmp_path / "a" / "x.json.gz")]) == 0
+        assert main.main(["trace", str(tmp_path / "a" / "b")]) == 0
+        assert main.main(["trace", str(tmp_path / "a" / "b"), "-o", str(tmp_path / "a" / "x.json.gz")]) == 0
     finally:
         os.umask(before)
     group = 0o050 if is_of_group else 0
@@ -439,7 +440,7 @@ def test_who_may_read_a_picture(tmp_path: Path) -> None:
         pass
     before = os.umask(0)
     try:
-        assert cli.main(["trace", str(tmp_path / "t"), "--png", str(tmp_path / "x.png")]) == 0
+        assert main.main(["trace", str(tmp_path / "t"), "--png", str(tmp_path / "x.png")]) == 0
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "x.png").stat().st_mode) == 0o600

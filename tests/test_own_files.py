@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrategy.mpi import own_files
+from mpistrategy import own_files
 
 pytestmark = pytest.mark.one_rank
 

@@ -12,8 +12,8 @@ from replicas import DTYPES, RANK, SIZE, value_of
 
 import mpistrategy as ms
 from mpistrategy import CommunicationOptions
-from mpistrategy.arrays import Array, wire_dtype
-from mpistrategy.cross_device_ops import packing
+from mpistrategy.arrays.dtypes import Array, wire_dtype
+from mpistrategy.reduction.layout import packing
 
 pytestmark = pytest.mark.mpi
 

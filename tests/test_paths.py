@@ -20,9 +20,10 @@ from mpi4py import MPI
 
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi import cuda_trials, path_files
-from mpistrategy.mpi.path_files import VARIABLE, Machine
-from mpistrategy.mpi.paths import DEFAULT, Paths, Rates, default_for
+from mpistrategy.mpi.gpu import cuda_trials
+from mpistrategy.mpi.tuning import files
+from mpistrategy.mpi.tuning.files import VARIABLE, Machine
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths, Rates, default_for
 
 pytestmark = pytest.mark.one_rank
 
@@ -73,11 +74,11 @@ def test_nodes_count() -> None:
 
 
 def test_what_is_saved_is_found_by_the_next_strategy() -> None:
-    file = path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
-    found = path_files.agreed(VERSION, Ranks("same"))
+    file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    found = files.agreed(VERSION, Ranks("same"))
     assert found == replace(MEASURED, source=str(file))
-    assert path_files.agreed(VERSION, Ranks("same", "same")) == DEFAULT  # three ranks were not measured
-    assert path_files.agreed("MPICH Version: 5.0.2", Ranks("same")) == DEFAULT
+    assert files.agreed(VERSION, Ranks("same", "same")) == DEFAULT  # three ranks were not measured
+    assert files.agreed("MPICH Version: 5.0.2", Ranks("same")) == DEFAULT
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
@@ -89,20 +90,20 @@ def test_a_dtype_may_have_its_own_threshold() -> None:
 
 
 def test_defaults_of_a_library() -> None:
-    intel = path_files.agreed("Intel(R) MPI Library 2021.18 for Linux* OS\n", Ranks("same"))
+    intel = files.agreed("Intel(R) MPI Library 2021.18 for Linux* OS\n", Ranks("same"))
     assert intel.window_bytes > DEFAULT.window_bytes
     assert intel == replace(DEFAULT, window_bytes=intel.window_bytes)
     assert intel.source == "the defaults"
-    assert path_files.agreed("some other MPI", Ranks("same")) == DEFAULT
+    assert files.agreed("some other MPI", Ranks("same")) == DEFAULT
 
 
 def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
-    other = path_files.save(replace(MEASURED, pack_bytes=128), Machine.of(VERSION, (0, 0)), cache / "other.json")
+    files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    other = files.save(replace(MEASURED, pack_bytes=128), Machine.of(VERSION, (0, 0)), cache / "other.json")
     monkeypatch.setenv(VARIABLE, str(other))
-    assert path_files.agreed(VERSION, Ranks("same")).pack_bytes == 128
+    assert files.agreed(VERSION, Ranks("same")).pack_bytes == 128
     monkeypatch.setenv(VARIABLE, "")
-    assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+    assert files.agreed(VERSION, Ranks("same")) == DEFAULT
 
 
 def spoiled(file: Path, **changes: object) -> str:
@@ -136,10 +137,10 @@ def spoiled(file: Path, **changes: object) -> str:
     ],
 )
 def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[str, object], what: str) -> None:
-    file = path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     file.write_text(spoiled(file, **content) if isinstance(content, dict) else content)
     with pytest.warns(FallbackWarning) as caught:
-        assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
     assert len(caught) == 1
     text = str(caught[0].message)
     assert str(file) in text
@@ -159,26 +160,26 @@ def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[s
     ],
 )
 def test_spoiled_rates_mean_the_defaults(rates: object, what: str) -> None:
-    file = path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     file.write_text(json.dumps({**json.loads(file.read_text()), "rates": rates}))
     with pytest.warns(FallbackWarning, match=what):
-        assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
 
 
 def test_rates_are_kept_and_may_be_missing() -> None:
     measured = replace(MEASURED, rates=Rates(cell_seconds=1e-6))
-    file = path_files.save(measured, Machine.of(VERSION, (0, 0)))
-    assert path_files.load(file) == replace(measured, source=str(file))
+    file = files.save(measured, Machine.of(VERSION, (0, 0)))
+    assert files.load(file) == replace(measured, source=str(file))
     content = json.loads(file.read_text())
     del content["rates"]
     file.write_text(json.dumps(content))
-    assert path_files.load(file) == replace(MEASURED, source=str(file))
+    assert files.load(file) == replace(MEASURED, source=str(file))
 
 
 def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(cache / "none.json"))
     with pytest.warns(FallbackWarning, match="No such file") as caught:
-        assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
     assert caught[0].filename == __file__  # where the user's program is, not where we warn
 
 
@@ -186,12 +187,12 @@ def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyP
     "other", ['["", [1, 2, 3, 4, 5]]', '["the thresholds in x cannot be used: y", [1, 2, 3, 4, 5]]']
 )
 def test_ranks_that_see_different_files_fall_back_alike(other: str) -> None:
-    path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     with pytest.warns(FallbackWarning, match="all ranks use the defaults"):
-        assert path_files.agreed(VERSION, Ranks(other)) == DEFAULT
+        assert files.agreed(VERSION, Ranks(other)) == DEFAULT
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # rank 0 alone tells
-        assert path_files.agreed(VERSION, Ranks(other, rank=1)) == DEFAULT
+        assert files.agreed(VERSION, Ranks(other, rank=1)) == DEFAULT
 
 
 @pytest.mark.mpi(min_size=2)
@@ -200,7 +201,7 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
 ) -> None:
     file = cache / f"{comm.rank}.json"
     machine = Machine.of(MPI.Get_library_version(), (0,) * comm.size)
-    path_files.save(replace(MEASURED, chunk_bytes=4096), machine, file)
+    files.save(replace(MEASURED, chunk_bytes=4096), machine, file)
     monkeypatch.setenv(VARIABLE, str(file))
     with ms.MirroredStrategy() as strategy:
         communicator = strategy.extended.communicator
@@ -217,7 +218,7 @@ def test_a_strategy_of_ranks_with_different_files(
     comm: MPI.Intracomm, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = cache / f"{comm.rank}.json"
-    path_files.save(replace(MEASURED, pack_bytes=64 * (1 + comm.rank)), Machine("any", 1, 1), file)
+    files.save(replace(MEASURED, pack_bytes=64 * (1 + comm.rank)), Machine("any", 1, 1), file)
     monkeypatch.setenv(VARIABLE, str(file))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -247,15 +248,15 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_home_folder_the_defaults_are_taken() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
     assert cuda_trials.load(VERSION) is None
     with pytest.raises(FileNotFoundError, match=r"No home folder is known of this user.*HOME"):
-        path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+        files.save(MEASURED, Machine.of(VERSION, (0, 0)))
 
 
 def test_a_cache_that_cannot_be_looked_into_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/" + 300 * "x")
-    assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+    assert files.agreed(VERSION, Ranks("same")) == DEFAULT
 
 
 @pytest.mark.parametrize("variable", [VARIABLE, "XDG_CACHE_HOME"])
@@ -263,11 +264,11 @@ def test_a_home_folder_of_nobody(variable: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(variable, "~no-such-user/x.json")
     if variable == VARIABLE:
         with pytest.warns(FallbackWarning, match=r"~no-such-user/x\.json cannot be used: .*a user 'no-such-user'"):
-            assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+            assert files.agreed(VERSION, Ranks("same")) == DEFAULT
     else:
-        assert path_files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
         with pytest.raises(FileNotFoundError, match="'no-such-user'"):
-            path_files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+            files.save(MEASURED, Machine.of(VERSION, (0, 0)))
 
 
 WITHOUT_HOME = """

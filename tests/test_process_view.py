@@ -13,7 +13,7 @@ pytestmark = pytest.mark.one_rank
 #: Without `_frames_stay` Python 3.11 ends in a segmentation fault, or finds other objects in the place of frames.
 PROGRAM = """
 import sys, threading, time, weakref
-from mpistrategy.mpi import process_view
+from mpistrategy.mpi.watchdog import local_process as process_view
 
 sys.setswitchinterval(1e-5)
 main, over, looks = threading.main_thread().ident, threading.Event(), []

@@ -16,7 +16,7 @@ import pytest_mpistrategy
 from launching import Finished
 
 import mpistrategy as ms
-from mpistrategy.mpi import reports
+from mpistrategy.mpi.watchdog import reports
 
 pytestmark = pytest.mark.one_rank
 

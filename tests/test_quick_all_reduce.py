@@ -31,10 +31,11 @@ from replicas import (
 )
 
 import mpistrategy as ms
-from mpistrategy import errors, nest
-from mpistrategy.arrays import COMBINE, Array
-from mpistrategy.mpi.path_files import trying
-from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy import errors
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.mpi.tuning.files import trying
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths
 
 pytestmark = pytest.mark.mpi
 

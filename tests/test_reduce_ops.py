@@ -30,7 +30,7 @@ from replicas import (
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.arrays import Array
+from mpistrategy.arrays.dtypes import Array
 
 pytestmark = pytest.mark.mpi
 

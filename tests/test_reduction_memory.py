@@ -11,7 +11,7 @@ import launching
 import numpy as np
 import pytest
 
-from mpistrategy.mpi.buffers import Pool
+from mpistrategy.mpi.interface.buffers import Pool
 
 PROGRAM = """
 import gc

@@ -33,8 +33,9 @@ from replicas import (
 )
 
 import mpistrategy as ms
-from mpistrategy import CommunicationOptions, errors, nest
-from mpistrategy.arrays import Array
+from mpistrategy import CommunicationOptions, errors
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import Array
 
 pytestmark = pytest.mark.mpi
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from replicas import RANK, SIZE, bits, context, part_of
 
 import mpistrategy as ms
-from mpistrategy import nest
-from mpistrategy.arrays import Array
-from mpistrategy.mpi.buffers import Pool
-from mpistrategy.mpi.path_files import trying
-from mpistrategy.mpi.paths import DEFAULT, Paths
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.interface.buffers import Pool
+from mpistrategy.mpi.tuning.files import trying
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths
 
 pytestmark = pytest.mark.mpi
 

@@ -35,9 +35,9 @@ from replicas import (
 )
 
 import mpistrategy as ms
-from mpistrategy import extremes
-from mpistrategy.arrays import Array
-from mpistrategy.mpi import communicator
+from mpistrategy.arrays import extremes
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.over_mpi import communicator
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi

@@ -20,9 +20,9 @@ from replicas import BFLOAT16, RANK, RANKS, SIZE, context, outcomes, same_everyw
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi import memory_limits, shared_memory
-from mpistrategy.mpi.memory_limits import Room
-from mpistrategy.mpi.shared_memory import ALIGNMENT, FOLDER, private_memory
+from mpistrategy.mpi.shared_memory import memory_limits, segments
+from mpistrategy.mpi.shared_memory.memory_limits import Room
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, FOLDER, private_memory
 
 pytestmark = pytest.mark.mpi
 
@@ -106,7 +106,7 @@ def refuse(*_: object) -> Any:
 
 def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", refuse)
-    monkeypatch.setattr(shared_memory, "FOLDER", "/dev/shm/there-is-no-such-folder")
+    monkeypatch.setattr(segments, "FOLDER", "/dev/shm/there-is-no-such-folder")
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory.mmap, "mmap", refuse)
+    monkeypatch.setattr(segments.mmap, "mmap", refuse)
 
 
 def a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def shared_by_name() -> int:
 def test_names_that_killed_processes_left_are_removed_and_no_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(segments, "FOLDER", str(tmp_path))
     for name in ("mpistrategy-left", "mpistrategy-in-use", "another-program"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "mpistrategy-with-content").write_bytes(b"x")
@@ -278,10 +278,10 @@ def test_names_that_killed_processes_left_are_removed_and_no_others(
     os.mkfifo(tmp_path / "mpistrategy-fifo")
     with open(tmp_path / "mpistrategy-in-use", "rb") as in_use:
         fcntl.flock(in_use, fcntl.LOCK_SH)
-        handle, path = shared_memory._named_file()
+        handle, path = segments._named_file()
         (tmp_path / "mpistrategy-of-another-start").write_bytes(b"")
-        monkeypatch.setattr(shared_memory, "_are_removed", False)
-        shared_memory._remove_left_names()
+        monkeypatch.setattr(segments, "_are_removed", False)
+        segments._remove_left_names()
         assert os.path.exists(path), "it is locked"
         os.close(handle)
         os.unlink(path)
@@ -297,8 +297,8 @@ def test_names_that_killed_processes_left_are_removed_and_no_others(
     if os.geteuid() == 0:
         (tmp_path / "mpistrategy-of-another-user").write_bytes(b"")
         os.chown(tmp_path / "mpistrategy-of-another-user", 65534, 65534)
-        monkeypatch.setattr(shared_memory, "_are_removed", False)
-        shared_memory._remove_left_names()
+        monkeypatch.setattr(segments, "_are_removed", False)
+        segments._remove_left_names()
         assert (tmp_path / "mpistrategy-of-another-user").exists()
 
 

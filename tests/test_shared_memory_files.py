@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpistrategy.mpi import shared_memory
+from mpistrategy.mpi.shared_memory import segments
 
 pytestmark = pytest.mark.one_rank
 FLOCK, OPEN = fcntl.flock, os.open
@@ -30,13 +30,13 @@ def test_what_is_in_the_place_of_a_file_is_not_opened(monkeypatch: pytest.Monkey
         patched.setattr(os, "open", opening)
         for path in ("/dev/tty", "/dev/null", tmp_path / "pipe", tmp_path / "file", tmp_path / "nothing"):
             with pytest.raises(OSError, match=r"."):
-                shared_memory._opened(f"1:2 {path}")
+                segments._opened(f"1:2 {path}")
     assert not opened
     state = os.stat(tmp_path / "file")
-    os.close(shared_memory._opened(f"{state.st_dev}:{state.st_ino} {tmp_path / 'file'}"))
+    os.close(segments._opened(f"{state.st_dev}:{state.st_ino} {tmp_path / 'file'}"))
     state = os.stat(tmp_path / "pipe")
     with pytest.raises(OSError, match="No such file"):
-        shared_memory._opened(f"{state.st_dev}:{state.st_ino} {tmp_path / 'pipe'}")
+        segments._opened(f"{state.st_dev}:{state.st_ino} {tmp_path / 'pipe'}")
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ENOLCK])
@@ -44,7 +44,7 @@ def test_a_name_that_another_start_takes_for_a_left_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: int
 ) -> None:
     """It holds the lock just then, to remove the name; where there are no locks nothing is left behind."""
-    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(segments, "FOLDER", str(tmp_path))
     refused = []
 
     def flock(handle: int, operation: int) -> None:
@@ -59,12 +59,12 @@ def test_a_name_that_another_start_takes_for_a_left_one(
     with monkeypatch.context() as patched:
         patched.setattr(fcntl, "flock", flock)
         if error == errno.EAGAIN:
-            handle, path = shared_memory._named_file()
+            handle, path = segments._named_file()
             assert [str(each) for each in tmp_path.iterdir()] == [path]
             os.close(handle)
         else:
             with pytest.raises(OSError, match=os.strerror(error)):
-                shared_memory._named_file()
+                segments._named_file()
             assert not list(tmp_path.iterdir())
     assert refused
     assert len(os.listdir("/proc/self/fd")) == before

@@ -12,21 +12,22 @@ from hypothesis import strategies as st
 from replicas import RANK, RANKS, SIZE, bits, outcomes, same_everywhere, still_works
 
 import mpistrategy as ms
-from mpistrategy import errors, optimizer_kernels
-from mpistrategy.arrays import Array
-from mpistrategy.optimizer_kernels import Scratch
+from mpistrategy import errors
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.options import ReduceOp
-from mpistrategy.sliced_update import Place, Run, SlicedUpdate
+from mpistrategy.training import kernels
+from mpistrategy.training.kernels import Scratch
+from mpistrategy.training.sliced_update import Place, Run, SlicedUpdate
 
 pytestmark = [pytest.mark.mpi]
 several = pytest.mark.mpi(min_size=2)
 
 #: Kernels of one step, with the names of their slots.
 KERNELS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "SGD": (optimizer_kernels.sgd(0.1), ()),
-    "nesterov": (optimizer_kernels.momentum(0.03, 0.9, True), ("momentum",)),
-    "Adam": (optimizer_kernels.adam(0.01, 0.8, 0.99, 1e-5), ("m", "v")),
-    "AdamW": (optimizer_kernels.after_decay(0.01, optimizer_kernels.adam(0.01, 0.8, 0.99, 1e-5)), ("m", "v")),
+    "SGD": (kernels.sgd(0.1), ()),
+    "nesterov": (kernels.momentum(0.03, 0.9, True), ("momentum",)),
+    "Adam": (kernels.adam(0.01, 0.8, 0.99, 1e-5), ("m", "v")),
+    "AdamW": (kernels.after_decay(0.01, kernels.adam(0.01, 0.8, 0.99, 1e-5)), ("m", "v")),
 }
 MOST = 3000  # elements in all of one test's arrays
 
@@ -114,7 +115,7 @@ def test_shares_make_the_plain_step(
         for i in range(len(sizes))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_kernels, "CHUNK_BYTES", chunk)
+        patch.setattr(kernels, "CHUNK_BYTES", chunk)
         update = SlicedUpdate(runs, strategy.extended.communicator, memory.failures, Scratch(), merged)
     strategy.extended.communicator.node_barrier()
     update.run(kernel, op)

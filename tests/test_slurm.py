@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slurm_statements import ARGUMENTS, PATHS, WRONG, bad, good
 
-from mpistrategy import cli
+from mpistrategy.cli import main
+from mpistrategy.cli.slurm import sites, values
+from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES, keys_of
+from mpistrategy.cli.slurm.render import COMPANIONS, all_files, render
+from mpistrategy.cli.slurm.spec import JobSpec
 from mpistrategy.errors import OptionError
-from mpistrategy.slurm import sites, values
-from mpistrategy.slurm.keys import KEYS, TEMPLATES, keys_of
-from mpistrategy.slurm.render import COMPANIONS, all_files, render
-from mpistrategy.slurm.spec import JobSpec
 
 pytestmark = pytest.mark.one_rank
 
@@ -341,7 +341,7 @@ def test_a_profile_may_be_named_by_a_link(tmp_path: Path) -> None:
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = cli.main(["slurm", *map(str, arguments)])
+    status = main.main(["slurm", *map(str, arguments)])
     printed = capsys.readouterr()
     return status, printed.out, printed.err
 
@@ -504,7 +504,7 @@ def test_where_there_can_be_no_slurm_the_tests_say_why(monkeypatch: pytest.Monke
 
 
 def test_the_command_starts_no_mpi() -> None:
-    code = "import sys, mpistrategy.cli as c; c.main(['slurm', '--list']); sys.exit('mpi4py.MPI' in sys.modules)"
+    code = "import sys, mpistrategy.cli.main as c; c.main(['slurm', '--list']); sys.exit('mpi4py.MPI' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 

@@ -27,9 +27,9 @@ from preempted import runs_in
 from slurm_bed import Job, SlurmBed
 from slurm_statements import good
 
-from mpistrategy import cli
-from mpistrategy.slurm.render import render
-from mpistrategy.slurm.spec import JobSpec
+from mpistrategy.cli import main
+from mpistrategy.cli.slurm.render import render
+from mpistrategy.cli.slurm.spec import JobSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 MPI_TYPE = "pmix" if launching.IS_OPEN_MPI else "pmi2"
@@ -508,6 +508,6 @@ def test_check_asks_slurm(
 ) -> None:
     for name, value in paper.environment.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["slurm", "multi_node", f"nodes={nodes}", "gpus_per_node=4", "--check"]) == status
+    assert main.main(["slurm", "multi_node", f"nodes={nodes}", "gpus_per_node=4", "--check"]) == status
     told = capfd.readouterr().err
     assert ("on nodes node[1-1024] in partition test" in told) == (status == 0), told

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrategy.slurm.render import render
-from mpistrategy.slurm.spec import JobSpec
+from mpistrategy.cli.slurm.render import render
+from mpistrategy.cli.slurm.spec import JobSpec
 
 pytestmark = [
     pytest.mark.one_rank,

@@ -18,11 +18,11 @@ from replicas import RANK, SIZE, OnNodes, context, gather_texts, outcomes
 from traces import overlapping, plant, read_events
 
 import mpistrategy as ms
-from mpistrategy import cli
-from mpistrategy.mpi.guard import Guard
-from mpistrategy.telemetry import chrome_trace, recorder, recordings
-from mpistrategy.telemetry.timeline import Timeline, timeline_of
-from mpistrategy.telemetry.trace_report import report
+from mpistrategy.cli import main
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.telemetry.tracing import chrome, recorder, recordings
+from mpistrategy.telemetry.tracing.report import report
+from mpistrategy.telemetry.tracing.timeline import Timeline, timeline_of
 from mpistrategy.testing import run_replicas
 
 Launch = Callable[..., launching.Finished]
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 def _all_off_afterwards() -> Iterator[None]:
     yield
     assert "current" not in vars(Guard)
-    assert ms.StrategyExtended.call_for_each_replica.__module__ == "mpistrategy.extended"
+    assert ms.StrategyExtended.call_for_each_replica.__module__ == "mpistrategy.strategy.extended"
     assert "wrapped" not in repr(vars(ms.StrategyExtended.call_for_each_replica))
 
 
@@ -85,7 +85,7 @@ def test_all_ranks_are_on_one_clock_and_viewers_can_read_it(strategy: ms.Strateg
     assert [each.is_whole for each in timeline.recordings] == [True] * SIZE
     meetings = overlapping(timeline, SIZE)
     assert meetings >= 5 * STEPS + 1 if SIZE > 1 else meetings == 0
-    chrome_trace.write(timeline, str(folder / "trace.json"))
+    chrome.write(timeline, str(folder / "trace.json"))
     events = read_events(folder / "trace.json")
     for rank in range(SIZE):
         mine = [event for event in events if event["pid"] == rank and event["ph"] == "X"]
@@ -393,7 +393,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, what: str, capsys: p
     elif what == "unwritable":
         a_trace(folder)
         (folder / "trace.json").mkdir()
-    status = cli.main(["trace", str(folder)])
+    status = main.main(["trace", str(folder)])
     said = capsys.readouterr().err
     expected = {
         "no folder": "No such file", "empty": "no recordings in", "foreign": "no recordings in",
@@ -436,7 +436,7 @@ def test_a_program_as_it_stands(launch: Launch, tmp_path: Path, how: str, capsys
     assert timeline.ranks == [0, 1, 2]
     assert all(each.is_whole for each in timeline.recordings)
     assert overlapping(timeline, 3) >= 6
-    assert cli.main(["trace", str(folder), "-o", str(tmp_path / "out.json"), "--from", "0", "--to", "1000"]) == 0
+    assert main.main(["trace", str(folder), "-o", str(tmp_path / "out.json"), "--from", "0", "--to", "1000"]) == 0
     said = capsys.readouterr().out
     assert "3 ranks on 1 node" in said
     assert "ui.perfetto.dev" in said
@@ -459,18 +459,18 @@ def test_a_killed_job_leaves_what_its_ranks_were_in(launch: Launch, tmp_path: Pa
     assert re.search(
         r"rank 0 never left #\d+ all_reduce SUM 32 B at program_\w+\.py:\d+, entered 0\.\d+ s before", lines
     )
-    chrome_trace.write(timeline, str(folder / "trace.json"))
+    chrome.write(timeline, str(folder / "trace.json"))
     assert any(event["name"] == "all_reduce SUM 32 B (not left)" for event in read_events(folder / "trace.json"))
 
 
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from mpistrategy.telemetry import trace_plot
+    from mpistrategy.telemetry.tracing import plot
 
     folder = tmp_path / "t"
     with ms.telemetry.trace(folder):
         train(ms.OneDeviceStrategy("CPU:0"))
-    assert trace_plot.draw(timeline_of(str(folder)), str(tmp_path / "a.png")) == ""
+    assert plot.draw(timeline_of(str(folder)), str(tmp_path / "a.png")) == ""
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "ends after" in trace_plot.draw(timeline_of(str(folder)), str(tmp_path / "b.png"), (1e6, 2e6))
-    assert "No such file" in trace_plot.draw(timeline_of(str(folder)), str(tmp_path / "none" / "b.png"))
+    assert "ends after" in plot.draw(timeline_of(str(folder)), str(tmp_path / "b.png"), (1e6, 2e6))
+    assert "No such file" in plot.draw(timeline_of(str(folder)), str(tmp_path / "none" / "b.png"))

@@ -14,7 +14,7 @@ from replicas import SIZE, context
 
 import mpistrategy as ms
 from mpistrategy.telemetry import nvtx_ranges
-from mpistrategy.telemetry.clocks import fit
+from mpistrategy.telemetry.tracing.clocks import fit
 
 SECOND = 1e9
 

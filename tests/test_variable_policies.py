@@ -16,7 +16,7 @@ from replicas import BFLOAT16, INTEGERS, RANK, RANKS, SIZE, outcomes, part_of, s
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.variable_policies import share_of
+from mpistrategy.variables.policies import share_of
 
 pytestmark = pytest.mark.mpi
 

@@ -16,8 +16,8 @@ from replicas import ALL, DTYPES, RANK, RANKS, SIZE, OnNodes, gather_texts, outc
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.arrays import Array
-from mpistrategy.variable_storage import Block, VariableStorage, contiguous, padded
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.variables.storage import Block, VariableStorage, contiguous, padded
 
 pytestmark = pytest.mark.mpi
 

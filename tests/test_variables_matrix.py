@@ -19,7 +19,7 @@ from replicas import BFLOAT16, RANK, RANKS, SIZE, outcomes, same_everywhere, sti
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.context import Mode
-from mpistrategy.variable_policies import CREATION, POLICIES, share_of
+from mpistrategy.variables.policies import CREATION, POLICIES, share_of
 
 pytestmark = pytest.mark.mpi
 

@@ -11,11 +11,11 @@ import pytest
 from replicas import RANK, RANKS, SIZE, bits, value_of
 
 import mpistrategy as ms
-from mpistrategy.arrays import COMBINE
-from mpistrategy.mpi import verbs
+from mpistrategy.arrays.dtypes import COMBINE
+from mpistrategy.mpi.over_mpi import collectives
 
 pytestmark = pytest.mark.mpi(min_size=2)
-DIRECT = verbs._DIRECT_BYTES // 8
+DIRECT = collectives._DIRECT_BYTES // 8
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ import launching
 import pytest
 from mpi4py import MPI
 
-from mpistrategy.mpi import process_view, watch_lines
-from mpistrategy.mpi.flight_record import LEFT, LENGTH, values_in_words
-from mpistrategy.mpi.guard import Guard
-from mpistrategy.mpi.run_directory import RunDirectory
-from mpistrategy.mpi.shared_memory import private_memory
-from mpistrategy.mpi.watch_lines import Lines
-from mpistrategy.mpi.watchdog import Watchdog
-from mpistrategy.mpi.watched import Watched
+from mpistrategy.mpi.contract.flight_recorder import LEFT, LENGTH, values_in_words
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.shared_memory.segments import private_memory
+from mpistrategy.mpi.watchdog import local_process, status_board
+from mpistrategy.mpi.watchdog.group import Watched
+from mpistrategy.mpi.watchdog.run_directory import RunDirectory
+from mpistrategy.mpi.watchdog.status_board import Lines
+from mpistrategy.mpi.watchdog.watchdog import Watchdog
 
 Launch = Callable[..., launching.Finished]
 
@@ -161,8 +161,8 @@ import os, signal, sys
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
-from mpistrategy.devices import Device
-from mpistrategy.mpi.communicator import MpiCommunicator
+from mpistrategy.arrays.devices import Device
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 
@@ -211,7 +211,7 @@ import os, subprocess, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
-from mpistrategy.mpi import watchdog
+from mpistrategy.mpi.watchdog import watchdog
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 options = ms.CommunicationOptions(timeout_seconds=30) if what == "own limit" else None
@@ -267,7 +267,7 @@ elif what == "threads" and rank == 1:
         thread.join()
         long_work()
 elif what in ("slow disk", "slow disk behind"):
-    from mpistrategy import checkpoint_files
+    from mpistrategy.checkpoint.storage import files as checkpoint_files
 
     with strategy.scope():
         objects = {f"v{number}": ms.Variable(np.zeros(3)) for number in range(20)}
@@ -396,9 +396,9 @@ def test_a_record_is_read_while_the_program_goes_on(hasty: None) -> None:
     program.start()
     try:
         for _ in range(300):
-            assert process_view.record([guard])
+            assert local_process.record([guard])
             for _ in range(100):
-                process_view.now_doing([guard])
+                local_process.now_doing([guard])
     finally:
         over.set()
         program.join()
@@ -409,7 +409,7 @@ def test_a_watchdog_that_has_failed_once_still_looks(monkeypatch: pytest.MonkeyP
     guard.timeout = 0.5
     failures = iter([True, True, False])
     looked = threading.Event()
-    of_all = process_view.now_doing
+    of_all = local_process.now_doing
 
     def now_doing(guards: Any) -> str:
         guards = list(guards)
@@ -420,9 +420,9 @@ def test_a_watchdog_that_has_failed_once_still_looks(monkeypatch: pytest.MonkeyP
         looked.set()
         return "here"
 
-    monkeypatch.setattr(process_view, "now_doing", now_doing)
+    monkeypatch.setattr(local_process, "now_doing", now_doing)
     watching = Watchdog(0, 2)
-    watching.add(Watched(guard, Lines(private_memory(watch_lines.BYTES)), 0, 1, RunDirectory("")))
+    watching.add(Watched(guard, Lines(private_memory(status_board.BYTES)), 0, 1, RunDirectory("")))
     assert looked.wait(10)
     watching.remove(guard)
     assert capfd.readouterr().err.count("watchdog has failed: ValueError('a mistake')") == 1

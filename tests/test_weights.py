@@ -14,7 +14,7 @@ from replicas import BFLOAT16, DTYPES, RANK, RANKS, SIZE, outcomes, part_of, sam
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.arrays import mean_dtype
+from mpistrategy.arrays.dtypes import mean_dtype
 
 pytestmark = pytest.mark.mpi
 

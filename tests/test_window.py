@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, part_of, same_everywhere
 
 import mpistrategy as ms
-from mpistrategy.arrays import COMBINE, Array
-from mpistrategy.mpi import chunk_choice, staging, window
-from mpistrategy.mpi.chunk_choice import ChunkChoice
-from mpistrategy.mpi.counters import Counter
-from mpistrategy.mpi.shared_memory import ALIGNMENT, private_memory
-from mpistrategy.mpi.staging import Staging
-from mpistrategy.mpi.waiting import Waiting
-from mpistrategy.mpi.window import NodeWindow
+from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size, pipelined
+from mpistrategy.mpi.shared_memory.bounce_buffers import Staging
+from mpistrategy.mpi.shared_memory.chunk_size import ChunkChoice
+from mpistrategy.mpi.shared_memory.counters import Counter
+from mpistrategy.mpi.shared_memory.pipelined import NodeWindow
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -35,7 +35,7 @@ def windows(strategy: ms.Strategy) -> dict[int, NodeWindow]:
     ranks = strategy.extended.communicator
     assert strategy.extended.communicator.node_of == (0,) * SIZE
     waiting = Waiting(SIZE, lambda: None)
-    return {size: NodeWindow(ranks.shared(window.segment_bytes(size)), size, waiting) for size in CHUNKS}
+    return {size: NodeWindow(ranks.shared(pipelined.segment_bytes(size)), size, waiting) for size in CHUNKS}
 
 
 def idle(loops: int) -> None:
@@ -194,7 +194,7 @@ def test_what_was_written_before_a_barrier_is_seen_after_it(strategy: ms.Strateg
 @settings(max_examples=part_of(200))
 @given(count=st.integers(0, 5000), parts=st.integers(2, 64), itemsize=st.sampled_from([1, 2, 4, 8, 16, 32]))
 def test_shares_are_whole_and_meet_at_cache_lines(count: int, parts: int, itemsize: int) -> None:
-    borders = [staging.share(count, part, parts, itemsize) for part in range(parts)]
+    borders = [bounce_buffers.share(count, part, parts, itemsize) for part in range(parts)]
     assert borders[0][0] == 0
     assert borders[-1][1] == count
     for (_, end), (begin, _) in itertools.pairwise(borders):
@@ -248,7 +248,7 @@ class Clock:
 
 def test_the_faster_chunks_are_taken_and_the_others_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(chunk_choice, "time", clock)
+    monkeypatch.setattr(chunk_size, "time", clock)
     announced = Counter(private_memory(ALIGNMENT), 0)
     leader, peer = ChunkChoice(announced, leads=True), ChunkChoice(announced, leads=False)
 
@@ -280,11 +280,11 @@ def test_sums_are_the_same_whatever_the_chunks(
 ) -> None:
     """Chunks change from call to call, ranks are late, and small calls come between."""
     ranks, size = strategy.extended.communicator, 512
-    monkeypatch.setattr(chunk_choice, "LEAST_BYTES", 2 * size)
-    monkeypatch.setattr(window, "LEAST_BYTES", 2 * size)
-    monkeypatch.setattr(window, "LARGE_BYTES", size)
+    monkeypatch.setattr(chunk_size, "LEAST_BYTES", 2 * size)
+    monkeypatch.setattr(pipelined, "LEAST_BYTES", 2 * size)
+    monkeypatch.setattr(pipelined, "LARGE_BYTES", size)
     monkeypatch.setattr(ChunkChoice, "_next", lambda self: self._calls * 7 // 3 & 1)
-    shared = ranks.shared(window.segment_bytes(128))
+    shared = ranks.shared(pipelined.segment_bytes(128))
     made = NodeWindow(shared, 128, Waiting(SIZE, lambda: None), ranks.shared)
     sizes: set[int] = set()
     usual = Staging.layout
@@ -306,9 +306,9 @@ def test_sums_are_the_same_whatever_the_chunks(
 
 def test_without_room_for_large_chunks_all_ranks_go_on_with_small_ones(strategy: ms.Strategy) -> None:
     asked: list[int] = []
-    shared = strategy.extended.communicator.shared(window.segment_bytes(4096))
+    shared = strategy.extended.communicator.shared(pipelined.segment_bytes(4096))
     made = NodeWindow(shared, 4096, Waiting(SIZE, lambda: None), lambda nbytes: asked.append(nbytes))
-    target = np.ones(chunk_choice.LEAST_BYTES // 8)
+    target = np.ones(chunk_size.LEAST_BYTES // 8)
     for _ in range(3):
         made.allreduce(np.full_like(target, RANK), target)
         assert np.all(target == sum(RANKS))
@@ -318,7 +318,7 @@ def test_without_room_for_large_chunks_all_ranks_go_on_with_small_ones(strategy:
 def test_a_strategy_has_both_chunks_for_large_arrays(strategy: ms.Strategy) -> None:
     """Out of place, in place: by the verbs, as `out=` does."""
     ranks: Any = strategy.extended.communicator
-    target = np.arange(chunk_choice.LEAST_BYTES // 4 + 5, dtype=np.float32)
+    target = np.arange(chunk_size.LEAST_BYTES // 4 + 5, dtype=np.float32)
     for _ in range(4):
         ranks.allreduce(target, source=np.arange(target.size, dtype=np.float32))
         np.testing.assert_array_equal(target, np.arange(target.size, dtype=np.float32) * SIZE)

@@ -28,10 +28,11 @@ from replicas import (
 )
 
 import mpistrategy as ms
-from mpistrategy.arrays import Array
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import CollectiveMismatchError, OptionError
-from mpistrategy.mpi import bfloat16, wire
-from mpistrategy.mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.multi_node import bfloat16
+from mpistrategy.mpi.multi_node import reduced_precision as wire
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi

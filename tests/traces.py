@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpistrategy.telemetry.clocks import is_meeting, meetings_of
-from mpistrategy.telemetry.timeline import Timeline
+from mpistrategy.telemetry.tracing.clocks import is_meeting, meetings_of
+from mpistrategy.telemetry.tracing.timeline import Timeline
 
 NAMES = {
     "process_name": "name",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mpistrategy.arrays import Array
-from mpistrategy.cross_device_ops.destinations import Destination
-from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
-from mpistrategy.mpi.transport import Communicator
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.reduction.layout.destinations import Destination
 
 
 class ByMpi(PackedCrossDeviceOps):

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import dtype_name, to_array
-from mpistrategy.cross_device_ops import destinations as placing
-from mpistrategy.device_arrays import like_given
+from mpistrategy.arrays.dtypes import dtype_name, to_array
+from mpistrategy.arrays.gpu import like_given
+from mpistrategy.arrays.values import Mirrored, contribution
 from mpistrategy.errors import (
     ContextError,
     DTypeError,
@@ -19,12 +19,12 @@ from mpistrategy.errors import (
     StructureError,
     UnsupportedError,
 )
-from mpistrategy.mpi import ambient
-from mpistrategy.mpi.call import Call
-from mpistrategy.mpi.faults import collective, own_mirrored
-from mpistrategy.mpi.transport import Communicator
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.faults.injection import collective, own_mirrored
+from mpistrategy.mpi.interface import current
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.values import Mirrored, contribution
+from mpistrategy.reduction.layout import destinations as placing
 
 
 class CrossDeviceOps:
@@ -50,7 +50,7 @@ class CrossDeviceOps:
             reduce_op: a ReduceOp, or "SUM" / "MEAN".
             per_replica_value: this rank's value: a PerReplica, an array, a number or IndexedSlices; shape and dtype
                 are equal on all ranks.
-            destinations: where the result goes; see `mpistrategy.cross_device_ops.destinations.resolve`.
+            destinations: where the result goes; see `mpistrategy.reduction.layout.destinations.resolve`.
             options: hints; None for the defaults.
 
         Returns:
@@ -61,7 +61,7 @@ class CrossDeviceOps:
             CollectiveMismatchError: when the ranks' calls differ.
         """
         communicator = current_communicator(f"{type(self).__name__}.reduce", per_replica_value)
-        with ambient.working_on(communicator), communicator.guard.call(f"{type(self).__name__}.reduce") as call:
+        with current.working_on(communicator), communicator.guard.call(f"{type(self).__name__}.reduce") as call:
             op = ReduceOp.parse(reduce_op, call.where)
             placing.resolve(destinations, communicator, call.where)
             return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call))
@@ -89,7 +89,7 @@ class CrossDeviceOps:
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
         communicator = current_communicator(where, _first_value(value_destination_pairs))
-        with ambient.working_on(communicator), communicator.guard.call(where) as call:
+        with current.working_on(communicator), communicator.guard.call(where) as call:
             op = ReduceOp.parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
@@ -169,7 +169,7 @@ def current_communicator(where: str, value: Any = None) -> Communicator:
     Raises:
         ContextError: outside every strategy, for a value that belongs to none.
     """
-    communicator: Communicator | None = ambient.current() or getattr(value, "group", None)
+    communicator: Communicator | None = current.current() or getattr(value, "group", None)
     if communicator is None:
         raise ContextError.at(
             where,

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array
-from mpistrategy.cross_device_ops.destinations import Destination
-from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
-from mpistrategy.cross_device_ops.packing import checked_num_packs
-from mpistrategy.mpi.across_nodes import allreduce_across
-from mpistrategy.mpi.paths import Way
-from mpistrategy.mpi.transport import Communicator
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
+from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.reduction.layout.destinations import Destination
+from mpistrategy.reduction.layout.packing import checked_num_packs
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpistrategy.cross_device_ops.all_reduce import ByMpi
-from mpistrategy.cross_device_ops.packing import checked_num_packs
+from mpistrategy.reduction.layout.packing import checked_num_packs
 
 
 class NcclAllReduce(ByMpi):

@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import Array, dtype_name, host_wire_dtype
-from mpistrategy.cross_device_ops import sparse
-from mpistrategy.cross_device_ops.dense_reduction import DenseReduction, dense_reduction
-from mpistrategy.cross_device_ops.destinations import EVERY_RANK, Destination
-from mpistrategy.cross_device_ops.mean import finish
-from mpistrategy.cross_device_ops.ordered_combination import combine_ordered, reals, sum_of_rows
-from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.values import IndexedSlices
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
+from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sum_of_rows
 from mpistrategy.errors import UnsupportedError
-from mpistrategy.mpi.buffers import divide_by
-from mpistrategy.mpi.call import Call
-from mpistrategy.mpi.paths import Way
-from mpistrategy.mpi.staging import share
-from mpistrategy.mpi.transport import Communicator
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.buffers import divide_by
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.shared_memory.bounce_buffers import share
+from mpistrategy.mpi.tuning.thresholds import Way
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.values import IndexedSlices
+from mpistrategy.reduction import sparse
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
+from mpistrategy.reduction.layout.finish import finish
+from mpistrategy.reduction.plan import DenseReduction, dense_reduction
 
 #: So much of a buffer is exchanged at a time where the ranks do not share memory; as much is needed besides.
 _PIECE_BYTES = 8 * 2**20

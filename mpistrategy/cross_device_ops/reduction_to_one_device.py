@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy import devices
-from mpistrategy.arrays import Array, dtype_name, host_wire_dtype
-from mpistrategy.cross_device_ops import packing
-from mpistrategy.cross_device_ops.destinations import Destination, ranks_of
-from mpistrategy.cross_device_ops.packed import PackedCrossDeviceOps
+from mpistrategy.arrays import devices
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
-from mpistrategy.mpi.call import Call
-from mpistrategy.mpi.paths import Way
-from mpistrategy.mpi.transport import Communicator
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.tuning.thresholds import Way
 from mpistrategy.options import CommunicationOptions
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):

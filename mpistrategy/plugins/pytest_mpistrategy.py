@@ -2,7 +2,7 @@
 
 pytest loads it wherever mpistrategy is installed.  It does nothing unless a launcher started several ranks; then it
 keeps a descriptor of stderr from before the capture, and the first failures, of which pytest tells only at its end.
-`mpistrategy.mpi.reports` finds them here.  It is installed beside the package: importing the package takes longer.
+`watchdog.reports` finds them here.  It is installed beside the package: importing the package takes longer.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
 Nothing here sends anything, and nothing of it runs until it is asked for.
 """
 
-from mpistrategy.telemetry import nvtx_ranges, tracing
-from mpistrategy.telemetry.listening import Span, span
+from mpistrategy.telemetry import nvtx_ranges
 from mpistrategy.telemetry.logs import ALL_RANKS, RankFilter, RankFormatter, RankHandler, setup_logging
 from mpistrategy.telemetry.nvtx_ranges import Nvtx, nvtx
 from mpistrategy.telemetry.progress_bar import Progress, progress
-from mpistrategy.telemetry.tracing import Trace, trace
+from mpistrategy.telemetry.spans import Span, span
+from mpistrategy.telemetry.tracing import switch
+from mpistrategy.telemetry.tracing.switch import Trace, trace
 
 __all__ = [
     "ALL_RANKS",
@@ -30,5 +31,5 @@ __all__ = [
 
 def start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE and MPISTRATEGY_NVTX say so."""
-    tracing.start_from_environment()
+    switch.start_from_environment()
     nvtx_ranges.start_from_environment()

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.mpi.own_place import own_place
 from mpistrategy.telemetry import terminal
+from mpistrategy.telemetry.own_rank import own_place
 
 #: For ``logger.info("...", extra=ALL_RANKS)``: every rank logs this record.
 ALL_RANKS: Mapping[str, Any] = {"ranks": "all"}

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.call import Call
-from mpistrategy.mpi.call_events import described
-from mpistrategy.mpi.call_sites import warn
-from mpistrategy.mpi.flight_record import values_in_words
-from mpistrategy.mpi.guard import Guard
-from mpistrategy.telemetry import listening
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.flight_recorder import values_in_words
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.observers import described
+from mpistrategy.telemetry import spans
 
 #: The environment variable that switches the ranges on: 1.
 VARIABLE = "MPISTRATEGY_NVTX"
@@ -58,7 +58,7 @@ def find() -> Ways | None:
     return Ways(lambda text: push(text.encode()), pop, _LIBRARY)
 
 
-class Nvtx(listening.Switched):
+class Nvtx(spans.Switched):
     """Ranges for collectives, steps and spans, made by `nvtx`; a context manager.
 
     What makes them is looked for when the first is wanted: the program may import CuPy until then.
@@ -77,13 +77,13 @@ class Nvtx(listening.Switched):
         """Make ranges from now on."""
         if not self._is_on:
             self._is_on = True
-            listening.listen(self)
+            spans.listen(self)
 
     def stop(self) -> None:
         """Make no further ranges."""
         if self._is_on:
             self._is_on = False
-            listening.ignore(self)
+            spans.ignore(self)
 
     def entered(self, guard: Guard, call: Call) -> None:
         """Begin the range of a collective."""

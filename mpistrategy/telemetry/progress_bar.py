@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.mpi.own_place import own_place
 from mpistrategy.telemetry import terminal
+from mpistrategy.telemetry.own_rank import own_place
 
 #: The environment variable that decides what is shown: "bar", "lines", or "off".
 VARIABLE = "MPISTRATEGY_PROGRESS"

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.device_arrays import any_array
-from mpistrategy.optimizers import SGD
+from mpistrategy.arrays.gpu import any_array
+from mpistrategy.training.optimizers import SGD
 
 from . import on_device
 from .compare import STEPS

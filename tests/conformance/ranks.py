@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpistrategy.mpi import simulated
+from mpistrategy.mpi import over_threads
 
 from .values import Json
 
@@ -61,7 +61,7 @@ class SimulatedRanks:
     """The replicas of `mpistrategy.testing.run_replicas`, seen from one of them."""
 
     def __init__(self) -> None:
-        world = simulated.world()
+        world = over_threads.world()
         if world is None:
             raise RuntimeError("SimulatedRanks are to be made in a program that run_replicas runs")
         self._replicas = world.duplicate()

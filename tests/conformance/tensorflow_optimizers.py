@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.device_arrays import any_array
-from mpistrategy.optimizers import SGD, Adam, Optimizer
+from mpistrategy.arrays.gpu import any_array
+from mpistrategy.training.optimizers import SGD, Adam, Optimizer
 
 from .registry import UnsupportedProgramError
 

@@ -1,0 +1,1 @@
+"""Arrays of NumPy, CuPy and other libraries: nests, dtypes, device strings and distributed values; nothing of ranks."""

@@ -1,0 +1,127 @@
+"""Arrays of other libraries: torch's, jax's, numba's, and those of any library that speaks DLPack.
+
+They are looked at as NumPy's or CuPy's arrays, without a copy, and results are given back as the same kind.  None of
+these libraries is imported here: whoever passes its array has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, is_bfloat16
+from mpistrategy.errors import LeafError
+
+_LIBRARIES = ("cupy", "torch", "jax", "jaxlib", "numba")
+_IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
+
+
+def library_of(value: object) -> str:
+    """Return the library that the kind of `value` comes from: ``torch`` for a class that somebody derived, too."""
+    kind: Any = type(value)
+    return _library_of(kind)
+
+
+@lru_cache(maxsize=512)
+def _library_of(kind: type) -> str:
+    roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    return next((root for root in roots if root in _LIBRARIES), roots[0])
+
+
+def is_foreign(value: object) -> bool:
+    """Return whether `value` is an array of another library than NumPy, wherever it is."""
+    return not isinstance(value, (np.ndarray, np.generic)) and hasattr(type(value), "__dlpack__")
+
+
+def is_in_gpu_memory(value: Any) -> bool:
+    """Return whether a value of another library than CuPy is an array in GPU memory."""
+    if library_of(value) == "torch":  # whose interface raises where gradients are wanted
+        return bool(getattr(value, "is_cuda", False))
+    try:
+        if hasattr(value, "__cuda_array_interface__"):
+            return True
+        return is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY
+    except Exception as error:  # of many types
+        raise LeafError.at(
+            "an array of another library",
+            found=f"{type(value).__module__}.{type(value).__name__} that does not say where it is ({error})",
+            expected="an array on the host or in GPU memory",
+        ) from error
+
+
+def unmarked(value: Any) -> Any:
+    """Return an array that other libraries can look into: one of torch without its gradient and its signs to come."""
+    if library_of(value) != "torch":
+        return value
+    value = value.detach()
+    if value.is_conj():
+        value = value.resolve_conj()
+    return value.resolve_neg() if value.is_neg() else value
+
+
+def on_host(value: Any, where: str, path: str = "") -> Array:
+    """Return an array of another library that is on the host as NumPy's; the same memory where that can be.
+
+    Raises:
+        LeafError: for what NumPy cannot look into: sparse arrays, those without data, parts of what several hosts have.
+    """
+    try:
+        value = unmarked(value)
+        if library_of(value) == "torch" and value.dtype is sys.modules["torch"].bfloat16:
+            return _bits_of_bfloat16(value)
+        array: Array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+    except Exception as error:  # of many types
+        found = closed_to("NumPy", value, path, error)
+        raise LeafError.at(where, found=found, expected="a dense array") from error
+    return array
+
+
+def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
+    """Return in words that a library of arrays cannot look into a leaf."""
+    reason = str(error).strip().partition("\n")[0]
+    leaf = f"at leaf {path} " if path else ""
+    return f"{type(value).__module__}.{type(value).__name__} {leaf}that {library} cannot look into ({reason})"
+
+
+def _bits_of_bfloat16(tensor: Any) -> Array:
+    from ml_dtypes import bfloat16  # NumPy has none of its own
+
+    array: Array = tensor.view(sys.modules["torch"].int16).numpy().view(bfloat16)
+    return array
+
+
+def as_kind_of(result: Any, given: Any) -> Any:
+    """Return a result, NumPy's or CuPy's, as an array of the library of `given`; as it is for unknown ones."""
+    library = library_of(given)
+    wrap = _KINDS.get(library)
+    return result if wrap is None or library not in sys.modules else wrap(result)
+
+
+def _torchs(result: Any) -> Any:
+    torch = sys.modules["torch"]
+    if not isinstance(result, np.ndarray):
+        return torch.from_dlpack(result)
+    if not result.flags.writeable:
+        result = result.copy()
+    if is_bfloat16(result.dtype):
+        return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(result)
+
+
+def _jaxs(result: Any) -> Any:
+    jax = sys.modules["jax"]
+    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else jax.dlpack.from_dlpack(result)
+
+
+def _numbas(result: Any) -> Any:
+    if isinstance(result, np.ndarray):
+        return result
+    from numba import cuda
+
+    return cuda.as_cuda_array(result)
+
+
+_KINDS = {"torch": _torchs, "jax": _jaxs, "jaxlib": _jaxs, "numba": _numbas}

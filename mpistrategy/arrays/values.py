@@ -1,0 +1,231 @@
+"""Values that know they are distributed: PerReplica, Mirrored, IndexedSlices.
+
+A rank holds only its own component.  Plain arrays are the normal currency; these containers appear where they say
+something, and they act as arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import host_array, is_on_device, like_given, on_device
+from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
+
+
+class ArrayLike(NDArrayOperatorsMixin):
+    """Arithmetic, comparison, indexing and conversion for anything with a `_read` method."""
+
+    def _read(self) -> Any:
+        raise NotImplementedError
+
+    def contribution(self) -> Any:
+        """Return what this replica brings to a reduction: its own; never communicates."""
+        return self._read()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        array = host_array(self._read())
+        if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
+            raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
+        return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        # ufunc.at would write through a read-only view.
+        written = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))
+        if any(isinstance(target, ArrayLike) for target in written):
+            raise UnsupportedError.at(
+                f"{type(self).__name__}.__i{ufunc.__name__}__",
+                found=f"an in-place {ufunc.__name__}",
+                expected="an assignment that keeps the replicas together",
+                fix="Write v.assign_add(x), v.assign_sub(x) or v.assign(...).",
+            )
+        plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
+        # CuPy gives a ufunc of its arrays and something else to the other's __array_ufunc__, unless that has
+        # __cuda_array_interface__ or __cupy_get_ndarray__: then it does it itself, and fails for products of matrices.
+        if any(map(is_on_device, plain)):
+            return on_device(ufunc, method, plain, kwargs)
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._read()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise UnsupportedError.at(
+            f"{type(self).__name__}[...] = value",
+            found="an assignment to a part",
+            expected="an assignment that keeps the replicas together",
+            fix="Write v.assign(...) with the whole new value.",
+        )
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __bool__(self) -> bool:
+        return bool(self._read())
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __complex__(self) -> complex:
+        return complex(self._read())
+
+    def __index__(self) -> int:
+        index: int = self._read().__index__()
+        return index
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read(), spec) if spec else str(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the local component."""
+        return np.shape(self._read())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the local component."""
+        value = self._read()
+        return value.dtype if is_on_device(value) else np.asarray(value).dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape))
+
+    @property
+    def T(self) -> Any:  # noqa: N802  # NumPy's name
+        """The array with its axes reversed."""
+        value = self._read()
+        return value.T if is_on_device(value) else np.asarray(value).T
+
+    def numpy(self) -> Any:
+        """Return the value as an ndarray (or whatever the component is); what is in GPU memory is copied."""
+        return host_array(self._read())
+
+
+class DistributedValues(ArrayLike):
+    """A value with one component on each replica; this rank holds its own.
+
+    Attributes:
+        values: the components that live on this rank: a tuple of one, or an empty tuple where none does.
+    """
+
+    def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
+        given: Any = values
+        if not isinstance(given, (tuple, list)) or len(given) > 1:
+            raise OptionTypeError.at(
+                type(self).__name__,
+                found=f"values={values!r}",
+                expected="a tuple of one: this rank's own component",
+                fix="The other components live on the other ranks.",
+            )
+        self.values = tuple(values)
+
+    def _read(self) -> Any:
+        return self.values[0]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.values))})"
+
+
+class PerReplica(DistributedValues):
+    """A value that may be different on every replica.
+
+    Args:
+        values: a tuple of this rank's component.
+        group: the communicator whose ranks hold the other components, where it is known: it lets a CrossDeviceOps
+            that is called outside every scope find them.
+    """
+
+    def __init__(self, values: tuple[Any, ...] | list[Any], group: Any = None) -> None:
+        super().__init__(values)
+        self.group = group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "group": None}  # the ranks belong to this process
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on every replica where it lives.
+
+    Args:
+        values: a tuple of one component, or an empty tuple on a rank where the value does not live.
+        lives_on: the ranks where it lives, in words; used in the error that reading it elsewhere raises.
+    """
+
+    def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
+        super().__init__(values)
+        self.lives_on = lives_on
+
+    def _read(self) -> Any:
+        if not self.values:
+            raise PlacementError.at(
+                "Mirrored",
+                found="a read on a rank where the value does not live",
+                expected=f"a read on {self.lives_on}",
+                fix="Give a variable, a value or the list of all devices as destination to have it on every rank.",
+            )
+        return self.values[0]
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.values else f"Mirrored(<lives on {self.lives_on}>)"
+
+
+class IndexedSlices:
+    """A sparse array: row ``indices[i]`` of the dense one has the sum of all ``values[j]`` with that index.
+
+    Args:
+        values: array of shape ``(n, ...)``.
+        indices: integer array of shape ``(n,)``; may repeat.
+        dense_shape: the shape of the dense array, or None when unknown.
+    """
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+        self.values = values
+        self.indices = indices
+        self.dense_shape = dense_shape
+
+    def to_dense(self) -> Any:
+        """Return the dense array, where `values` are; repeated indices add up.  Needs `dense_shape`."""
+        if self.dense_shape is None:
+            raise UnsupportedError.at(
+                "IndexedSlices.to_dense",
+                found="dense_shape=None",
+                expected="a dense_shape",
+                fix="Pass one when creating it.",
+            )
+        values, indices = host_array(self.values), host_array(self.indices)
+        dense = np.zeros(tuple(int(n) for n in host_array(self.dense_shape)), values.dtype)
+        if indices.size and not (indices.min() >= 0 and indices.max() < len(dense)):
+            raise ShapeError.at(
+                "IndexedSlices.to_dense",
+                found=f"indices from {indices.min()} to {indices.max()}",
+                expected=f"indices from 0 to {len(dense) - 1}",
+            )
+        np.add.at(dense, indices, values)
+        return like_given(dense, self.values)
+
+    def __repr__(self) -> str:
+        return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"
+
+
+def local_component(value: Any) -> Any:
+    """Return this rank's component of a DistributedValues; anything else unchanged."""
+    return value._read() if isinstance(value, DistributedValues) else value
+
+
+def contribution(value: Any) -> Any:
+    """Return what this replica brings of `value` to a reduction or a gather: of a variable, its own copy."""
+    value = local_component(value)
+    return value.contribution() if isinstance(value, ArrayLike) else value

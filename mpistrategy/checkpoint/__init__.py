@@ -1,0 +1,1 @@
+"""Checkpoints: the state of a program's objects on disk, restored on any number of ranks."""

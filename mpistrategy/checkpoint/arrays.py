@@ -1,0 +1,252 @@
+"""`Checkpoint.arrays`: the arrays in a checkpoint, or in a file of others, mapped into memory.
+
+Nothing is read before somebody looks at it, but what its checksum needs: a file is no reason to take memory.  An array
+may be written to; the file stays as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.checkpoint.restoring import combined
+from mpistrategy.checkpoint.storage.files import Folder, OpenFile, check_is_trusted, reading
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Manifest, parse, read_text
+from mpistrategy.checkpoint.storage.mapped_files import Map
+from mpistrategy.checkpoint.storage.plain_values import dtype_of
+from mpistrategy.checkpoint.storage.reading import open_shard
+from mpistrategy.checkpoint.storage.shards import MOST_AXES, MOST_BYTES, NAMES, Stored, byte_count, parsed, shown
+from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiStrategyError, OptionError
+
+_WHERE = "Checkpoint.arrays"
+_DTYPES = {name: text for text, name in NAMES.items()}
+#: How many links may lead from one to the next: as many as Linux follows.
+_MOST_LINKS = 40
+#: How many elements of copies are combined at a time.
+_PIECE_ELEMENTS = 2**20
+#: Where the arrays of NumPy's files begin at the latest: NumPy reads no longer headers, either.
+_LONGEST_HEADER = 2**16
+#: The table of contents of a .npz file.
+_MOST_CONTENTS_BYTES = 2**23
+#: What is compressed may become so many bytes, and so many times the size of the file more; zeros become 1,030 times.
+_SMALL_BYTES, _MOST_TIMES = 2**26, 100
+_LOCAL_HEADER_BYTES, _ENCRYPTED = 30, 1
+
+
+def arrays_of(path: str) -> dict[str, Array]:
+    """Return the arrays of a checkpoint by path, those that were combined as one, each rank's own as ``path@rank``."""
+    name = os.path.basename(path)
+    with (
+        reading(_WHERE, path),
+        Folder.parent_of(path) as parent,
+        parent.trusted_folder(name) as folder,
+        _sound(path),
+    ):
+        manifest, shards = parse(read_text(folder), path), {}
+        for number in range(manifest.ranks):
+            with open_shard(folder, manifest, number) as shard:
+                shard.check()
+                if shard.items:
+                    shards[number] = Map(shard.file), shard.stored
+        return dict(_arrays_in(manifest, shards))
+
+
+def _arrays_in(manifest: Manifest, shards: dict[int, tuple[Map, dict[str, Stored]]]) -> Iterator[tuple[str, Array]]:
+    def copy(name: str, number: int) -> Array:
+        memory, stored = shards[number]
+        return memory.array(dtype_of(manifest.items[name].dtype), manifest.items[name].shape, stored[name].start)
+
+    for name, item in manifest.items.items():
+        if not item.is_array:
+            continue
+        if item.copies in (ONE, "ONLY_FIRST_REPLICA"):
+            yield name, copy(name, item.shard if item.copies == ONE else 0)
+            continue
+        copies = [copy(name, rank) for rank in range(manifest.ranks)]
+        if item.copies == OWN:
+            yield from ((f"{name}@{rank}", array) for rank, array in enumerate(copies))
+        else:
+            yield name, _combined(copies, item.copies)
+
+
+def _combined(copies: list[Array], how: str) -> Array:
+    """Return what copies come to.  A piece at a time: a MEAN of small integers takes twelve times their memory."""
+    found = np.empty(copies[0].shape, copies[0].dtype)
+    flat, parts = found.reshape(-1), [array.reshape(-1) for array in copies]
+    for start in range(0, flat.size, _PIECE_ELEMENTS):
+        piece = slice(start, start + _PIECE_ELEMENTS)
+        flat[piece] = combined((part[piece] for part in parts), how, len(parts))
+    return found
+
+
+def arrays_of_file(path: str) -> dict[str, Array]:
+    """Return the arrays in a ``.safetensors``, ``.npz`` or ``.npy`` file by name; that of a ``.npy`` has none, "".
+
+    Raises:
+        CheckpointMissingError, CheckpointReadError: when it cannot be read.
+        CheckpointDamagedError: when it is something else inside; objects (pickles) are never loaded.
+        OptionError: for another ending.
+    """
+    read = _READERS.get(os.path.splitext(path)[1])
+    if read is None:
+        raise OptionError.at(
+            _WHERE, found=f"{path!r}", expected="a checkpoint's folder, or a .safetensors, .npz or .npy file"
+        )
+    with reading(_WHERE, path):
+        whole = _followed(os.path.abspath(path))
+    with (
+        reading(_WHERE, path),
+        Folder.parent_of(whole) as folder,
+        folder.file(os.path.basename(whole), None, MOST_BYTES) as file,
+        _sound(path),
+    ):
+        return read(file, path)
+
+
+def _followed(path: str) -> str:
+    """Return where the links lead to that a file's name is; CheckpointReadError as `check_is_trusted`, for each."""
+    for _ in range(_MOST_LINKS):
+        if not os.path.islink(path):
+            break
+        folder = os.path.dirname(path)
+        check_is_trusted(os.lstat(path), os.stat(folder), path)
+        path = os.path.join(folder, os.readlink(path))
+    return path
+
+
+@contextmanager
+def _sound(path: str) -> Iterator[None]:
+    """Turn what NumPy and zipfile raise over a file into ours: it may be anything."""
+    try:
+        yield
+    except MpiStrategyError:
+        raise
+    except MemoryError as error:
+        raise CheckpointReadError.at(
+            _WHERE, found=f"no memory for the arrays in {path!r}", expected="room for them"
+        ) from error
+    except OSError:
+        raise
+    except Exception as error:
+        raise _damaged(path, f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _safetensors(file: OpenFile, path: str) -> dict[str, Array]:
+    stored, memory, found = parsed(file.read, file.size, path), Map(file), {}
+    for name, one in stored.items():
+        text = _DTYPES.get(one.name)
+        if text is None:
+            raise _damaged(path, f"an array {name[:80]!r} of dtype {one.name[:20]!r}, which NumPy does not have,")
+        dtype = dtype_of(text)
+        if byte_count(one.shape, dtype) != one.nbytes:
+            raise _damaged(path, f"{one.nbytes} bytes for {name[:80]!r} of shape {list(one.shape)}")
+        found[name] = memory.array(dtype, one.shape, one.start)
+    return found
+
+
+def _npy(file: OpenFile, path: str) -> dict[str, Array]:
+    dtype, shape, order, start = _numpys_header(file.read(0, min(file.size, _LONGEST_HEADER)), path)
+    if start + byte_count(shape, dtype) > file.size:
+        raise _damaged(path, f"{file.size} bytes for an array {dtype}{list(shape)}")
+    return {"": Map(file).array(dtype, shape, start, order)}
+
+
+def _numpys_header(head: bytes, path: str) -> tuple[np.dtype[Any], tuple[int, ...], Any, int]:
+    """Return the dtype, shape and order of an array in NumPy's format, and where its bytes begin."""
+    text = io.BytesIO(head)
+    version = np.lib.format.read_magic(text)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise _damaged(path, f"version {version} of NumPy's format, which only numpy.load reads,")
+    shape, is_fortran, dtype = readers[version](text)
+    if dtype.hasobject or not dtype.itemsize:
+        raise _damaged(path, f"an array of dtype {dtype}")
+    if len(shape) > MOST_AXES or any(type(count) is not int or not 0 <= count <= MOST_BYTES for count in shape):
+        raise _damaged(path, f"an array of shape {shown(shape)}")
+    if byte_count(shape, dtype) > MOST_BYTES:
+        raise _damaged(path, f"an array of {byte_count(shape, dtype)} bytes")
+    return dtype, shape, "F" if is_fortran else "C", text.tell()
+
+
+class _Limited(io.BufferedReader):
+    """A file of which no more is read at once than a table of contents may have."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        most = _MOST_CONTENTS_BYTES + 1
+        data = super().read(most if size is None or size < 0 else min(size, most))
+        if len(data) > _MOST_CONTENTS_BYTES:
+            raise ValueError(f"more than {_MOST_CONTENTS_BYTES} bytes of names")
+        return data
+
+
+def _npz(file: OpenFile, path: str) -> dict[str, Array]:
+    found, memory = {}, Map(file)
+    raw = io.FileIO(file.descriptor, closefd=False)
+    with _Limited(raw) as limited, zipfile.ZipFile(limited) as archive:
+        room = {True: file.size, False: _SMALL_BYTES + _MOST_TIMES * file.size}
+        for member in archive.infolist():
+            is_stored = member.compress_type == zipfile.ZIP_STORED
+            room[is_stored] -= member.file_size
+            if room[is_stored] < 0:
+                told = f"{member.file_size} bytes in {member.compress_size}, which is far too much,"
+                raise _damaged(path, told, "" if is_stored else "If you trust it, read it with numpy.load.")
+            if member.flag_bits & _ENCRYPTED:
+                raise _damaged(path, f"{member.filename[:80]!r}, encrypted,")
+            array = _stored(file, memory, member, path) if is_stored else _compressed(archive, member, path)
+            found[member.filename.removesuffix(".npy")] = array
+    return found
+
+
+def _stored(file: OpenFile, memory: Map, member: zipfile.ZipInfo, path: str) -> Array:
+    """Return an array that lies in an archive as it is, after a look at its checksum."""
+    head = file.read(member.header_offset, _LOCAL_HEADER_BYTES)
+    begin = member.header_offset + len(head) + sum(struct.unpack_from("<HH", head, 26))  # its name, and more
+    if not head.startswith(b"PK\3\4") or begin + member.file_size > file.size:
+        raise _damaged(path, f"{member.filename[:80]!r}, which is not where it should be,")
+    dtype, shape, order, start = _numpys_header(file.read(begin, min(member.file_size, _LONGEST_HEADER)), path)
+    if start + byte_count(shape, dtype) != member.file_size:
+        raise _of_wrong_size(path, member, dtype, shape)
+    checksum = 0
+    for piece in file.pieces(begin, begin + member.file_size):
+        checksum = zlib.crc32(piece, checksum)
+    if checksum != member.CRC:
+        raise _damaged(path, f"another checksum of {member.filename[:80]!r} than it was written with")
+    return memory.array(dtype, shape, begin + start, order)
+
+
+def _compressed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> Array:
+    with archive.open(member) as inside:
+        head = inside.read(_LONGEST_HEADER)
+        dtype, shape, order, start = _numpys_header(head, path)
+        nbytes = byte_count(shape, dtype)
+        if start + nbytes != member.file_size:
+            raise _of_wrong_size(path, member, dtype, shape)
+        flat = np.empty(nbytes, np.uint8)
+        done = min(nbytes, len(head) - start)
+        flat[:done] = np.frombuffer(head, np.uint8, done, start)
+        while piece := inside.read(_LONGEST_HEADER):  # the last one compares the checksum
+            flat[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
+            done += len(piece)
+    if done != nbytes:
+        raise _damaged(path, f"the end of {member.filename[:80]!r} after {done} bytes of {nbytes}")
+    return np.ndarray(shape, dtype, flat, order=order)
+
+
+def _of_wrong_size(path: str, member: zipfile.ZipInfo, dtype: np.dtype[Any], shape: object) -> CheckpointDamagedError:
+    return _damaged(path, f"{member.file_size} bytes for {member.filename[:80]!r}, an array {dtype} of {shape},")
+
+
+_READERS = {".safetensors": _safetensors, ".npy": _npy, ".npz": _npz}
+
+
+def _damaged(path: str, found: str, fix: str = "") -> CheckpointDamagedError:
+    return CheckpointDamagedError.at(_WHERE, found=f"{found} in {path!r}", expected="a whole file of arrays", fix=fix)

@@ -1,0 +1,369 @@
+"""PreemptionCheckpointHandler: a job that is told to stop saves a checkpoint and ends, to be started again.
+
+A signal to one rank is enough.  Its handler does nothing but raise this rank's hand (`contract.guard`), which
+the others see in the next comparison of their calls: in the same call, and so in the same step.  When that step is done
+they all save it, and end with status 75, by which a batch script knows that it shall requeue the job.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+from mpistrategy import context
+from mpistrategy.checkpoint.checkpoint import Checkpoint
+from mpistrategy.checkpoint.manager import CheckpointManager
+from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.over_threads import SimulatedCommunicator
+
+#: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
+START_ME_AGAIN = 75
+
+_KEPT = 2
+_WHERE = "PreemptionCheckpointHandler"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How a `PreemptionCheckpointHandler` is told to stop, and what it does then.
+
+    Attributes:
+        termination_watcher_fn: asked after every step, on each rank: True when the job is to stop.  It must return at
+            once.  For clusters that do not send a signal but leave a file, say.
+        exit_fn: called on all ranks once the checkpoint is saved; None for ``sys.exit(75)``.  If it returns, the
+            program goes on.
+        grace_period: how many seconds there are between the signal and the end of the job.  The job does not go on
+            training for so long, as TensorFlow's does; the message at the end says how many of them were needed.
+        signals: names or numbers of the signals that say so.
+
+    Raises:
+        OptionError, OptionTypeError: for what is no function, no signal, one that cannot be caught, and no time.
+    """
+
+    termination_watcher_fn: Callable[[], Any] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    signals: Sequence[int | str] = ("SIGTERM", "SIGUSR2")
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise OptionTypeError.at("TerminationConfig", found=f"{name}={given!r}", expected="a function, or None")
+        grace: Any = self.grace_period
+        if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int | float)):
+            raise OptionTypeError.at("TerminationConfig", found=f"grace_period={grace!r}", expected="seconds, or None")
+        if grace is not None and not grace >= 0:
+            raise OptionError.at("TerminationConfig", found=f"grace_period={grace!r}", expected="0 or more seconds")
+        given = self.signals
+        if isinstance(given, str | int) or not isinstance(given, Sequence):
+            raise OptionTypeError.at(
+                "TerminationConfig", found=f"signals={given!r}", expected='a list, such as ["SIGTERM", "SIGUSR2"]'
+            )
+        object.__setattr__(self, "signals", tuple(dict.fromkeys(map(_signal, given))))
+
+
+def _signal(given: Any) -> signal.Signals:
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise OptionTypeError.at("TerminationConfig, signals", found=repr(given), expected='"SIGUSR2", or its number')
+    try:
+        found = signal.Signals[given.upper()] if isinstance(given, str) else signal.Signals(given)
+    except (KeyError, ValueError) as error:
+        raise OptionError.at(
+            "TerminationConfig, signals", found=repr(given), expected='the name of a signal, such as "SIGUSR2"'
+        ) from error
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise OptionError.at("TerminationConfig, signals", found=found.name, expected="one that can be caught")
+    return found
+
+
+class PreemptionCheckpointHandler:
+    """Runs steps until the job is told to stop; then all ranks save the same step, and end with status 75.
+
+    Made by all ranks in their main threads, before the first step.  It restores the newest checkpoint that is whole.
+    From then on SIGTERM and SIGUSR2 do not end a rank: it finishes its step, in whatever it is, and so do the others.
+
+    Args:
+        checkpoint_or_checkpoint_manager: what saves.  The numbers of its checkpoints are those of `total_run_calls`.
+        checkpoint_dir: with a Checkpoint, the folder; its last two checkpoints are kept.
+        termination_config: how it is told to stop, and what it does then; None for signals, and status 75.
+        steps_between_checks: the ranks tell each other of signals when they compare their calls, which most steps do;
+            of those that do not, so many are made before the ranks meet for it.
+
+    Attributes:
+        checkpoint_manager: what saves.
+
+    Raises:
+        OptionTypeError, OptionError: for what is none of that.
+        ContextError: in another thread than the main one, which cannot catch signals.
+        Exception: all that `CheckpointManager.restore` raises, on every rank.
+
+    >>> import tempfile, mpistrategy as ms
+    >>> strategy = ms.OneDeviceStrategy("CPU:0")
+    >>> with strategy.scope():
+    ...     total = ms.Variable(0.0)
+    >>> def step(x):
+    ...     return total.assign_add(x)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with ms.PreemptionCheckpointHandler(ms.Checkpoint(total=total), folder) as handler:
+    ...         for number in range(handler.total_run_calls, 3):
+    ...             _ = handler.run(strategy.run, step, args=(number,))
+    >>> print(handler.total_run_calls, float(total))
+    3 3.0
+    """
+
+    def __init__(
+        self,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+        *,
+        steps_between_checks: int = 1,
+    ) -> None:
+        self.checkpoint_manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self._config = _config(termination_config)
+        if type(steps_between_checks) is not int or steps_between_checks < 1:
+            raise OptionError.at(
+                _WHERE, found=f"steps_between_checks={steps_between_checks!r}", expected="an int from 1 on"
+            )
+        self._steps_between_checks = steps_between_checks
+        self._unchecked = 0
+        self._strategy = self.checkpoint_manager.checkpoint.strategy
+        self._communicator = self._strategy.extended.communicator
+        self._guard = self._communicator.guard
+        self._raise_hand = self._guard.raise_hand  # at hand for the signal handler
+        self._told: tuple[str, float] | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        with self._guard.call(_WHERE) as call:
+            context.require_cross_replica(self._strategy, _WHERE)
+            _check_thread(self._communicator)
+            call.agree("begin", options=f"{steps_between_checks=}")
+        self._catch()
+        try:
+            self._runs = self.checkpoint_manager.restore() or 0
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many steps were made, those before the last restart included."""
+        return self._runs
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this very rank was told to stop; the others may not know it yet."""
+        return self._told is not None
+
+    def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Make one step: ``distributed_train_function(*args, **kwargs)``, in cross-replica context.  Collective.
+
+        When a rank was told to stop, the ranks save this step once it is done, and end.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            SystemExit: on every rank, after the checkpoint was saved; unless there is an `exit_fn`.
+            Exception: what the function raises, and what `CheckpointManager.save` does.
+            ContextError: in a step function.
+        """
+        if not callable(distributed_train_function):
+            raise OptionTypeError.at(
+                f"{_WHERE}.run", found=f"{distributed_train_function!r}", expected="a function that makes one step"
+            )
+        context.require_cross_replica(self._strategy, f"{_WHERE}.run")
+        before = self._comparisons()
+        result = distributed_train_function(*args, **kwargs)
+        self._runs += 1
+        self._look(f"{_WHERE}.run", met=self._comparisons() != before)
+        return result
+
+    def save_checkpoint_if_preempted(self) -> None:
+        """Save and end when a rank was told to stop, whatever `steps_between_checks` says.  Collective.
+
+        `run` does so after its step; this is for what takes long between two steps, and can be made again from the
+        checkpoint: an evaluation, say.
+
+        Raises:
+            Exception: as `run`.
+        """
+        context.require_cross_replica(self._strategy, f"{_WHERE}.save_checkpoint_if_preempted")
+        self._unchecked = self._steps_between_checks
+        self._look(f"{_WHERE}.save_checkpoint_if_preempted", met=False)
+
+    def close(self) -> None:
+        """Give the signals back to who had them before; of this rank alone.  Closing the strategy does so, too.
+
+        Only the main thread can: after a call in another one the next of these signals gives them back, and then ends
+        the rank as it would have before.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._give_back()
+        with suppress(ValueError):
+            self._guard.at_close.remove(self.close)
+        if _catching.pop(self, None) is not None and self._guard not in _catching.values():
+            self._guard.lower_hands()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, SystemExit):  # the process ends; signals that are ignored stay so
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<{_WHERE} after {self._runs} steps, of {self.checkpoint_manager!r}>"
+
+    # ------------------------------------------------------------------------------------------------- the signal
+
+    def _catch(self) -> None:
+        if isinstance(self._communicator, SimulatedCommunicator):
+            return  # the process and its signals belong to whoever simulates
+        _watch_forks()
+        _catching[self] = self._guard
+        self._guard.at_close.append(self.close)
+        for number in self._config.signals:
+            assert isinstance(number, signal.Signals)
+            self._previous[number] = signal.signal(number, self._note)
+
+    def _give_back(self) -> None:
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else somebody else has it now
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self not in _catching:  # it was closed in another thread
+            self._give_back()
+            signal.raise_signal(number)
+            return
+        # No more than that: whatever this interrupts may be half done.
+        self._told = self._told or (signal.Signals(number).name, time.monotonic())
+        self._raise_hand()
+
+    # --------------------------------------------------------------------------------------------- between the ranks
+
+    def _comparisons(self) -> int:
+        """Return how often the ranks have compared their calls; the difference is the same on all ranks."""
+        cells = self._communicator.cells
+        return self._guard.comparisons if cells is None else cells.sequence
+
+    def _look(self, where: str, *, met: bool) -> None:
+        """End the job if a rank was told to stop; `met` says whether the ranks have compared calls just now."""
+        watcher = self._config.termination_watcher_fn
+        if watcher is not None and watcher():
+            self._told = self._told or ("termination_watcher_fn", time.monotonic())
+            self._raise_hand()
+        self._unchecked = 0 if met else self._unchecked + 1
+        if self._unchecked >= self._steps_between_checks and not self._guard.hand_was_seen:
+            self._unchecked = 0
+            with self._guard.call(where) as call:
+                call.agree("look for signals")
+        if self._guard.hand_was_seen:
+            self._stop(where)
+
+    def _stop(self, where: str) -> None:
+        manager, step = self.checkpoint_manager, self._runs
+        with self._guard.call(where) as call:
+            call.agree("stop", options=f"after step {step}")
+            now = time.monotonic()
+            mine = f"{self._told[0]} {now - self._told[1]}" if self._told else ""
+            told = self._communicator.allgather_text(mine)
+        if manager.latest == step:
+            manager.wait()
+        else:
+            manager.save(step)
+        if self._communicator.rank == 0:
+            path, took = manager.path_of(step), time.monotonic() - now
+            sys.stdout.flush()
+            sys.stderr.write(f"{_in_words(told, step, path, took, self._config.grace_period)}\n")
+            sys.stderr.flush()
+        self._told = None
+        self._guard.lower_hands()
+        try:
+            (self._config.exit_fn or _exit)()
+        except SystemExit:
+            self._guard.all_leave = True
+            # Some launchers end the other ranks as soon as one has ended; each has to come to its own status.
+            for number in self._previous:
+                signal.signal(number, signal.SIG_IGN)
+            raise
+
+
+def _exit() -> None:
+    sys.exit(START_ME_AGAIN)
+
+
+def _in_words(told: Sequence[str], step: int, path: str, took: float, grace: float | None) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(told):
+        if text:
+            ranks.setdefault(text.split()[0], []).append(str(rank))
+    who = "; ".join(f"{what} on rank {', '.join(them)}" for what, them in ranks.items())
+    seconds = max((float(text.split()[1]) for text in told if text), default=0.0) + took
+    within = f" of {grace:g} s" if grace is not None else ""
+    late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
+    return f"told to stop ({who}): saved step {step}, {seconds:.1f} s{within} after the signal{late}: {path}"
+
+
+def _manager(given: Any, folder: Any) -> CheckpointManager:
+    if isinstance(given, Checkpoint) and folder is not None:
+        return CheckpointManager(given, folder, keep=_KEPT)
+    if isinstance(given, CheckpointManager) and folder is None:
+        return given
+    raise OptionTypeError.at(
+        _WHERE,
+        found=f"{given!r}, checkpoint_dir={folder!r}",
+        expected="a CheckpointManager, or a Checkpoint and a checkpoint_dir",
+    )
+
+
+def _config(given: Any) -> TerminationConfig:
+    if given is None:
+        return TerminationConfig()
+    if not isinstance(given, TerminationConfig):
+        raise OptionTypeError.at(_WHERE, found=f"termination_config={given!r}", expected="a TerminationConfig, or None")
+    return given
+
+
+def _check_thread(communicator: Any) -> None:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main and not isinstance(communicator, SimulatedCommunicator):
+        raise ContextError.at(
+            _WHERE,
+            found=f"a call in thread {threading.current_thread().name!r}",
+            expected="one in the main thread, the only one that can catch signals",
+            fix="Make it in the main thread, or start the training there.",
+        )
+
+
+#: Those of this process that catch signals, and whose hands they raise; the last one gets them.
+_catching: dict[PreemptionCheckpointHandler, Guard] = {}
+_watches_forks = False
+
+
+def _watch_forks() -> None:
+    """Give the signals back in a process that is forked: a worker that loads data must end when it is told to."""
+    global _watches_forks
+    if not _watches_forks:
+        _watches_forks = True
+        os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    for handler in reversed(list(_catching)):
+        handler.close()

@@ -1,0 +1,322 @@
+"""Writing a checkpoint: whole or absent, whatever ends the job and whoever fails.
+
+1. Rank 0 makes a folder beside the place where the checkpoint is to be, with a name of its own.
+2. Every rank writes its shard there, and sees it on the disk.  This may go on in a thread, from copies.
+3. All tell whether they have, and the checksums.  Rank 0 writes the manifest, last, sees it on the disk, and renames
+   the folder.  Before the rename there is no new checkpoint, after it there is a whole one.
+
+What fails on one rank raises on all, and the folder is removed; what was there before is not touched until step 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.checkpoint.state import State
+from mpistrategy.checkpoint.storage.files import Folder, make_folders, writing
+from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Manifest, Shard, shard_name
+from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of
+from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.job.launcher import version
+from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.telemetry.spans import span
+
+#: What a folder is called beside the checkpoint NAME: while it is written, and while it is replaced.
+SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
+
+
+class Saving:
+    """A checkpoint on its way to the disk; what `Checkpoint.save` returns.
+
+    Args:
+        state: what is to be saved, decided.
+        strategy: the ranks.
+        path: where it is to be.
+        overwrite: whether a checkpoint that is there is replaced.
+
+    Attributes:
+        path: where it is, or will be.
+        is_committed: whether it is there, whole, as far as this rank knows.
+        has_failed: whether it never will be.
+    """
+
+    def __init__(self, state: State, strategy: Strategy, path: str, overwrite: bool) -> None:
+        self.path = path
+        self.is_committed = False
+        self.has_failed = False
+        self._strategy = strategy
+        self._communicator = strategy.extended.communicator
+        self._overwrite = overwrite
+        self._parent: Folder | None = None
+        self._folder: Folder | None = None
+        self._temporary = ""
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._shard = Shard(0, "")
+        self._values = state.values
+        self._items = dict(state.items)
+        self._arrays = self._mine(state)
+        self._layout = strategy.layout()
+
+    def _mine(self, state: State) -> dict[str, Array]:
+        """Return the arrays that this rank writes; what is there once goes to the rank that has least to write."""
+        rank, loads = self._communicator.rank, [0] * self._communicator.size
+        mine = {}
+        for path, array in state.arrays.items():
+            item, writer = self._items[path], rank
+            if item.copies == ONE:
+                writer = loads.index(min(loads))
+                loads[writer] += array.nbytes
+                self._items[path] = dataclasses.replace(item, shard=writer)
+            if writer == rank:
+                mine[path] = array
+        return mine
+
+    # ------------------------------------------------------------------------------------------- the steps
+
+    def begin(self, call: Call, prepare: Callable[[], object], *, wait: bool) -> None:
+        """Do steps 1 and 2, or only begin with step 2 in a thread.  Collective; the caller cleans up what fails.
+
+        Rank 0 calls `prepare` first.
+        """
+        call.expect_more()
+        if self._communicator.rank == 0:
+            with writing(call.where, self.path):
+                prepare()
+                self._make_folder(call.where)
+        call.agree("make a folder")
+        self._temporary = self._communicator.allgather_text(self._temporary)[0]
+        call.expect_more()
+        with writing(call.where, self.path):
+            self._open(call.where)
+        if wait:
+            self._write()
+            return
+        self._arrays = {path: np.array(array, copy=True) for path, array in self._arrays.items()}
+        call.agree("begin to write")  # nobody writes where somebody cannot
+        self._thread = threading.Thread(target=self._write, name=f"checkpoint {self.path}")
+        self._thread.start()
+        if self._communicator.rank == 0:
+            self._reminder: Any = weakref.finalize(self, _remind, self.path, os.getpid())
+
+    def _make_folder(self, where: str) -> None:
+        parent, name = os.path.split(self.path)
+        make_folders(parent)
+        self._parent = Folder.parent_of(self.path)
+        self._check_place(where, self._parent, name)
+        held = self._parent.sweep(saving_names(name))  # of jobs that have ended, if nobody holds them
+        if not held:
+            self._temporary = self._parent.new_folder(SAVING.format(name))
+            self._folder = self._parent.folder(self._temporary)
+        if held or (self._folder is not None and self._folder.lock() is False):
+            raise CheckpointExistsError.at(
+                where,
+                found=f"{held or self._temporary!r}: another save to {self.path!r} has begun and not ended",
+                expected="one at a time",
+                fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
+            )
+
+    def _check_place(self, where: str, parent: Folder, name: str) -> bool:
+        """Return whether there is a checkpoint to be replaced; raise when something is in the way."""
+        kind = parent.kind_of(name)
+        if kind == "folder":
+            with parent.folder(name) as there:
+                names = there.names()
+            if not names:
+                return False
+            if NAME in names and self._overwrite:
+                return True
+            kind = "a checkpoint" if NAME in names else "a folder with other things in it"
+        if kind:
+            raise CheckpointExistsError.at(
+                where,
+                found=f"{kind} at {self.path!r}",
+                expected="nothing there",
+                fix="Give each checkpoint a name of its own (CheckpointManager does), or pass overwrite=True, which "
+                "replaces a checkpoint and nothing else.",
+            )
+        return False
+
+    def _open(self, where: str) -> None:
+        if self._folder is not None:
+            return
+        self._parent = Folder.parent_of(self.path)
+        try:
+            self._folder = self._parent.folder(self._temporary)
+        except FileNotFoundError as error:
+            raise CheckpointWriteError.at(
+                where,
+                found=f"no {self._temporary!r} in {self._parent.path!r}, where rank 0 has made it",
+                expected="a file system that the nodes of all ranks share",
+            ) from error
+
+    def _write(self) -> None:
+        """Write this rank's shard; remember what goes wrong."""
+        assert self._folder is not None
+        name = shard_name(self._communicator.rank)
+        try:
+            with span("write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
+                self._shard = Shard(*self._folder.write(name, pieces_of(self._arrays)))
+        except BaseException as error:
+            self._error = error
+        self._arrays = {}
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part is on the disk; `wait` is needed all the same."""
+        return self.is_committed or self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> str:
+        """Wait for all ranks' parts and make the checkpoint valid; return its path.  Collective.
+
+        Done by `Checkpoint.save` unless it was told not to wait; and by the next save or restore of that Checkpoint.
+
+        Raises:
+            CheckpointWriteError, CheckpointExistsError: on every rank; the checkpoint is not there then.
+        """
+        if self.has_failed:
+            raise CheckpointWriteError.at("Saving.wait", found="a checkpoint that failed before", expected="a new save")
+        if not self.is_committed:
+            with self.cleaned_up(), self._communicator.guard.call("Saving.wait") as call:
+                self.commit(call)
+        return self.path
+
+    def commit(self, call: Call) -> None:
+        """Do step 3.  Collective; the caller cleans up what fails."""
+        call.expect_more()
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        call.agree("write a checkpoint", destination=self.path, patiently=True)
+        own = {path: self._values[path] for path in self._values if self._items[path].copies == OWN}
+        reports = self._communicator.allgather_text(json.dumps([self._shard.nbytes, self._shard.checksum, own]))
+        call.expect_more()
+        if self._communicator.rank == 0:
+            with writing(call.where, self.path):
+                self._finish(call.where, [json.loads(report) for report in reports])
+        call.agree("commit a checkpoint", patiently=True)
+        self._end(committed=True)
+
+    def _finish(self, where: str, reports: list[Any]) -> None:
+        assert self._parent is not None
+        assert self._folder is not None
+        items = {}
+        for path, item in self._items.items():
+            if path in self._values:
+                own = item.copies == OWN
+                values = [report[2][path] for report in reports] if own else [self._values[path]]
+                item = dataclasses.replace(item, values=tuple(values))
+            items[path] = item
+        shards = tuple(Shard(nbytes, checksum) for nbytes, checksum, _ in reports)
+        names = tuple(path for path in items if "/" not in path)
+        text = Manifest(len(shards), shards, items, names, self._layout, version()).text()
+        check_can_be_read(text, where)
+        self._folder.write(NAME, [text])
+        self._folder.let_group_in(NAME)
+        self._folder.sync()
+        self._put_in_place(where, self._parent, os.path.basename(self.path))
+
+    def _put_in_place(self, where: str, parent: Folder, name: str) -> None:
+        old = ""
+        if self._check_place(where, parent, name):
+            # Else there might be two beside an empty place, if this job is killed now, and the older one be restored.
+            if _remove_replaced(parent, name):
+                parent.sync()
+            old = f"{REPLACED.format(name)}{self._temporary.rpartition('-')[2]}"
+            parent.rename(name, old)
+        try:
+            parent.rename(self._temporary, name)
+            self._check_is_ours(where, parent, name)
+        except OSError as error:
+            if old:
+                parent.rename(old, name)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                self._overwrite = False
+                self._check_place(where, parent, name)  # another job was quicker
+            raise
+        parent.sync()
+        _remove_replaced(parent, name)
+
+    def _check_is_ours(self, where: str, parent: Folder, name: str) -> None:
+        """Raise, and undo it, when somebody has put something else under the name that was given our folder's."""
+        assert self._folder is not None
+        if not parent.holds(name, self._folder):
+            parent.rename(name, self._temporary)
+            raise CheckpointWriteError.at(
+                where,
+                found=f"something else at {self._temporary!r} than the folder that was written there",
+                expected=f"nobody else who renames things in {parent.path!r}",
+            )
+
+    # ------------------------------------------------------------------------------------------- its end
+
+    @contextlib.contextmanager
+    def cleaned_up(self) -> Any:
+        """Remove what is half-made when the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Remove the folder, if this is the rank that made it; never raises."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._communicator.rank == 0 and self._parent is not None and self._temporary and not self.is_committed:
+            with contextlib.suppress(OSError):
+                self._parent.remove(self._temporary, first=NAME)
+        if not self.is_committed:
+            self._end(committed=False)
+
+    def _end(self, *, committed: bool) -> None:
+        self.is_committed, self.has_failed = committed, not committed
+        reminder = getattr(self, "_reminder", None)
+        if reminder is not None:
+            reminder.detach()
+        for folder in (self._folder, self._parent):
+            if folder is not None:
+                folder.close()
+
+    def __repr__(self) -> str:
+        how = "committed" if self.is_committed else "failed" if self.has_failed else "not committed yet"
+        return f"<Saving {self.path!r}, {how}>"
+
+
+def _remove_replaced(parent: Folder, name: str) -> int:
+    """Remove what is left of checkpoints that were replaced, now that there is one at `name`; return how many.
+
+    Other users' stay.
+    """
+    found = [other for other in parent.names() if other.startswith(REPLACED.format(name))]
+    for other in found:
+        with contextlib.suppress(OSError):  # without its manifest, which goes first, it is none any more
+            parent.remove(other, first=NAME)
+    return len(found)
+
+
+def saving_names(name: str) -> re.Pattern[str]:
+    """Return the pattern of what a folder is called while the checkpoint `name` is written."""
+    return re.compile(re.escape(SAVING.format(name)) + "[0-9a-f]+")
+
+
+def _remind(path: str, process: int) -> None:
+    if os.getpid() == process:  # not in a forked child
+        sys.stderr.write(
+            f"[rank 0] the checkpoint {path!r} is not there: nobody called wait() after save(..., wait=False)\n"
+        )

@@ -1,0 +1,374 @@
+"""The file system as checkpoints use it: nothing is followed, nothing is overwritten, everything reaches the disk.
+
+A folder is opened once, and what is in it is named relative to that: whoever swaps a symbolic link in meanwhile moves
+nothing.  New files and folders have names of their own (O_EXCL).  They are the user's alone; but in a folder that is
+setgid, which belongs to a group, the group may read them, if the umask lets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Self
+
+from mpistrategy import own_files
+from mpistrategy.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMissingError,
+    CheckpointReadError,
+    CheckpointWriteError,
+)
+from mpistrategy.mpi.watchdog import watchdog
+
+#: Called before each change to the file system, with what it is and the name: a seam for tests, which end the process
+#: or raise OSError there.
+watcher: Callable[[str, str], None] | None = None
+
+_PIECE_BYTES = 2**24
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def _before(what: str, name: str) -> None:
+    if watcher is not None:
+        watcher(what, name)
+
+
+def checksum_of(data: Any = b"") -> Any:
+    """Return a running checksum of 16 bytes."""
+    return hashlib.blake2b(data, digest_size=16)
+
+
+@contextlib.contextmanager
+def writing(where: str, path: str) -> Iterator[None]:
+    """Turn the system's errors into ours."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointWriteError.at(
+            where,
+            found=f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')}) at {path!r}",
+            expected="a folder that every rank can write to, with room in it",
+            fix="Nothing half-made is left under the checkpoint's name.",
+        ) from error
+
+
+@contextlib.contextmanager
+def reading(where: str, path: str) -> Iterator[None]:
+    """Turn the system's errors into ours."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise CheckpointDamagedError.at(
+                where,
+                found=f"a symbolic link, or no folder, at {path!r}",
+                expected="a checkpoint's own folder and files",
+                fix="Name the folder itself (os.path.realpath) if you trust where it leads to.",
+            ) from error
+        if error.errno == errno.ENOENT:
+            raise CheckpointMissingError.at(where, found=f"nothing at {path!r}", expected="a checkpoint") from error
+        raise CheckpointReadError.at(
+            where, found=f"{error.strerror or error} at {path!r}", expected="files that every rank can read"
+        ) from error
+
+
+class Folder:
+    """An open folder.
+
+    Args:
+        descriptor: of the open folder; closed with this.
+        path: its name, for messages.
+    """
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        self.descriptor = descriptor
+        self.path = path
+
+    @classmethod
+    def at(cls, path: str) -> Self:
+        """Open a folder by its path; the last part must be no symbolic link."""
+        return cls(os.open(path, _FOLDER), path)
+
+    @classmethod
+    def parent_of(cls, path: str) -> Self:
+        """Open the folder in which `path` lies: links that lead there are the user's own."""
+        parent = os.path.dirname(path)
+        return cls(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), parent)
+
+    def folder(self, name: str) -> Folder:
+        """Open a folder in it."""
+        return Folder(os.open(name, _FOLDER, dir_fd=self.descriptor), os.path.join(self.path, name))
+
+    def new_folder(self, prefix: str) -> str:
+        """Make a folder that nobody else has; return its name."""
+        name = f"{prefix}{secrets.token_hex(8)}"
+        _before("mkdir", name)
+        # While it is written the user's alone, in a group's folder, too: who can open it can lock it.
+        os.mkdir(name, 0o700, dir_fd=self.descriptor)
+        return name
+
+    def let_group_in(self, file: str) -> None:
+        """Let the group open this folder if it may read a file in it."""
+        if os.stat(file, dir_fd=self.descriptor, follow_symlinks=False).st_mode & stat.S_IRGRP:
+            with contextlib.suppress(OSError):  # on file systems that keep no such thing
+                os.fchmod(self.descriptor, stat.S_IMODE(self.state.st_mode) | stat.S_IRGRP | stat.S_IXGRP)
+
+    @property
+    def state(self) -> os.stat_result:
+        """What the system says about it."""
+        return os.fstat(self.descriptor)
+
+    def owns(self, inside: Folder) -> bool:
+        """Return whether a folder in it belongs to this user, or to whom this one belongs."""
+        return own_files.is_own(inside.state, self.state)
+
+    def trusted_folder(self, name: str) -> Folder:
+        """Open a folder in it to be read; CheckpointReadError as `check_is_trusted`."""
+        found = self.folder(name)
+        try:
+            check_is_trusted(found.state, self.state, found.path)
+        except CheckpointError:
+            found.close()
+            raise
+        return found
+
+    def sweep(self, names: re.Pattern[str]) -> str:
+        """Remove the folders with such names that nobody has locked; return one that is locked, or "".
+
+        What is no folder stays, what is somebody else's or cannot be removed, and everything where the file system has
+        no locks.
+        """
+        held = ""
+        for name in filter(names.fullmatch, self.names()):
+            with contextlib.suppress(OSError), self.folder(name) as left:
+                is_free = left.lock() if self.owns(left) else None
+                if is_free:
+                    self.remove(name)
+                elif is_free is False:
+                    held = name
+        return held
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it, and give up a lock on it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def names(self) -> list[str]:
+        """Return the names of what is in it."""
+        return sorted(os.listdir(self.descriptor))
+
+    def kind_of(self, name: str) -> str:
+        """Return "folder", "file", "link", "other" or "" for what is not there."""
+        try:
+            mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            return ""
+        kinds = ((stat.S_ISDIR, "folder"), (stat.S_ISREG, "file"), (stat.S_ISLNK, "link"))
+        return next((kind for is_kind, kind in kinds if is_kind(mode)), "other")
+
+    def holds(self, name: str, folder: Folder) -> bool:
+        """Return whether `name` is this open folder, and not what somebody has put in its place."""
+        there, ours = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False), os.fstat(folder.descriptor)
+        return os.path.samestat(there, ours)
+
+    # ------------------------------------------------------------------------------------------- writing
+
+    def write(self, name: str, pieces: Iterable[Any]) -> tuple[int, str]:
+        """Write a new file and see it on the disk; return how many bytes it has and their checksum."""
+        checksum, size = checksum_of(), 0
+        _before("create", name)
+        descriptor = os.open(name, own_files.NEW, own_files.file_mode(self.state), dir_fd=self.descriptor)
+        try:
+            for piece in pieces:
+                view = memoryview(piece).cast("B")
+                for start in range(0, len(view), _PIECE_BYTES):
+                    part = view[start : start + _PIECE_BYTES]
+                    checksum.update(part)
+                    _before("write", name)
+                    _write_all(descriptor, part)
+                    watchdog.moves_on()
+                size += len(view)
+            _before("fsync", name)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return size, checksum.hexdigest()
+
+    def sync(self) -> None:
+        """See the names in it on the disk."""
+        _before("fsync", self.path)
+        try:
+            os.fsync(self.descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some file systems have nothing to do for a folder, and say it so
+                raise
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a folder another name, which nothing but an empty folder may have."""
+        _before("rename", f"{old} -> {new}")
+        os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def remove(self, name: str, first: str = "") -> None:
+        """Remove a folder and the files in it; `first` goes first.  Folders inside it, which are not ours, stay.
+
+        Raises:
+            OSError: also for a folder that is somebody else's.
+        """
+        with self.folder(name) as folder:
+            if not self.owns(folder):
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), folder.path)
+            for inner in sorted(folder.names(), key=lambda inner: inner != first):
+                if folder.kind_of(inner) == "folder":
+                    continue
+                _before("unlink", inner)
+                os.unlink(inner, dir_fd=folder.descriptor)
+        _before("rmdir", name)
+        os.rmdir(name, dir_fd=self.descriptor)
+
+    def lock(self) -> bool | None:
+        """Lock it until it is closed or the process ends; None where the file system has no locks."""
+        return lock(self.descriptor)
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    @contextlib.contextmanager
+    def file(self, name: str, size: int | None, most: int) -> Iterator[OpenFile]:
+        """Open a file in it to be read.
+
+        Args:
+            name: its name here.
+            size: how many bytes it must have; None for any number.
+            most: how many it may have at most.
+
+        Raises:
+            CheckpointDamagedError: for what is no file, or a link, or of another size.
+            CheckpointReadError: for somebody else's, where everybody can write.
+        """
+        where = os.path.join(self.path, name)
+        try:
+            descriptor = os.open(name, own_files.READING, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise CheckpointDamagedError.at(
+                "a checkpoint",
+                found=f"a symbolic link at {where!r}",
+                expected="a file",
+                fix="Put the file itself there if you trust where the link leads to.",
+            ) from error
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointDamagedError.at("a checkpoint", found=f"no file at {where!r}", expected="a file")
+            check_is_trusted(found, self.state, where)
+            wanted = found.st_size if size is None else size
+            if found.st_size != wanted or wanted > most:
+                expected = f"at most {most}" if size is None else f"the {size} that its manifest speaks of"
+                raise CheckpointDamagedError.at(
+                    "a checkpoint", found=f"{found.st_size} bytes in {where!r}", expected=expected
+                )
+            yield OpenFile(descriptor, where, wanted)
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of a file; as `file`."""
+        with self.file(name, None, most) as file:
+            return file.read(0, file.size)
+
+
+class OpenFile(NamedTuple):
+    """A file that is open to be read.
+
+    Attributes:
+        descriptor: of the open file.
+        path: its name, for messages.
+        size: how many bytes it has.
+    """
+
+    descriptor: int
+    path: str
+    size: int
+
+    def read(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from `start` on.
+
+        Raises:
+            CheckpointDamagedError: when it ends before.
+        """
+        return b"".join(self.pieces(start, start + count))
+
+    def pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield its bytes from `start` to `stop`, a piece at a time; as `read`."""
+        while start < stop:
+            piece = os.pread(self.descriptor, min(stop - start, _PIECE_BYTES), start)
+            if not piece:
+                raise CheckpointDamagedError.at(
+                    "a checkpoint", found=f"the end of {self.path!r} after {start} bytes", expected=f"{stop}"
+                )
+            start += len(piece)
+            watchdog.moves_on()
+            yield piece
+
+
+def check_is_trusted(inside: os.stat_result, folder: os.stat_result, path: str) -> None:
+    """Raise CheckpointReadError for what somebody else may have put into a folder (`own_files.is_trusted`)."""
+    if not own_files.is_trusted(inside, folder):
+        raise CheckpointReadError.at(
+            "a checkpoint",
+            found=f"{path!r}, of {own_files.user_in_words(inside.st_uid)}, in a folder that everybody can write to",
+            expected="what is yours there",
+            fix="If you trust it, copy it to a folder of your own.",
+        )
+
+
+def make_folders(path: str) -> None:
+    """Make a folder, and those that it lies in, where they are missing; see their names on the disk."""
+    missing = []
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        _before("mkdir", path)
+        with contextlib.suppress(FileExistsError):  # another job was quicker; or it is no folder, as will be found out
+            own_files.make_folder(path)
+        with contextlib.suppress(PermissionError), Folder.parent_of(path) as parent:
+            parent.sync()
+
+
+def _write_all(descriptor: int, part: memoryview) -> None:
+    while len(part):
+        part = part[os.write(descriptor, part) :]
+
+
+def lock(descriptor: int) -> bool | None:
+    """Lock an open file or folder; return False when another process has, None where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True

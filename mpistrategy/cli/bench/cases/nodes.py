@@ -1,0 +1,127 @@
+"""The cases of several nodes: one large array, and communication behind computation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.cli.bench.cases.case import Case, Variant
+from mpistrategy.cli.bench.cases.sums import Bench, size_in_words
+from mpistrategy.options import CommunicationOptions
+
+SIZES = (64 * 2**10, 2**20, 16 * 2**20)
+BUCKETS = 4
+#: How long the computation is compared with the communication.
+COMPUTE = 1.5
+WIRE = CommunicationOptions(wire="bfloat16")
+COMPUTATION, COMMUNICATION = "computation alone", "communication alone"
+AFTER, BEHIND = "one after the other", "all_reduce_async"
+
+
+def between_nodes(bench: Bench) -> Iterator[Case]:
+    """Yield the cases; none on a single node."""
+    if bench.nodes == 1:
+        bench.missing["nodes"] = "all ranks are on one node"
+        return
+    ranks, ctx = bench.ranks, bench.context
+    for nbytes in SIZES:
+        mine = np.zeros(nbytes // 4, np.float32)
+        total = np.zeros_like(mine)
+        variants = [
+            Variant("mpi4py", partial(ranks.allreduce, mine, total), [mine], [total]),
+            Variant("mpi4py in place", partial(ranks.allreduce, ranks.in_place, mine), [mine]),
+            Variant("mpistrategy", partial(ctx.all_reduce, "SUM", mine), [mine]),
+            Variant("mpistrategy out=", partial(ctx.all_reduce, "SUM", mine, out=mine), [mine]),
+            Variant(
+                "mpistrategy out=, bfloat16 wire",
+                partial(ctx.all_reduce, "SUM", mine, WIRE, out=mine),
+                [mine],
+                check=_rounded(bench, mine),
+            ),
+        ]
+        yield Case("nodes", size_in_words(nbytes), nbytes, variants, ctx, missing=bench.missing)
+    yield _overlap(bench, SIZES[-1])
+
+
+def on_the_line(nbytes: int, nodes: int, gbit: float) -> float:
+    """Return the microseconds that a link of `gbit` Gbit/s is busy with an all-reduce, in each direction."""
+    return 8e-3 * nbytes * 2 * (nodes - 1) / nodes / gbit
+
+
+def hidden(case: dict[str, Any]) -> float:
+    """Return how much of the communication takes no time of its own, from 0 to 1, of the case of overlap."""
+    median = {row["name"]: row["median_us"] for row in case["variants"]}
+    return float(round(1 - (median[BEHIND] - median[COMPUTATION]) / median[COMMUNICATION], 4))
+
+
+def _overlap(bench: Bench, nbytes: int) -> Case:
+    """Return a step of several buckets, each computed before it travels."""
+    ctx = bench.context
+    buckets = [np.zeros(nbytes // 4 // BUCKETS, np.float32) for _ in range(BUCKETS)]
+
+    def communicate() -> None:
+        for bucket in buckets:
+            ctx.all_reduce("SUM", bucket, out=bucket)
+
+    with ctx:
+        communicate()
+        started = time.perf_counter()
+        communicate()
+        seconds = float(bench.ranks.greatest(np.array([time.perf_counter() - started]))[0])
+    compute = _computation(COMPUTE * seconds / BUCKETS)
+
+    def after() -> None:
+        for _ in buckets:
+            compute()
+        communicate()
+
+    def behind() -> None:
+        handles = []
+        for bucket in buckets:  # as a backward pass does: what is ready starts, and the next is computed
+            handles.append(ctx.all_reduce_async("SUM", bucket, out=bucket))
+            compute()
+        for handle in handles:
+            handle.wait()
+
+    variants = [
+        Variant(COMPUTATION, lambda: [compute() for _ in buckets] and None, [], check=lambda: True),
+        Variant(COMMUNICATION, communicate, buckets),
+        Variant(AFTER, after, buckets),
+        Variant(BEHIND, behind, buckets),
+    ]
+    return Case("nodes", f"overlap, {size_in_words(nbytes)}", nbytes, variants, ctx, missing=bench.missing)
+
+
+def _computation(seconds: float) -> Callable[[], None]:
+    """Return matrix products that take about so long here."""
+    factor = np.full((256, 256), 1 / 256, np.float32)
+    product = np.empty_like(factor)
+    np.matmul(factor, factor, out=product)
+    started = time.perf_counter()
+    for _ in range(20):
+        np.matmul(factor, factor, out=product)
+    products = max(round(20 * seconds / (time.perf_counter() - started)), 1)
+
+    def compute() -> None:
+        for _ in range(products):
+            np.matmul(factor, factor, out=product)
+
+    return compute
+
+
+def _rounded(bench: Bench, mine: Array) -> Callable[[], bool]:
+    """Return a check that allows for what bfloat16 loses: a part in 2^8 of what each node brings, at the most."""
+
+    def check() -> bool:
+        pattern = np.resize(np.arange(251, dtype=np.float32), mine.shape)
+        mine[...] = pattern + bench.ranks.rank
+        size = bench.ranks.size
+        bench.context.all_reduce("SUM", mine, WIRE, out=mine)
+        return np.allclose(mine, size * pattern + size * (size - 1) / 2, rtol=2.0**-7)
+
+    return check

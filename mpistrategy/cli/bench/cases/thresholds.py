@@ -1,0 +1,257 @@
+"""`mpistrategy bench --save`: measures the thresholds of `thresholds.Paths` for this machine and job.
+
+One threshold after the other: strategies that differ in it alone take turns, and a value other than the default must
+be clearly faster.  All ranks come to the same values, since all see the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.cli.bench.cases.case import Case, Ranks, Variant
+from mpistrategy.cli.bench.cases.sums import size_in_words
+from mpistrategy.cli.bench.measuring.timing import Effort, measure
+from mpistrategy.context import get_replica_context
+from mpistrategy.mpi.tuning.files import trying
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths, Rates
+from mpistrategy.strategy.mirrored import MirroredStrategy
+from mpistrategy.strategy.strategy import Strategy
+
+EFFORT = Effort(seconds=0.3, least=7, most=31)
+QUICK = Effort(seconds=0.05, least=3, most=9)
+#: What is not faster by this is no reason to leave the default.
+CLEARLY = 0.95
+NEVER = 2**40
+_KIB, _MIB = 2**10, 2**20
+
+#: What is tried, and on what.
+CHUNKS = tuple(size * _KIB for size in (64, 128, 256, 512, 1024))
+PIECES = tuple(size * _KIB for size in (256, 512, 1024, 2048, 4096))
+LARGE = (_MIB, 16 * _MIB)
+WINDOW_SIZES = tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096))
+CELL_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
+PACK_SIZES = tuple(size * _KIB for size in (1, 4, 16, 64, 256))
+ACROSS_SIZES = tuple(size * _KIB for size in (16, 64, 256, 1024))
+PACKED_ARRAYS = 50
+#: Dtypes whose sums have loops of their own, in NumPy and in MPI; 8 and 16 bits travel in 32.
+DTYPES = ("float64", "int32", "int64", "complex128")
+
+
+class Search:
+    """The thresholds found so far, and how they were found.
+
+    Args:
+        ranks: who measures.
+        share_memory: whether ranks of a node reduce through shared memory at all.
+        nodes: how many nodes there are.
+        tell: is given a line about each measurement.
+        default: what is left where nothing else is clearly faster.
+        effort: for each case.
+        trials: how often each comparison is made, with new strategies.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        share_memory: bool,
+        nodes: int,
+        tell: Callable[[str], None],
+        default: Paths = DEFAULT,
+        effort: Effort = EFFORT,
+        trials: int = 3,
+    ) -> None:
+        self.ranks = ranks
+        self.share_memory = share_memory
+        self.nodes = nodes
+        self.tell = tell
+        self.effort = effort
+        self.trials = trials
+        self.default = self.paths = default
+        self.cases: list[dict[str, Any]] = []
+
+    def run(self) -> Paths:
+        """Measure all thresholds, and how fast the ways are with them; return them.  Collective."""
+        if self.nodes > 1:  # what is for a node alone is not used then
+            self._best("across_piece_bytes", PIECES, replace(self.default, across_bytes=64))
+            self._from_size("across_bytes", ACROSS_SIZES, self.paths)
+        else:
+            if self.share_memory:
+                self._best("chunk_bytes", CHUNKS, replace(self.default, cell_bytes=64, window_bytes=64))
+                self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
+                for name in DTYPES:
+                    self._window_of(name)
+                self._up_to_size("cell_bytes", CELL_SIZES, _one)
+            self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER, window_bytes_by_dtype=()))
+        self._up_to_size("pack_bytes", PACK_SIZES, _many)
+        self.paths = replace(self.paths, rates=self._rates())
+        return self.paths
+
+    def _rates(self) -> Rates:
+        """Measure how fast the ways are with these thresholds: one small value, and one large one each."""
+        rates, size = self.paths.rates, LARGE[-1]
+        with _strategies([self.paths, replace(self.paths, window_bytes=NEVER)]) as strategies:
+            [small] = self._seconds(self._case("rates", 8, ["small"], strategies[:1], _one, batch=100))
+            if self.nodes > 1:
+                [large] = self._seconds(self._case("rates", size, ["between nodes"], strategies[:1], _one))
+                sent = 2 * (self.nodes - 1) / self.nodes * size
+                # A small value crosses the network twice: for the check of the call, and to be added up.
+                return replace(rates, message_seconds=small / 2, link_bytes_per_second=sent / large)
+            large, by_mpi = self._seconds(self._case("rates", size, ["large", "MPI"], strategies, _one))
+            # MPI works on a copy.
+            by_mpi = max(by_mpi - size / rates.copy_bytes_per_second, by_mpi / 2)
+            rates = replace(rates, cell_seconds=small, mpi_bytes_per_second=size / by_mpi)
+            if not self.share_memory:
+                return rates
+            arena = strategies[0].arena(_one(size)[0])
+            variant = Variant("arena", _sum(strategies[0], [arena]), [arena.values])
+            [in_arena] = self._seconds(measure(Case("rates", "arena", size, [variant]), self.ranks, self.effort))
+            return replace(rates, window_bytes_per_second=size / large, arena_bytes_per_second=size / in_arena)
+
+    def _seconds(self, case: dict[str, Any]) -> list[float]:
+        """Return the median of each variant; the least where other programs disturbed nearly all rounds."""
+        disturbed = [each["name"] for each in case["variants"] if not each["disturbed_left_out"]]
+        if disturbed:
+            self.tell(f"rates, {', '.join(disturbed)}: other programs kept the cores busy; the fastest round counts")
+        chosen = [("median_us" if each["disturbed_left_out"] else "fastest_us", each) for each in case["variants"]]
+        return [each[name] / 1e6 for name, each in chosen]
+
+    def _best(self, name: str, candidates: Sequence[int], base: Paths) -> None:
+        """Find the value that is fastest over all large sizes."""
+        default = getattr(self.default, name)
+        ordered = [default, *(value for value in candidates if value != default)]
+        tried = {size_in_words(value): _with(base, name, value) for value in ordered}
+        logs = self._logs(name, LARGE, tried, _one)
+        self._settle(name, dict(zip(ordered, logs.mean(axis=0), strict=True)))
+
+    def _from_size(self, name: str, sizes: Sequence[int], base: Paths) -> None:
+        """Find the size from which the way that `name` opens is the faster one."""
+        self._settle(name, self._costs_from(name, sizes, _with(base, name, NEVER), _with(base, name, 64), _one))
+
+    def _window_of(self, name: str) -> None:
+        """Find the `window_bytes` of a dtype, if they are others than those of float32."""
+
+        def make(nbytes: int) -> list[Array]:
+            return [np.zeros(nbytes // np.dtype(name).itemsize, name)]
+
+        what, base = f"window_bytes of {name}", replace(self.paths, cell_bytes=64, window_bytes_by_dtype=())
+        costs = self._costs_from(
+            what, WINDOW_SIZES, _with(base, "window_bytes", NEVER), _with(base, "window_bytes", 64), make
+        )
+        value = self._cheapest(what, costs, self.paths.window_bytes)
+        if value != self.paths.window_bytes:
+            others = self.paths.window_bytes_by_dtype
+            self.paths = replace(self.paths, window_bytes_by_dtype=(*others, (name, value)))
+
+    def _costs_from(
+        self, name: str, sizes: Sequence[int], without: Paths, most: Paths, make: _Make
+    ) -> dict[int, float]:
+        logs = self._with_and_without(name, sizes, without, most, make)
+        return {start: sum(log for size, log in logs.items() if size >= start) for start in (*sizes, NEVER)}
+
+    def _up_to_size(self, name: str, sizes: Sequence[int], make: _Make) -> None:
+        """Find the size up to which the way that `name` opens is the faster one."""
+        without, most = _with(self.paths, name, 64), _with(self.paths, name, 2 * sizes[-1])
+        logs = self._with_and_without(name, sizes, without, most, make)
+        costs = {stop: sum(log for size, log in logs.items() if size <= stop) for stop in (64, *sizes)}
+        self._settle(name, costs)
+
+    def _with_and_without(
+        self, name: str, sizes: Sequence[int], without: Paths, most: Paths, make: _Make
+    ) -> dict[int, float]:
+        logs = self._logs(name, sizes, {"without": without, "with": most}, make)
+        return dict(zip(sizes, logs[:, 1].tolist(), strict=True))
+
+    def _settle(self, name: str, costs: dict[int, float]) -> None:
+        self.paths = _with(self.paths, name, self._cheapest(name, costs, getattr(self.default, name)))
+
+    def _cheapest(self, name: str, costs: dict[int, float], default: int) -> int:
+        """Return the value of the least cost (a logarithm of time), if it is clearly less than the default's."""
+        # A default between the sizes that were tried behaves, on them, like its neighbour.
+        like_default = min(costs, key=lambda value: abs(np.log2(value / default)))
+        best = min(costs, key=lambda value: costs[value])
+        value = best if costs[best] < costs[like_default] + np.log(CLEARLY) else default
+        words = ["never" if size == NEVER else size_in_words(size) for size in (value, default)]
+        self.tell(f"{name}: {words[0]} (default {words[1]})")
+        return value
+
+    def _logs(self, name: str, sizes: Sequence[int], tried: dict[str, Paths], make: _Make) -> Array:
+        """Return the logarithms of the ratios to the first, by size and what is tried; zeros where others disturbed.
+
+        They are medians of several trials with new strategies: where in memory a window comes to lie makes a
+        difference of its own.
+        """
+        logs = np.zeros((self.trials, len(sizes), len(tried)))
+        for trial in range(self.trials):
+            order = [(number + trial) % len(tried) for number in range(len(tried))]
+            labels, paths = [list(tried)[n] for n in order], [list(tried.values())[n] for n in order]
+            with _strategies(paths) as strategies:
+                for row, size in enumerate(sizes):
+                    case = self._case(name, size, labels, strategies, make)
+                    if all(variant["disturbed_left_out"] for variant in case["variants"]):
+                        medians = np.array([variant["median_us"] for variant in case["variants"]])[np.argsort(order)]
+                        logs[trial, row] = np.log(medians / medians[0])
+                    else:
+                        self.tell(f"{name}, {case['case']}: other programs kept the cores busy; left out")
+        return np.asarray(np.median(logs, axis=0))
+
+    def _case(
+        self,
+        name: str,
+        size: int,
+        labels: Sequence[str],
+        strategies: Sequence[Strategy],
+        make: _Make,
+        batch: int | None = None,
+    ) -> dict[str, Any]:
+        operands = make(size)
+        variants = [
+            Variant(label, _sum(strategy, operands), operands)
+            for label, strategy in zip(labels, strategies, strict=True)
+        ]
+        case = measure(Case(name, size_in_words(size), size, variants, batch=batch), self.ranks, self.effort)
+        self.cases.append(case)
+        return case
+
+
+def _with(paths: Paths, name: str, value: int) -> Paths:
+    changes: dict[str, Any] = {name: value}
+    return replace(paths, **changes)
+
+
+_Make = Callable[[int], list[Array]]
+
+
+def _one(nbytes: int) -> list[Array]:
+    return [np.zeros(nbytes // 4, np.float32)]
+
+
+def _many(nbytes: int) -> list[Array]:
+    return [np.zeros(nbytes // 4 - 1, np.float32) for _ in range(PACKED_ARRAYS)]
+
+
+def _sum(strategy: Strategy, operands: Sequence[Any]) -> Callable[[], Any]:
+    value = operands[0] if len(operands) == 1 else operands
+
+    def step() -> Any:
+        context = get_replica_context()
+        assert context is not None
+        return context.all_reduce("SUM", value)
+
+    return lambda: strategy.run(step)
+
+
+@contextmanager
+def _strategies(tried: Sequence[Paths]) -> Iterator[list[Strategy]]:
+    """Make a strategy for each set of thresholds.  Collective."""
+    with ExitStack() as stack:
+        made: list[Strategy] = []
+        for paths in tried:
+            with trying(paths):
+                made.append(stack.enter_context(MirroredStrategy()))
+        yield made

@@ -1,0 +1,240 @@
+"""`mpistrategy bench`: its options, and the run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
+from mpistrategy.cli.bench.measuring import report as reports
+from mpistrategy.cli.bench.measuring.environment import describe
+from mpistrategy.cli.bench.measuring.plot import draw
+from mpistrategy.cli.bench.measuring.timing import FULL, QUICK, measure
+from mpistrategy.cli.bench.peers.installed import PEERS, open_peers
+from mpistrategy.mpi.tuning.files import VARIABLE, Machine, check_can_save, expanded, save, trying
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, default_for
+from mpistrategy.strategy.mirrored import MirroredStrategy
+from mpistrategy.strategy.replica_context import ReplicaContext
+
+if TYPE_CHECKING:
+    from mpistrategy.cli.bench.cases.case import Case
+    from mpistrategy.cli.bench.cases.sums import Bench
+    from mpistrategy.cli.bench.measuring.raw import RawRanks
+    from mpistrategy.strategy.strategy import Strategy
+
+SUITES = ("all_reduce", "small", "lists", "steps", "nodes", "guard")
+UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Say what `mpistrategy bench` takes."""
+    parser.add_argument("--quick", action="store_true", help="less than a minute: fewer sizes and rounds")
+    parser.add_argument(
+        "--only", type=_names(SUITES), default=list(SUITES[:-1]), metavar="SUITE,...", help=f"of {', '.join(SUITES)}"
+    )
+    parser.add_argument("--sizes", type=_sizes, metavar="SIZE,...", help="for all_reduce, e.g. 4,64KiB,1MiB")
+    parser.add_argument("--lists", type=_names(tuple(LISTS)), metavar="LIST,...", help=f"of {', '.join(LISTS)}")
+    parser.add_argument(
+        "--networks",
+        type=_names(NETWORKS),
+        default=list(NETWORKS),
+        metavar="NETWORK,...",
+        help=f"of {', '.join(NETWORKS)}",
+    )
+    parser.add_argument(
+        "--peers",
+        type=_names(PEERS),
+        default=["torch"],
+        metavar="PEER,...",
+        help="other libraries to run as well, where installed",
+    )
+    parser.add_argument("--seconds", type=_positive, help="for each case")
+    parser.add_argument(
+        "--line-rate", type=_positive, metavar="GBIT", help="of the link between nodes, for the suite nodes"
+    )
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write all figures there")
+    parser.add_argument(
+        "--markdown", type=_file, metavar="FILE", default="-", help="write the tables there; default: the screen"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="measure the thresholds of this machine instead, and save them"
+    )
+    parser.add_argument("--plot", type=_file, metavar="FILE.png", help="draw time by size")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure on all ranks of the job; return the exit status."""
+    # What is about to be measured may not be there yet.
+    with trying(DEFAULT) if options.save else nullcontext():
+        strategy = MirroredStrategy()  # starts MPI
+    if strategy.num_replicas_in_sync == 1:
+        print(
+            "mpistrategy bench: found one rank; expected several to measure between. "
+            "Start it with your launcher: mpiexec -n 2 mpistrategy bench",
+            file=sys.stderr,
+        )
+        return 2
+    from mpistrategy.cli.bench.measuring.raw import RawRanks
+
+    ranks = RawRanks()
+    report: dict[str, Any] = {"environment": describe(ranks.job()), "method": reports.METHOD, "cases": []}
+    status = 0
+    if options.save:
+        status = _save(options, ranks, strategy, report)
+    else:
+        _run_suites(options, ranks, strategy, report)
+    if ranks.rank == 0:
+        reports.write(options.markdown, reports.markdown(report))
+        if options.json:
+            reports.write(options.json, reports.as_json(report))
+        if options.plot:
+            _tell(draw(report, options.plot) or f"drew {options.plot}")
+    ranks.close()
+    strategy.close()
+    right = all(row["right"] for case in report["cases"] for row in case["variants"])
+    if not right and ranks.rank == 0:
+        _tell("WRONG RESULTS: see the tables")
+    return status if right else 1
+
+
+def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> None:
+    from mpistrategy.cli.bench.cases import nodes, protection, steps, sums
+
+    suites: dict[str, Callable[[Bench], Iterator[Case]]] = {
+        "all_reduce": sums.one_array,
+        "small": sums.small_values,
+        "lists": sums.gradient_lists,
+        "steps": steps.training_steps,
+        "nodes": nodes.between_nodes,
+        "guard": protection.protection,
+    }
+    peers, missing = open_peers(options.peers, ranks, report["environment"]["nodes"])
+    bench = sums.Bench(
+        ranks,
+        strategy,
+        report["environment"]["nodes"],
+        ReplicaContext(strategy, strategy.replica_id_in_sync_group),
+        peers,
+        missing,
+        options.sizes or (sums.QUICK_SIZES if options.quick else sums.SIZES),
+        options.lists or (sums.QUICK_LISTS if options.quick else tuple(LISTS)),
+        options.networks,
+    )
+    effort = QUICK if options.quick else FULL
+    if options.seconds:
+        effort = replace(effort, seconds=options.seconds)
+    for suite in options.only:
+        for case in suites[suite](bench):
+            if ranks.rank == 0:
+                _tell(f"{suite}: {case.name} ...")
+            report["cases"].append(measure(case, ranks, effort))
+            figures = report["cases"][-1]
+            if suite == "steps":
+                figures["communication_us"] = steps.communication(figures)
+            elif suite == "guard" and figures["reference"] == protection.BARE:
+                figures["protection_us"] = protection.costs(figures)
+            elif suite == "nodes" and nodes.BEHIND in [row["name"] for row in figures["variants"]]:
+                figures["hidden"] = nodes.hidden(figures)
+            elif suite == "nodes" and options.line_rate:
+                figures["line_us"] = nodes.on_the_line(case.nbytes, bench.nodes, options.line_rate)
+            for variant in case.variants:
+                if variant.close is not None:
+                    variant.close()
+            case.variants.clear()  # their memory is wanted for the next
+    for peer in peers:
+        peer.close()
+
+
+def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> int:
+    from mpistrategy.cli.bench.cases.thresholds import EFFORT, Search
+    from mpistrategy.cli.bench.cases.thresholds import QUICK as QUICK_SEARCH
+
+    environment, node_of = report["environment"], strategy.extended.communicator.node_of
+    machine = Machine(environment["mpi"], environment["ranks_on_node"], environment["nodes"])
+    named = os.environ.get(VARIABLE)
+    saves = node_of.index(node_of[ranks.rank]) == ranks.rank  # one rank of each node: their homes may differ
+
+    def place() -> Path:
+        return expanded(named) if named else machine.file
+
+    def failed(action: Callable[[], object]) -> bool:
+        """Say on all ranks whether a rank that saves could not do it."""
+        trouble = False
+        try:
+            if saves:
+                action()
+        except OSError as error:
+            trouble = True
+            _tell(f"rank {ranks.rank} cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
+        return bool(ranks.greatest(np.array([float(trouble)]))[0])
+
+    if failed(lambda: check_can_save(place())):
+        return 1
+    tell = _tell if ranks.rank == 0 else lambda line: None
+    effort, trials = (QUICK_SEARCH, 1) if options.quick else (EFFORT, 3)
+    default = default_for(machine.library)
+    search = Search(ranks, machine.ranks_on_node > 1, machine.nodes, tell, default, effort, trials)
+    paths = replace(search.run(), source=f"measured {environment['date']} on {environment['cpu']}")
+    report["cases"] = search.cases
+    report["paths"] = asdict(paths)
+    if failed(lambda: save(paths, machine, place())):
+        return 1
+    tell(
+        f"saved {place()}. Every new strategy of {machine.ranks_on_node} ranks on each of {machine.nodes} node(s) "
+        f"under {machine.library} uses it."
+    )
+    return 0
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _names(eligible: Iterable[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        unknown = [name for name in names if name not in eligible]
+        if unknown or not names:
+            found = f"there is no {unknown[0]!r}" if unknown else "nothing is named"
+            raise argparse.ArgumentTypeError(f"{found}; eligible: {', '.join(eligible)}")
+        return names
+
+    return parse
+
+
+def _file(text: str) -> str:
+    """Refuse what cannot be written before anything is measured."""
+    path = Path(text)
+    target = path if path.exists() else path.parent
+    if text != "-" and (path.is_dir() or not os.access(target, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return text
+
+
+def _positive(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = []
+    for word in text.split(","):
+        number = word.strip().lower().rstrip("bkmgi")
+        unit = word.strip().lower()[len(number) :].strip()
+        with suppress(ValueError):
+            size = float(number) * UNITS.get(unit, 0)
+            if 4 <= size < float("inf") and size % 4 == 0:
+                sizes.append(int(size))
+                continue
+        raise argparse.ArgumentTypeError(f"{word!r} is no size; write multiples of 4 bytes as 4, 64KiB or 1MiB")
+    return sizes

@@ -1,0 +1,1 @@
+"""How the cases of the benchmark are timed and reported."""

@@ -1,0 +1,90 @@
+"""The reference of every ratio: mpi4py as a user without this library would call it.
+
+The one place outside mpi/ that talks to MPI: what is measured against must not go through what is measured.
+Importing it starts MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.cli.bench.measuring.environment import Job
+from mpistrategy.mpi.tuning.files import library_name
+
+PIECE = 2**20
+
+
+class RawRanks:
+    """All ranks of the job, on a communicator of the benchmark's own."""
+
+    def __init__(self) -> None:
+        self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+        self.rank: int = self.comm.rank
+        self.size: int = self.comm.size
+        self.barrier = self.comm.Barrier
+        #: The plain call, on buffers that mpi4py looks at itself.
+        self.allreduce = self.comm.Allreduce
+        self.sum = MPI.SUM
+        #: In the place of a source: the target is the operand, too.
+        self.in_place = MPI.IN_PLACE
+
+    def job(self) -> Job:
+        """Say what runs here, the same on every rank.  Collective."""
+        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        leaders = np.array([int(node.rank == 0)])
+        on_node = np.array([node.size])
+        node.Free()
+        self.comm.Allreduce(MPI.IN_PLACE, leaders)
+        self.comm.Allreduce(MPI.IN_PLACE, on_node, MPI.MAX)
+        library = library_name(MPI.Get_library_version())
+        return Job(library, ".".join(map(str, MPI.Get_version())), self.size, int(on_node[0]), int(leaders[0]))
+
+    def greatest(self, values: Array) -> Array:
+        """Return the element-wise greatest over the ranks.  Collective."""
+        result = np.array(values)
+        self.comm.Allreduce(MPI.IN_PLACE, result, MPI.MAX)
+        return result
+
+    def all_equal(self, digest: bytes) -> bool:
+        """Say whether all ranks came to the same bytes.  Collective."""
+        mine = np.frombuffer(digest, np.uint8)
+        everyone = np.empty((self.size, mine.size), np.uint8)
+        self.comm.Allgather(mine, everyone)
+        return bool((everyone == everyone[0]).all())
+
+    def sum_in_pieces(self, buffer: Array) -> None:
+        """Sum in place, a megabyte at a time: what a careful user does."""
+        flat = buffer.reshape(-1)
+        step = max(PIECE // buffer.itemsize, 1)
+        for start in range(0, flat.size, step):
+            self.comm.Allreduce(MPI.IN_PLACE, flat[start : start + step])
+
+    def sum_each_into(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
+        """The usual loop over a list of gradients."""
+        allreduce = self.comm.Allreduce
+        for source, target in zip(sources, targets, strict=True):
+            allreduce(source, target)
+
+    def sum_each_in_place(self, buffers: Sequence[Array]) -> None:
+        """The loop in place."""
+        allreduce, in_place = self.comm.Allreduce, MPI.IN_PLACE
+        for buffer in buffers:
+            allreduce(in_place, buffer)
+
+    def broadcast_text(self, text: str, root: int = 0) -> str:
+        """Return the text of rank `root`.  Collective."""
+        data = np.frombuffer(text.encode(), np.uint8)
+        length = np.array([data.size])
+        self.comm.Bcast(length, root)
+        buffer: Any = np.array(data) if self.rank == root else np.empty(int(length[0]), np.uint8)
+        self.comm.Bcast(buffer, root)
+        return bytes(buffer).decode()
+
+    def close(self) -> None:
+        """Give the communicator back.  Collective."""
+        self.comm.Free()

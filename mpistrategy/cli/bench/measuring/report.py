@@ -1,0 +1,92 @@
+"""The figures as JSON and as Markdown tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mpistrategy.cli.bench.measuring.environment import in_words
+
+METHOD = (
+    "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "
+    "case's first row; in brackets the quartiles of the ratios round by round. Every rank rewrites its operand before "
+    "each call and reads its result after it (not counted). A call's time is that of its slowest rank. Calls during "
+    "which a rank had to share its core with another program are left out, unless nearly all are (marked ~)."
+)
+
+
+def time_in_words(microseconds: float) -> str:
+    """Return a time with three digits."""
+    for unit, factor in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= factor:
+            return f"{microseconds / factor:.3g} {unit}"
+    return f"{microseconds:.3g} us"
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Return one table for each suite."""
+    lines = [in_words(report["environment"]), "", METHOD]
+    suites = list(dict.fromkeys(case["suite"] for case in report["cases"]))
+    for suite in suites:
+        lines += ["", f"**{suite}**", "", "| case | variant | time | ratio (quartiles) |", "|---|---|---|---|"]
+        for case in report["cases"]:
+            if case["suite"] == suite:
+                lines += [_row(case, number) for number in range(len(case["variants"]))]
+        lines += _more(report, suite)
+    missing = {name: why for case in report["cases"] for name, why in case["missing"].items()}
+    if missing:
+        lines += ["", "Not measured: " + "; ".join(f"{name} ({why})" for name, why in sorted(missing.items())) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def _more(report: dict[str, Any], suite: str) -> list[str]:
+    """Return what follows from the figures of a suite, in words."""
+    lines = []
+    for case in report["cases"]:
+        if case["suite"] != suite:
+            continue
+        if "communication_us" in case:
+            costs = ", ".join(f"{name} {_signed(cost)}" for name, cost in case["communication_us"].items())
+            lines.append(f"Communication of {case['case']} (step less the same library's without it): {costs}.")
+        if "protection_us" in case:
+            cost = case["protection_us"]
+            share = 100 * cost["check"] / case["variants"][-1]["median_us"]
+            lines.append(
+                f"{case['case']}: of a call the check takes {_signed(cost['check'])} ({share:.1f} %), the record "
+                f"{_signed(cost['record'])}; of a second the watchdog takes {_signed(cost['watchdog'])}."
+            )
+        if "line_us" in case:
+            lines.append(f"{case['case']}: the bytes alone keep the line busy for {time_in_words(case['line_us'])}.")
+        if "hidden" in case:
+            lines.append(f"{case['case']}: {100 * case['hidden']:.0f} % of the communication is hidden.")
+    return ["", *lines] if lines else []
+
+
+def _signed(microseconds: float) -> str:
+    return ("-" if microseconds < 0 else "") + time_in_words(abs(microseconds))
+
+
+def _row(case: dict[str, Any], number: int) -> str:
+    row = case["variants"][number]
+    doubt = "~" if row["ratio_disturbed"] else ""
+    ratio = (
+        f"{doubt}{row['ratio']:.2f} ({row['ratio_quartile_1']:.2f}-{row['ratio_quartile_3']:.2f})" if number else "1"
+    )
+    wrong = "" if row["right"] else " **WRONG RESULT**"
+    busy = "" if row["disturbed_left_out"] else "~"
+    time = time_in_words(row["median_us"])
+    return f"| {'' if number else case['case']} | {row['name']} | {busy}{time} | {ratio}{wrong} |"
+
+
+def write(path: str, text: str) -> None:
+    """Write a report to a file, or to the screen for ``-``."""
+    if path == "-":
+        print(text, end="")
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def as_json(report: dict[str, Any]) -> str:
+    """Return the whole report."""
+    return json.dumps(report, indent=1) + "\n"

@@ -1,0 +1,1 @@
+"""Other libraries that the benchmark measures where they are installed."""

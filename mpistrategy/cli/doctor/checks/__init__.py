@@ -1,0 +1,1 @@
+"""The checks of the doctor: functions from facts to findings."""

@@ -1,0 +1,138 @@
+"""Which GPUs the ranks see, who would drive which, and whether MPI takes their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
+from mpistrategy.cli.doctor.facts.facts import Facts, Job
+from mpistrategy.errors import DeviceError, MpiStrategyError
+from mpistrategy.mpi.gpu import binding
+from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, Answer, weakest
+from mpistrategy.mpi.gpu.inventory import Sight
+from mpistrategy.mpi.job.launcher import ranks_in_words
+
+
+def gpus(job: Job) -> Iterator[Finding]:
+    """Find GPUs that are hidden from the ranks, ranks that would share one, and ranks that see only their own."""
+    sights = [Sight.read(each.sight) if each.sight else Sight(host=each.host) for each in job.facts]
+    hidden = [each for each, sight in zip(job.facts, sights, strict=True) if _is_hidden(each, sight)]
+    if hidden:
+        yield _hidden(hidden, sights[job.facts.index(hidden[0])])
+        return
+    if not any(sight.gpus for sight in sights):
+        amd = any(each.amd for each in job.facts)
+        yield Finding("gpus", OK, f"none{' that this library can use (AMD)' * amd}: the ranks work on CPUs")
+        return
+    leaders = sorted({each.leader for each in job.facts})
+    try:
+        bound = binding.bind(sights, [leaders.index(each.leader) for each in job.facts])
+    except DeviceError as error:
+        found, fix = parts_of(error)
+        yield Finding("gpus", BAD, found, fix)
+        return
+    first = ", ".join(f"rank {rank} drives {gpu}" for rank, gpu in enumerate(bound[:4]))
+    shown = first + (f" and {len(bound) - 4} more" if len(bound) > 4 else "")
+    alone = [each.rank for each, sight in zip(job.facts, sights, strict=True) if _is_alone(each, sight, job, sights)]
+    if alone:
+        yield Finding(
+            "gpus",
+            NOTE,
+            f"{shown}; {ranks_in_words(alone)} see{'s' if len(alone) == 1 else ''} only their own, so that no GPU can "
+            "copy from another one directly",
+            "Let every rank see all GPUs of its node: --gpus-per-node=N, and no --gpus-per-task or --gpu-bind",
+            tuple(alone),
+        )
+        return
+    yield Finding("gpus", OK, shown)
+
+
+def _is_hidden(each: Facts, sight: Sight) -> bool:
+    return not sight.gpus and (each.gpu_devices > 0 or (each.gpus_promised > 0 and not each.amd))
+
+
+def _hidden(hidden: list[Facts], sight: Sight) -> Finding:
+    each = hidden[0]
+    there = f"{count(each.gpu_devices, 'GPU')} on {each.host}" if each.gpu_devices else ""
+    told = f"Slurm gave the job {each.gpus_promised} on {each.host}" if each.gpus_promised else ""
+    found = f"{' and '.join(filter(None, (told, there)))}, but {ranks_in_words([one.rank for one in hidden])} "
+    found += f"{'see' if len(hidden) > 1 else 'sees'} none"
+    if each.visible in ("", "-1", "NoDevFiles"):
+        fix = "unset CUDA_VISIBLE_DEVICES; in Slurm ask with --gpus-per-node=N, and start without --gpu-bind=none"
+        found += f": CUDA_VISIBLE_DEVICES={each.visible!r} hides them"
+    else:
+        fix = sight.fix or "Ask for them with --gpus-per-node=N"
+        found += f": {sight.reason}" if sight.reason else ""
+    # Without a word of Slurm's somebody may want to work on CPUs.
+    verdict = BAD if each.gpus_promised else NOTE
+    return Finding("gpus", verdict, found, fix, tuple(one.rank for one in hidden))
+
+
+def _is_alone(each: Facts, sight: Sight, job: Job, sights: list[Sight]) -> bool:
+    """Return whether a rank sees one GPU, and another rank of its node another one."""
+    others = [other for one, other in zip(job.facts, sights, strict=True) if one.leader == each.leader]
+    return len(sight.gpus) == 1 and len({gpu.uuid for other in others for gpu in other.gpus}) > 1
+
+
+def peer_access(job: Job) -> Iterator[Finding]:
+    """Find GPUs of a node that cannot read each other's memory."""
+    for ranks in job.nodes.values():
+        first = ranks[0]
+        if first.no_peer_access:
+            pairs = ", ".join(f"{one}-{other}" for one, other in first.no_peer_access[:6])
+            more = f" and {len(first.no_peer_access) - 6} more" if len(first.no_peer_access) > 6 else ""
+            yield Finding(
+                "peer access",
+                NOTE,
+                f"GPUs {pairs}{more} on {first.host} cannot read each other's memory: copies go through the host",
+                "nvidia-smi topo -p2p r shows why (virtual machines need ACS off; other boards have no NVLink)",
+                tuple(each.rank for each in ranks),
+            )
+            return
+    if any(len(Sight.read(each.sight).gpus) > 1 for each in job.facts if each.sight):
+        yield Finding("peer access", OK, "every GPU can read the memory of the others of its node")
+
+
+def cuda_aware(job: Job) -> Iterator[Finding]:
+    """Find an MPI that says that it takes GPU memory and does not."""
+    if not any(Sight.read(each.sight).gpus for each in job.facts if each.sight):
+        yield Finding("cuda-aware", OK, "not applicable: no rank sees a GPU")
+        return
+    answer = weakest([Answer.read(each.cuda_aware or "unverified nothing is known") for each in job.facts])
+    trial = job.trial
+    if answer.is_yes and trial is not None and trial.outcome in ("wrong", "died"):
+        yield Finding(
+            "cuda-aware",
+            BAD,
+            f"{answer.reason}, but GPU memory given to it in two ranks "
+            f"{'came back wrong' if trial.outcome == 'wrong' else 'ended them'}: {trial.reason}",
+            f"export {VARIABLE}=0; or load the module of an MPI that was built with CUDA (for Cray MPICH: the GTL "
+            "library, and MPICH_GPU_SUPPORT_ENABLED=1)",
+        )
+    elif trial is not None and trial.outcome == "right":
+        verdict = OK if answer.is_yes else NOTE
+        fix = "" if answer.is_yes else f"export {VARIABLE}=1"
+        yield Finding("cuda-aware", verdict, f"{answer.verdict} ({answer.reason}); tried: {trial.reason}", fix)
+    elif answer.verdict == NO:
+        yield Finding(
+            "cuda-aware",
+            NOTE,
+            f"no ({answer.reason}): GPU memory is staged through the host",
+            "Faster with an MPI that was built with CUDA: ask for your cluster's module of one",
+        )
+    else:
+        why = trial.reason if trial is not None else "it was not tried"
+        yield Finding(
+            "cuda-aware",
+            NOTE,
+            f"unverified: {answer.verdict}, as far as can be seen ({answer.reason}); {why}",
+            f"If you know it: export {VARIABLE}=1, or 0",
+        )
+
+
+def parts_of(error: MpiStrategyError) -> tuple[str, str]:
+    """Return what an error of ours found, and its cure."""
+    text = str(error).partition(": found ")[2] or str(error)
+    found, _, rest = text.partition("; expected ")
+    expected, _, fix = rest.partition(". ")
+    return found, fix or f"Expected {expected}"

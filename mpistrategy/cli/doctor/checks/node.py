@@ -1,0 +1,144 @@
+"""Who is on which node, with which cores, and with how much memory to share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count, mebibytes
+from mpistrategy.cli.doctor.facts.facts import Facts, Job
+from mpistrategy.mpi.job.launcher import ranks_in_words
+
+
+def nodes(job: Job) -> Iterator[Finding]:
+    """Find ranks of one host that share no memory, and nodes with fewer or more ranks than the others."""
+    groups = job.nodes
+    by_host: dict[str, list[list[Facts]]] = {}
+    for ranks in groups.values():
+        by_host.setdefault(ranks[0].host, []).append(ranks)
+    fine = True
+    for host, parts in by_host.items():
+        if len(parts) > 1:
+            fine = False
+            shown = " and ".join(ranks_in_words([each.rank for each in part]) for part in parts[:4])
+            yield Finding(
+                "nodes",
+                BAD,
+                f"{shown} are all on {host}, but share no memory: they would talk through the network",
+                "Start one container for all ranks of a node, or let them share: docker run --ipc=host, "
+                "apptainer without --containall; and a host name of its own for every node",
+                tuple(each.rank for part in parts for each in part),
+            )
+    sizes = Counter(len(ranks) for ranks in groups.values())
+    usual = max(sizes, key=lambda size: (sizes[size] * size, size))  # where most ranks are
+    odd = [ranks for ranks in groups.values() if len(ranks) != usual]
+    if odd and fine:
+        fine = False
+        first = odd[0]
+        yield Finding(
+            "nodes",
+            NOTE,
+            f"{count(len(first), 'rank')} on {first[0].host} ({ranks_in_words([each.rank for each in first])}), "
+            f"{usual} on {'others' if len(groups) > 2 else 'the other'}",
+            f"Evenly: --nodes={max(1, len(job.facts) // usual)} --ntasks-per-node={usual} (Open MPI: --map-by "
+            f"ppr:{usual}:node)",
+            tuple(each.rank for ranks in odd for each in ranks),
+        )
+    if fine:
+        names = ", ".join(list(by_host)[:4]) + (f" and {len(by_host) - 4} more" if len(by_host) > 4 else "")
+        each = " on each" if len(groups) > 1 else ""
+        yield Finding("nodes", OK, f"{count(len(groups), 'node')} ({names}), {count(usual, 'rank')}{each}")
+
+
+def cores(job: Job) -> Iterator[Finding]:
+    """Find more threads than cores, and ranks that were all put on the same few cores."""
+    worst: Finding | None = None
+    for ranks in job.nodes.values():
+        found = _cores_of(ranks)
+        if found is not None and (worst is None or found.verdict == BAD != worst.verdict):
+            worst = found
+    if worst is not None:
+        yield worst
+        return
+    first = job.nodes[job.facts[0].leader]
+    available = len({core for each in first for core in each.cores})
+    threads = f", {count(first[0].threads, 'thread')} each ({first[0].threads_source})" if first[0].threads else ""
+    yield Finding("cores", OK, f"{count(len(first), 'rank')} on {count(available, 'core')}{threads}")
+
+
+def _cores_of(ranks: list[Facts]) -> Finding | None:
+    available = len({core for each in ranks for core in each.cores}) or 1
+    threads, where = sum(max(each.threads, 1) for each in ranks), f"on {ranks[0].host}"
+    members = tuple(each.rank for each in ranks)
+    if available < len(ranks) and available < ranks[0].machine_cores:
+        return Finding(
+            "cores",
+            BAD,
+            f"{count(len(ranks), 'rank')} {where} share {count(available, 'core')} of {ranks[0].machine_cores}",
+            "Give each its own: srun --cpu-bind=cores --cpus-per-task=N; mpiexec --bind-to none (Open MPI), -bind-to "
+            "none (MPICH)",
+            members,
+        )
+    if threads > available and max(each.threads for each in ranks) > 1:
+        share = max(1, available // len(ranks))
+        most = max(ranks, key=lambda each: each.threads)
+        return Finding(
+            "cores",
+            BAD,
+            f"{threads} threads of linear algebra on {count(available, 'core')} {where}: "
+            f"{count(len(ranks), 'rank')} with up to {most.threads} each ({most.threads_source})",
+            f"export OMP_NUM_THREADS={share}",
+            members,
+        )
+    if len(ranks) > available:
+        return Finding(
+            "cores",
+            NOTE,
+            f"{len(ranks)} ranks on {count(available, 'core')} {where}: they take turns",
+            f"Start at most {available} ranks on a node, or ask for more cores: --cpus-per-task",
+            members,
+        )
+    return None
+
+
+def shared_memory(job: Job) -> Iterator[Finding]:
+    """Find too little memory for what the ranks of a node share."""
+    needing = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
+    if not needing:
+        yield Finding("shared memory", OK, "one rank on each node: nothing to share")
+        return
+    tight: Finding | None = None
+    for ranks in needing:
+        first = ranks[0]
+        members = tuple(each.rank for each in ranks)
+        state = f"{_room_in_words(first)} on {first.host}"
+        if first.room_of and first.room_free < first.room_needed:
+            yield Finding(
+                "shared memory",
+                BAD,
+                f"{state}: there is no room, and everything goes through MPI, slower",
+                _MORE_MEMORY,
+                members,
+            )
+            return
+        if tight is None and first.room_of and first.room_free < 2 * first.room_needed:
+            tight = Finding(
+                "shared memory",
+                NOTE,
+                f"{state}; less than half of it would stay free, so that large arrays and arenas are not shared",
+                _MORE_MEMORY,
+                members,
+            )
+    yield tight or Finding(
+        "shared memory", OK, _room_in_words(min((ranks[0] for ranks in needing), key=lambda each: each.room_free))
+    )
+
+
+_MORE_MEMORY = (
+    "Ask for more: srun --mem=16G; docker run --memory=16g; if the message names /dev/shm: docker run --shm-size=8g"
+)
+
+
+def _room_in_words(facts: Facts) -> str:
+    known = f"{mebibytes(facts.room_free)} are free ({facts.room_of}); " if facts.room_of else ""
+    return f"{known}{facts.local_size} ranks share {mebibytes(facts.room_needed)} for each strategy"

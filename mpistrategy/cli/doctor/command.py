@@ -1,0 +1,214 @@
+"""`mpistrategy doctor`: its options, and the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from mpistrategy.cli.doctor.checks import catalog
+from mpistrategy.cli.doctor.checks.finding import BAD, Finding, worst
+from mpistrategy.cli.doctor.checks.gpu import parts_of
+from mpistrategy.cli.doctor.deadline import STATUS, Deadline, starting_mpi
+from mpistrategy.cli.doctor.facts import gather
+from mpistrategy.cli.doctor.facts.facts import Clock, Facts, Job, Speed, Trial
+from mpistrategy.cli.doctor.report import report
+from mpistrategy.cli.doctor.report.privacy import covered, veil
+from mpistrategy.errors import FallbackWarning, MpiStrategyError
+
+if TYPE_CHECKING:
+    from mpistrategy.cli.doctor.facts.ranks import Ranks
+
+_SECONDS = 60.0
+#: The other ranks wait longer than rank 0, which says who is missing.
+_LONGER_SECONDS = 5.0
+_TRIAL_SECONDS = 20.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `mpistrategy doctor`."""
+    parser.epilog = (
+        "Start it as you start your program: mpiexec -n 4 mpistrategy doctor, or srun mpistrategy doctor. "
+        "Status: 0 nothing is bad, 1 something is, 2 could not be done as asked."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="how many ranks there should be")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=_SECONDS, metavar="SECONDS", help=f"how long it may take; {_SECONDS:g}"
+    )
+    hung = parser.add_argument_group("a job that hangs, from outside")
+    hung.add_argument(
+        "--job", metavar="ID", help="a Slurm job: what each rank is doing, for how long, who has not come"
+    )
+    hung.add_argument("--pid", type=_positive, metavar="PID", help="the same of the job of a process of this node")
+    hung.add_argument("--run-dir", metavar="FOLDER", help="the same from the files of a run directory")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine the job that this process is a rank of, or another one; return the exit status."""
+    start_seconds = gather.seconds_since_start()
+    if options.job or options.pid or options.run_dir:
+        from mpistrategy.cli.doctor.running_job import hung_job
+
+        return hung_job.run(options)
+    deadline = Deadline(options.timeout + _LONGER_SECONDS)
+    try:
+        return _examine(options, deadline, start_seconds)
+    finally:
+        deadline.met()
+
+
+def _examine(options: argparse.Namespace, deadline: Deadline, start_seconds: float) -> int:
+    cover = veil(os.environ)
+    facts = gather.of_this_process(os.environ, start_seconds)
+    began = time.monotonic()
+    title = f"[rank {facts.place}/{facts.tasks}] " if facts.tasks > 1 else ""
+    try:
+        with starting_mpi(options.timeout, title):
+            from mpistrategy.cli.doctor.facts.ranks import Ranks
+
+            ranks = Ranks()
+    except (ImportError, RuntimeError) as error:
+        return _without_mpi(options, facts, error, cover)
+    facts = gather.with_mpi(facts, ranks, time.monotonic() - began)
+    if facts.refusal and facts.place:
+        return 0  # all of them found the same; the first one tells it, and its status is the job's
+    deadline.title = f"[rank {ranks.rank}/{ranks.size}] " if ranks.size > 1 else ""
+    try:
+        job = _meet(options, deadline, ranks, facts, cover)
+    except BaseException:
+        if ranks.size == 1:
+            raise
+        sys.excepthook(*sys.exc_info())
+        ranks.abort(STATUS)
+        raise
+    if ranks.rank == 0:
+        findings = catalog.examine(job)
+        _tell(options, job, findings, cover)
+        status = int(worst(findings) == BAD)
+    else:
+        status = 0
+    # srun --kill-on-bad-exit ends the ranks that are still at it when the first has ended, and reports their status.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if job.missing:
+        ranks.abort(STATUS)
+    return ranks.told(status)
+
+
+def _meet(
+    options: argparse.Namespace, deadline: Deadline, ranks: Ranks, facts: Facts, cover: Callable[[str], str]
+) -> Job:
+    """Return what is known of the job; on rank 0 of all ranks, elsewhere of this one."""
+    wanted = options.ranks or 0
+    patience = deadline.left - _LONGER_SECONDS
+
+    def absent(there: dict[int, str], waited: float) -> Job | None:
+        missing = [rank for rank in range(ranks.size) if rank not in there] if ranks.rank == 0 else []
+        return Job([facts], wanted, missing, round(waited)) if missing else None
+
+    deadline.stage = "waiting for all ranks"
+    job = absent(ranks.collect("here", patience), patience)
+    if job is not None:
+        return job
+    ranks.told(0)
+    deadline.stage = "looking at nodes and GPUs"
+    facts = gather.on_node(facts, ranks.place_on_node())
+    texts = ranks.collect(json.dumps(covered(asdict(facts), cover)), left := deadline.left - _LONGER_SECONDS)
+    job = absent(texts, left)
+    if job is not None:
+        return job
+    everyone = [Facts.read(texts[rank]) for rank in sorted(texts)]
+    deadline.stage = "measuring"
+    sums_right, speeds, untried = _sums(ranks, everyone)
+    clocks: list[Clock] = []
+    if ranks.size > 1:
+        from mpistrategy.cli.doctor.facts.measure import clocks_and_links
+
+        leaders = sorted({each.leader for each in everyone})
+        clocks, links = clocks_and_links(
+            ranks, leaders, [everyone[each].host for each in leaders] if not ranks.rank else []
+        )
+        speeds += links
+    trial = _trial(ranks, everyone, deadline)
+    return Job(everyone, wanted, (), 0.0, sums_right, untried, speeds, clocks, trial)
+
+
+def _sums(ranks: Ranks, everyone: list[Facts]) -> tuple[bool | None, list[Speed], str]:
+    """Return whether the ranks add up right, how fast, and why it was not tried.  Collective."""
+    if ranks.size == 1:
+        return None, [], ""
+    differ = len({(each.mpistrategy, each.python.rpartition(".")[0]) for each in everyone}) > 1
+    if ranks.told(differ):
+        return None, [], "the ranks run different versions"
+    from mpistrategy.cli.doctor.facts.measure import sums_and_speeds
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)  # a check says it
+            is_right, speeds = sums_and_speeds(ranks)
+    except MpiStrategyError as error:  # on all ranks alike
+        return None, [], str(error)
+    return is_right, speeds, ""
+
+
+def _trial(ranks: Ranks, everyone: list[Facts], deadline: Deadline) -> Trial | None:
+    """Return what came of GPU memory in two ranks of their own; None where there is nothing to try."""
+    if ranks.rank or not any(each.cuda_aware for each in everyone):
+        return None
+    if any(each.cuda_aware.startswith("no ") for each in everyone):
+        return None
+    from mpistrategy.cli.doctor.facts import cuda_trial
+    from mpistrategy.mpi.gpu import cuda_trials, loaded_mpi
+
+    deadline.stage = "giving GPU memory to MPI"
+    started = cuda_trial.command(loaded_mpi.mapped_files())
+    trial = cuda_trial.attempt(started, os.environ, min(_TRIAL_SECONDS, 0.8 * deadline.left))
+    if trial.outcome != "unverified":
+        with suppress(OSError):  # strategies then go on as if nobody had tried
+            cuda_trials.save(ranks.library, cuda_trials.Outcome(trial.outcome, trial.reason))
+    return trial
+
+
+def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException, cover: Callable[[str], str]) -> int:
+    """Say that no MPI can be loaded."""
+    from mpistrategy.mpi.job.launcher import no_mpi
+
+    found, fix = parts_of(no_mpi("mpistrategy doctor", error))
+    if facts.wanted:
+        fix = f"MPI4PY_LIBMPI={facts.wanted}: is it there, with all that it needs (ldd)? {fix}"
+    if facts.place == 0:
+        findings = [Finding("mpi", BAD, found, fix)]
+        _tell(options, Job([facts]), findings, cover)
+        return STATUS
+    return 0
+
+
+def _tell(options: argparse.Namespace, job: Job, findings: list[Finding], cover: Callable[[str], str]) -> None:
+    text = report.as_json(job, findings, cover) if options.json else cover(report.as_text(job, findings))
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return seconds

@@ -1,0 +1,1 @@
+"""What the doctor gathers about each rank, in plain values."""

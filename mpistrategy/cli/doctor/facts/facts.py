@@ -1,0 +1,177 @@
+"""What one rank knows of itself, in plain values: what the checks judge, and what tests plant faults in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank.  It travels as JSON; what another version of this package does not know of is left out.
+
+    Attributes:
+        rank, size: its number, and how many MPI counts.
+        host: the name of its node.
+        python, mpistrategy, numpy, mpi4py, library: versions; of the MPI library with its name.
+        built_for: the MPI that mpi4py was built for.
+        libraries: the files of MPI libraries that the process has loaded.
+        wanted: the library that MPI4PY_LIBMPI names, without symbolic links; "" for none.
+        thread_level: what MPI was started with: single, funneled, serialized or multiple.
+        mpi_seconds: how long MPI took to start.
+        launcher, tasks, place, said: what the launcher told this process: who it is, how many it started (0: unknown),
+            the number of this one, and the variables that say so.
+        pmi: what the launcher offers for the ranks to meet: PMI, PMIx; empty for nothing.
+        refusal: why the library would not start here, and what to type instead; empty when it would.
+        leader, local_rank, local_size: the first rank of its node, as MPI counts; its place there, and how many.
+        local_hints: what the launcher's variables say is the place on the node, by their names.
+        cores: the cores that it may use.
+        machine_cores: how many the node has.
+        threads: how many threads linear algebra takes; 0 if unknown.
+        threads_source: how that is known.
+        room_free, room_of: how many bytes the ranks of this node may still share, and what limits them; "" if unknown.
+        room_needed: what they share for each strategy.
+        start_seconds: from the start of the process until this command ran: the imports.
+        homes: where things lie: the path and the kind of file system, by their names.
+        sight: what it sees of GPUs, as `mpistrategy.mpi.gpu.inventory.Sight.text` has it; "" where nobody looked.
+        gpu_devices: how many GPUs the system of the node has device files for.
+        amd: whether there are AMD's GPUs, which this library cannot use.
+        gpus_promised: how many Slurm says that the job has on this node.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+        no_peer_access: pairs of GPUs that cannot read each other's memory.
+        cuda_aware: what is known of the MPI library and GPU memory; `mpistrategy.mpi.gpu.cuda_aware.Answer.text`.
+        leftovers: folders that killed jobs of Open MPI have left.
+    """
+
+    rank: int = 0
+    size: int = 1
+    host: str = ""
+    python: str = ""
+    mpistrategy: str = ""
+    numpy: str = ""
+    mpi4py: str = ""
+    library: str = ""
+    built_for: str = ""
+    libraries: Sequence[str] = ()
+    wanted: str = ""
+    thread_level: str = "multiple"
+    mpi_seconds: float = 0.0
+    launcher: str = ""
+    tasks: int = 0
+    place: int = 0
+    said: str = ""
+    pmi: Sequence[str] = ()
+    refusal: Sequence[str] = ()
+    leader: int = 0
+    local_rank: int = 0
+    local_size: int = 1
+    local_hints: Mapping[str, int] = field(default_factory=dict)
+    cores: Sequence[int] = ()
+    machine_cores: int = 1
+    threads: int = 0
+    threads_source: str = ""
+    room_free: int = 0
+    room_of: str = ""
+    room_needed: int = 0
+    start_seconds: float = 0.0
+    homes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sight: str = ""
+    gpu_devices: int = 0
+    amd: bool = False
+    gpus_promised: int = 0
+    visible: str | None = None
+    no_peer_access: Sequence[Sequence[int]] = ()
+    cuda_aware: str = ""
+    leftovers: Sequence[str] = ()
+
+    def text(self) -> str:
+        """Return it as a text for rank 0."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Facts:
+        """Return what `text` was made of."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast something went.
+
+    Attributes:
+        what: in words.
+        nbytes: how much.
+        seconds: the slowest rank's time.
+        expected: what it should take, in seconds; 0 where nobody knows.
+        where: which way it took, or which part of the job is meant; may be empty.
+    """
+
+    what: str
+    nbytes: int
+    seconds: float
+    expected: float = 0.0
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How far the clock of a node is from that of rank 0's node.
+
+    Attributes:
+        rank: the first rank of the node.
+        offset: in seconds; positive when it is ahead.
+        error: how exact that is.
+    """
+
+    rank: int
+    offset: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of giving GPU memory to MPI in two ranks of their own.
+
+    Attributes:
+        outcome: "right", "wrong" (the values), "died", or "unverified": it could not be tried.
+        reason: in words.
+    """
+
+    outcome: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is known of a job.
+
+    Attributes:
+        facts: of each rank that answered, by its number.
+        wanted_ranks: how many ranks there should be; 0 if nobody said.
+        missing: the ranks that did not answer.
+        patience: for how many seconds they were waited for.
+        sums_right: whether the ranks added up right; None when that was not tried.
+        untried: why not.
+        speeds, clocks: what was measured.
+        trial: of GPU memory; None when there was nothing to try.
+    """
+
+    facts: Sequence[Facts]
+    wanted_ranks: int = 0
+    missing: Sequence[int] = ()
+    patience: float = 0.0
+    sums_right: bool | None = None
+    untried: str = ""
+    speeds: Sequence[Speed] = ()
+    clocks: Sequence[Clock] = ()
+    trial: Trial | None = None
+
+    @property
+    def nodes(self) -> dict[int, list[Facts]]:
+        """The ranks of each node, by the node's first rank."""
+        found: dict[int, list[Facts]] = {}
+        for each in self.facts:
+            found.setdefault(each.leader, []).append(each)
+        return found

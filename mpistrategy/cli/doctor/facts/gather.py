@@ -1,0 +1,226 @@
+"""Gathers the facts of this process.  Nothing here raises, waits for another rank, or shows a variable unasked."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpistrategy.cli.doctor.checks.finding import mebibytes
+from mpistrategy.cli.doctor.checks.gpu import parts_of
+from mpistrategy.cli.doctor.facts import blas, peer_access
+from mpistrategy.cli.doctor.facts.facts import Facts
+from mpistrategy.cli.doctor.facts.file_system import kind_of
+from mpistrategy.errors import LaunchError
+from mpistrategy.mpi.gpu import loaded_mpi
+from mpistrategy.mpi.job import launcher
+from mpistrategy.mpi.shared_memory.segments import room
+from mpistrategy.mpi.shared_memory.spin_wait import cores
+from mpistrategy.mpi.tuning.files import library_name
+
+if TYPE_CHECKING:
+    from mpistrategy.cli.doctor.facts.ranks import Ranks
+
+#: Variables for the place on the node; a GPU is often chosen by them.
+_LOCAL = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PALS_LOCAL_RANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+_MPI_FILE = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
+_VISIBLE = re.compile(r"(?:NoDevFiles|-?\d+|(?:GPU|MIG)-[\w/-]+)?(?:,(?:-?\d+|(?:GPU|MIG)-[\w/-]+))*")
+_LEFT = re.compile(r"(?:ompi|prte|prterun)\.(\d+)$")
+#: The number that Linux gives the namespace of processes that is no container's.
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+_PATH = re.compile(r"[\w./+-]{1,400}")
+
+
+def seconds_since_start() -> float:
+    """Return how long ago this process began; 0.0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError, AttributeError):
+        ticks = int(launcher.stat_of(os.getpid())[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0
+
+
+def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Facts:
+    """Return what is known without MPI.
+
+    Args:
+        environment: the variables of the process.
+        start_seconds: what `seconds_since_start` said when the command began.
+    """
+    import numpy
+
+    files = loaded_mpi.mapped_files()
+    mine = sorted(cores())
+    threads, source = blas.threads(files, environment, len(mine))
+    claim = launcher.claim_in(environment)
+    shared = room()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return Facts(
+        host=os.uname().nodename,
+        python=".".join(map(str, sys.version_info[:3])),
+        mpistrategy=launcher.version(),
+        numpy=numpy.__version__,
+        launcher=claim.launcher if claim else "",
+        tasks=claim.tasks if claim else 0,
+        place=claim.rank if claim else 0,
+        said=", ".join(f"{name}={environment[name]}" for name in claim.variables) if claim else "",
+        pmi=offered(environment),
+        local_hints={name: int(environment[name]) for name in _LOCAL if environment.get(name, "").isdigit()},
+        cores=mine,
+        machine_cores=os.cpu_count() or 1,
+        threads=threads,
+        threads_source=source,
+        room_free=shared.free if shared else 0,
+        room_of=f"{shared.of}, {mebibytes(shared.total)}" if shared else "",
+        start_seconds=round(start_seconds, 3),
+        homes=homes(),
+        gpu_devices=len(glob("/dev/nvidia[0-9]*")),
+        amd=os.path.exists("/dev/kfd"),
+        gpus_promised=_number(environment, "SLURM_GPUS_ON_NODE"),
+        visible=visible if visible is None or _VISIBLE.fullmatch(visible) else "(something else)",
+        wanted=_library_wanted(environment.get("MPI4PY_LIBMPI", "")),
+        leftovers=leftovers(environment.get("TMPDIR") or tempfile.gettempdir()),
+    )
+
+
+def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
+    """Return the facts of a rank whose MPI has started.
+
+    Args:
+        facts: what was known before.
+        ranks: all of them.
+        seconds: how long MPI took to start.
+    """
+    library = library_name(ranks.library)
+    refusal: tuple[str, ...] = ()
+    try:
+        launcher.check_world(ranks.size, library, "mpistrategy doctor")
+    except LaunchError as error:
+        refusal = parts_of(error)
+    mapped = [path for path in loaded_mpi.mapped_files() if _MPI_FILE.match(os.path.basename(path))]
+    return replace(
+        facts,
+        rank=ranks.rank,
+        size=ranks.size,
+        mpi4py=ranks.mpi4py,
+        library=library,
+        built_for=ranks.built_for,
+        libraries=mapped,
+        thread_level=ranks.thread_level,
+        mpi_seconds=round(seconds, 3),
+        refusal=refusal,
+        homes=dict(facts.homes) | ({"MPI": (mapped[0], kind_of(mapped[0]))} if mapped else {}),
+    )
+
+
+def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
+    """Return the facts of a rank that knows its node.
+
+    Args:
+        facts: what was known before.
+        place: `Ranks.place_on_node`.
+    """
+    from mpistrategy.mpi.gpu.inventory import look
+    from mpistrategy.mpi.shared_memory.setup import NodeMemory
+    from mpistrategy.mpi.tuning.thresholds import DEFAULT
+    from mpistrategy.mpi.watchdog import status_board
+
+    leader, local_rank, local_size = place
+    sight = look()
+    each = status_board.BYTES + NodeMemory.bytes_for(local_size, DEFAULT)
+    found = replace(
+        facts,
+        leader=leader,
+        local_rank=local_rank,
+        local_size=local_size,
+        sight=sight.text(),
+        room_needed=local_size * each if local_size > 1 else 0,
+    )
+    if not sight.gpus:
+        return found
+    return replace(
+        found,
+        no_peer_access=peer_access.missing(len(sight.gpus)) if local_rank == 0 else (),
+        cuda_aware=_cuda_aware(),
+    )
+
+
+def offered(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what a launcher offers for its processes to meet."""
+    kinds = []
+    if "PMIX_NAMESPACE" in environment and "PMIX_RANK" in environment:
+        kinds.append("PMIx")
+    if "PMI_RANK" in environment and not {"PMI_FD", "PMI_PORT", "PMI_CONTROL_PORT", "PMI_SIZE"}.isdisjoint(environment):
+        kinds.append("PMI")
+    return tuple(kinds)
+
+
+def homes() -> dict[str, tuple[str, str]]:
+    """Return where Python, its packages and this one lie, and on what kind of file system."""
+    import numpy
+
+    places = {
+        "Python": sys.prefix,
+        "NumPy": os.path.dirname(numpy.__file__),
+        "mpistrategy": str(Path(__file__).parents[3]),
+    }
+    return {name: (path, kind_of(path)) for name, path in places.items()}
+
+
+def leftovers(folder: str, *, all_processes: bool | None = None) -> list[str]:
+    """Return the folders that this user's mpiexecs of Open MPI made, and whose process is gone.
+
+    Args:
+        folder: where they are.
+        all_processes: whether every process can be seen, or else nothing is known; None: as the system says.
+    """
+    found = []
+    with suppress(OSError):
+        if not (
+            all_processes or (all_processes is None and os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE)
+        ):
+            return []
+        for name in os.listdir(folder):
+            number, path = _LEFT.match(name), os.path.join(folder, name)
+            if number:
+                with suppress(OSError):  # some go meanwhile
+                    state = os.lstat(path)
+                    if stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid():
+                        found += [path] * (not os.path.exists(f"/proc/{number[1]}"))
+    return sorted(found)
+
+
+def _library_wanted(path: str) -> str:
+    if not _PATH.fullmatch(path):
+        return ""
+    return os.path.realpath(path) if "/" in path else path
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _cuda_aware() -> str:
+    from mpistrategy.errors import MpiStrategyError
+    from mpistrategy.mpi.gpu import cuda_aware
+    from mpistrategy.mpi.job import world
+
+    try:
+        return cuda_aware.decide(world.evidence(), cuda_aware.said()).text()
+    except MpiStrategyError as error:
+        return f"{cuda_aware.UNVERIFIED} {error}"

@@ -1,0 +1,203 @@
+"""Reads the files of a run directory: what the watchdogs of a job have said last, and what they wrote at its end.
+
+Other users may write where run directories are looked for.  What does not belong to the user is left out, with a word;
+and so is what is no small file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrategy import own_files
+from mpistrategy.mpi.watchdog import run_directory
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MOST_RANK, _MOST_PROCESS = 2**24, 2**22
+_MOST_FOLDERS = 64
+#: Node 0's first rank writes its file about every minute: who is silent for longer is gone, or stands still.
+SILENT_SECONDS = 150.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank, as it was last heard of.
+
+    Attributes:
+        rank: its number.
+        age: how long ago that was, in seconds.
+        waited: how long it had waited in a collective by then; 0 when it was in none.
+        limit: after how long it gives up; 0 if unknown.
+        text: where it was.
+        process: its number on its node; 0 if unknown.
+        shows_stacks: whether SIGQUIT makes it show its stacks.
+        node: the number of its node, from 0 on.
+        silent: why it cannot say anything any more; "" when it can.
+
+    Texts are printable.
+    """
+
+    rank: int
+    age: float
+    waited: float
+    limit: float
+    text: str
+    process: int = 0
+    shows_stacks: bool = False
+    node: int = 0
+    silent: str = ""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What is in a run directory.
+
+    Attributes:
+        folder: its path.
+        seen: the ranks.
+        roll_call: what the job wrote at its end, if it ended because a collective was late.
+        left_out: what was not read, and why.
+    """
+
+    folder: str
+    seen: tuple[Seen, ...]
+    roll_call: str
+    left_out: tuple[str, ...] = ()
+
+
+def folders_of(number: str, places: Iterable[str]) -> list[str]:
+    """Return the run directories of a Slurm job in these places: first the user's own, the newest first."""
+    found: dict[str, tuple[bool, float]] = {}
+    for place in dict.fromkeys(os.path.realpath(place) for place in places if place):
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if entry.name.startswith(f"{run_directory.PREFIX}{number}-"):
+                        found[entry.path] = _newest(entry)
+        except OSError:
+            continue
+    return sorted(found, key=lambda path: found[path], reverse=True)[:_MOST_FOLDERS]
+
+
+def _newest(entry: os.DirEntry[str]) -> tuple[bool, float]:
+    """Return whether a folder is the user's own, and when something in it was last written."""
+    try:
+        state = entry.stat(follow_symlinks=False)
+        if not own_files.is_own(state) or not entry.is_dir(follow_symlinks=False):
+            return False, state.st_mtime
+        with os.scandir(entry.path) as inside:
+            return True, max([state.st_mtime, *(inner.stat(follow_symlinks=False).st_mtime for inner in inside)])
+    except OSError:
+        return False, 0.0
+
+
+def read(path: str, now: float, *, follow: bool = False) -> RunFiles:
+    """Return what is in a run directory; files that cannot be read, or are something else, are passed over.
+
+    Args:
+        path: of the directory.
+        now: time.time().
+        follow: whether it may be a symbolic link.
+    """
+    left_out: list[str] = []
+    try:
+        with _opened(path, follow) as folder:
+            seen, roll_call = _seen_in(folder, now, left_out)
+    except OSError as error:
+        return RunFiles(path, (), "", (f"{path}: {_why(error)}",))
+    return RunFiles(path, tuple(seen[rank] for rank in sorted(seen)), roll_call, tuple(left_out))
+
+
+@contextmanager
+def _opened(path: str, follow: bool) -> Iterator[int]:
+    folder = os.open(path, _FOLDER if follow else _FOLDER | os.O_NOFOLLOW)
+    try:
+        state = os.fstat(folder)
+        if not own_files.is_own(state):
+            owner = own_files.user_in_words(state.st_uid)
+            raise PermissionError(0, f"it belongs to {owner}, and is not read: what is in it may be made up")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _why(error: OSError) -> str:
+    return "it is a symbolic link, or no folder" if isinstance(error, NotADirectoryError) else str(error.strerror)
+
+
+def _seen_in(folder: int, now: float, left_out: list[str]) -> tuple[dict[int, Seen], str]:
+    """Return the ranks that an open directory tells of, and its roll call; note what is left out."""
+
+    def text(name: str) -> tuple[str, os.stat_result | None]:
+        try:
+            descriptor = own_files.open_own(name, folder)
+            try:
+                state = os.fstat(descriptor)
+                if own_files.others_can_write(state):
+                    raise PermissionError(0, "others can write to it")
+                told = own_files.read_all(descriptor, run_directory.MOST_BYTES, name)
+                return own_files.printable(told.decode(errors="replace")), state
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            left_out.append(f"{name!r}: {error.strerror}")
+            return "", None
+
+    # Where others can write, even a file of the user's may be another one than its name says.
+    names, is_open = sorted(os.listdir(folder)), own_files.others_can_write(os.fstat(folder))
+    seen: dict[int, Seen] = {}
+    for name in names:
+        number = run_directory.NODE_FILE.fullmatch(name)
+        told, state = text(name) if number else ("", None)
+        if number and state is not None:
+            for each in _node(told, int(number[1]), now, trusted=not is_open):
+                seen[each.rank] = each
+    for name in names:
+        number = run_directory.RECORD.fullmatch(name)
+        if number and int(number[1]) not in seen:
+            told, state = text(name)
+            first = told.partition("\n")[0]
+            waited = re.search(r"^in #.* for (\d{1,9}\.\d{1,9}) s; ", first)
+            age = max(0.0, now - state.st_mtime) if state is not None else 0.0
+            if state is not None:
+                seen[int(number[1])] = Seen(int(number[1]), age, float(waited[1]) if waited else 0.0, 0.0, first)
+    return seen, text(run_directory.ROLL_CALL)[0] if run_directory.ROLL_CALL in names else ""
+
+
+def _node(text: str, node: int, now: float, *, trusted: bool) -> list[Seen]:
+    try:
+        told = json.loads(text)
+        passed = max(0.0, now - _finite(told["wall"]))
+        return [_rank(line, told["silent"], passed, node, trusted) for line in told["lines"] if line["process"]]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return []
+
+
+def _rank(line: Any, silent: Any, passed: float, node: int, trusted: bool) -> Seen:
+    rank, process = int(line["rank"]), int(line["process"])
+    if not (0 <= rank < _MOST_RANK and 1 < process < _MOST_PROCESS):
+        raise ValueError(f"rank {rank}, process {process}")
+    return Seen(
+        rank,
+        passed - min(0.0, _finite(line["beat"])),
+        _finite(line["waited"]),
+        _finite(line["limit"]) if line["limit"] != math.inf else 0.0,
+        own_files.printable(str(line["text"]), ""),
+        process,
+        trusted and bool(line["signal"]),
+        node,
+        own_files.printable(str(silent.get(str(rank), "")), ""),
+    )
+
+
+def _finite(number: Any) -> float:
+    found = float(number)
+    if not math.isfinite(found):
+        raise ValueError(found)
+    return found

@@ -1,0 +1,63 @@
+"""The command `mpistrategy`: one line of `COMMANDS` for each subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mpistrategy
+from mpistrategy.cli import run, trace
+from mpistrategy.cli.bench import command as bench
+from mpistrategy.cli.doctor import command as doctor
+from mpistrategy.cli.slurm import command as slurm
+
+#: What a shell makes of SIGPIPE.
+_NOBODY_READS = 128 + signal.SIGPIPE
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    Attributes:
+        summary: one line for the list of subcommands.
+        add_options: declares its options.
+        run: does it and returns the exit status: 0 done, 1 found something wrong, 2 could not be done as asked.
+    """
+
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS = {
+    "bench": Command("measure collectives and steps beside what one would use instead", bench.add_options, bench.run),
+    "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", doctor.add_options, doctor.run),
+    "run": Command("run a program on every rank, in place of python", run.add_options, run.run),
+    "slurm": Command("write a job script for a cluster, check it, or submit it", slurm.add_options, slurm.run),
+    "trace": Command("put the recordings of all ranks together, for a viewer", trace.add_options, trace.run),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="mpistrategy", description=mpistrategy.__doc__)
+    parser.add_argument("--version", action="version", version=f"mpistrategy {mpistrategy.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.add_options(subparsers.add_parser(name, help=command.summary, description=command.summary))
+    options = parser.parse_args(arguments)
+    if options.command == "run":
+        return run.run(options)
+    try:
+        status = COMMANDS[options.command].run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has seen enough, as `head` has. What is still to be written goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _NOBODY_READS
+    return status

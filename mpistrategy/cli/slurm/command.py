@@ -1,0 +1,179 @@
+"""`mpistrategy slurm`: writes a job script, has Slurm look at it, or submits it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpistrategy.cli.slurm import sites, toml_files
+from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
+from mpistrategy.cli.slurm.render import all_files, render
+from mpistrategy.cli.slurm.spec import JobSpec
+from mpistrategy.errors import OptionError
+
+_REFUSED, _COULD_NOT = 1, 2
+_PATIENCE_SECONDS = 60
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `mpistrategy slurm`."""
+    parser.usage = "%(prog)s TEMPLATE [KEY=VALUE ...] [option ...]\n       %(prog)s --list | --all FOLDER [--force]"
+    parser.add_argument("template", nargs="?", metavar="TEMPLATE", help=f"one of {', '.join(TEMPLATES)}")
+    parser.add_argument(
+        "statement", nargs="*", metavar="KEY=VALUE", help="what the job is to be; --list shows the keys"
+    )
+    parser.add_argument("--from", dest="source", metavar="FILE.toml", help="read keys from there; those above win")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the script there; default: the screen")
+    parser.add_argument("--force", action="store_true", help="overwrite files")
+    parser.add_argument("--check", action="store_true", help="ask Slurm whether it would take it: sbatch --test-only")
+    parser.add_argument("--submit", action="store_true", help="hand it to sbatch (or qsub)")
+    parser.add_argument("--list", action="store_true", help="show templates, keys and sites")
+    parser.add_argument("--all", metavar="FOLDER", help="write all templates as they stand, and what goes with them")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the options say; return the exit status."""
+    try:
+        if options.list:
+            print(listing())
+            return 0
+        if options.all is not None:
+            return _write_all(Path(options.all), options.force)
+        return _one(options)
+    except OptionError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        raise  # of the screen, not of a file
+    except OSError as error:
+        return _fail(f"mpistrategy slurm: {error}")
+
+
+def _one(options: argparse.Namespace) -> int:
+    if options.template is None:
+        return _fail("mpistrategy slurm: name a template, or --list, or --all FOLDER")
+    spec = JobSpec.of(options.template, _stated(options))
+    text = render(spec)
+    if options.check or options.submit:
+        spec.check_complete()
+    if options.output is not None:
+        _write(Path(options.output), text, options.force)
+    if options.check:
+        status = _check(spec, text)
+        if status:
+            return status
+    if options.submit:
+        return _hand_over([_SUBMIT[spec.site.batch]], text)
+    if options.output is None and not options.check:
+        sys.stdout.write(text)
+    return 0
+
+
+def _stated(options: argparse.Namespace) -> Mapping[str, object]:
+    """Return the statement: the file's keys, and over them those of the command line."""
+    statement: dict[str, object] = {}
+    if options.source is not None:
+        try:
+            statement |= toml_files.read(options.source)
+        except ValueError as error:
+            raise OptionError.at(
+                "mpistrategy slurm", found=f"{options.source} ({error})", expected="a file in TOML"
+            ) from None
+    named: set[str] = set()
+    for word in options.statement:
+        key, equals, value = word.partition("=")
+        if not equals or key in named:
+            found = f"{key!r} twice" if equals else f"{word!r}"
+            raise OptionError.at("mpistrategy slurm", found=found, expected="each key once, as KEY=VALUE")
+        named.add(key)
+        statement[key] = value
+    return statement
+
+
+def listing() -> str:
+    """Return the templates, keys and sites, for people."""
+    lines = ["Templates:"]
+    lines += [f"  {name:19}{summary}" for name, summary in TEMPLATES.items()]
+    lines += ["", "Keys (KEY=VALUE), their defaults, and the templates that have them:"]
+    lines.append(f"  {'site':15}the cluster: a name from below, or the path of a profile that ends in .toml")
+    for name, key in KEYS.items():
+        default = "" if key.default is None else f" [{key.default}]"
+        only = f" ({', '.join(key.templates)})" if key.templates and key.but == () and len(key.templates) < 5 else ""
+        lines.append(f"  {name:15}{key.summary}{default}{only}")
+    lines += ["", "Sites:"]
+    lines += [f"  {name:15}{sites.load(name).summary}" for name in sites.names()]
+    return "\n".join(lines)
+
+
+def _write_all(folder: Path, force: bool) -> int:
+    files = all_files()
+    there = [str(folder / name) for name in files if os.path.lexists(folder / name)]
+    if there and not force:
+        raise _exists(there[0])
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        _write(folder / name, text, force)
+        if name.endswith("select_gpu.sh"):
+            (folder / name).chmod(0o755)
+    return 0
+
+
+def _write(path: Path, text: str, force: bool) -> None:
+    """Write a file, as a whole or not at all; one that is there only with force."""
+    there = Path(os.path.realpath(path))
+    if force and there.is_dir():
+        raise OptionError.at("mpistrategy slurm", found=f"a folder at {path}", expected="the name of a file")
+    if force and there.exists() and not there.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    made = there.with_name(f".{there.name}.{secrets.token_hex(8)}") if force else path
+    try:
+        file = open(made, "x", encoding="utf-8")  # noqa: SIM115  # what is there is not ours to remove
+    except FileExistsError:
+        raise _exists(str(path)) from None
+    try:
+        with file:
+            file.write(text)
+        if force:
+            if there.exists():
+                shutil.copymode(there, made)
+            os.replace(made, there)
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
+
+
+def _exists(path: str) -> OptionError:
+    return OptionError.at(
+        "mpistrategy slurm", found=f"{path}, which is there", expected="a new file", fix="--force overwrites it."
+    )
+
+
+_SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
+
+
+def _check(spec: JobSpec, text: str) -> int:
+    if spec.site.batch != "slurm":
+        return _fail(f"mpistrategy slurm: PBS, which {spec.site.name} has, cannot check a script without submitting it")
+    return _hand_over(["sbatch", "--test-only"], text)
+
+
+def _hand_over(command: list[str], text: str) -> int:
+    """Give a script to the batch system; return 0 when it took it, and 1 when it did not."""
+    if shutil.which(command[0]) is None:
+        return _fail(f"mpistrategy slurm: there is no {command[0]} on this machine")
+    try:
+        done = subprocess.run(command, input=text, text=True, check=False, timeout=_PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return _fail(f"mpistrategy slurm: no answer from {command[0]} within {_PATIENCE_SECONDS} s")
+    return _REFUSED if done.returncode else 0
+
+
+def _fail(text: str) -> int:
+    sys.stderr.write(f"{text}\n")
+    return _COULD_NOT

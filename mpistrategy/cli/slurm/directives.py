@@ -1,0 +1,101 @@
+"""The lines of a script that the batch system reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpistrategy.cli.slurm.spec import JobSpec
+
+#: A line that a reader may want: ``##SBATCH`` is a comment.
+_OFF = "#"
+
+
+def slurm(spec: JobSpec) -> list[str]:
+    """Return the ``#SBATCH`` lines, with comments between them."""
+    wanted = ", ".join(spec.site.requires)
+    lines = [
+        *_one(spec, "job_name", "--job-name={}"),
+        *_one(spec, "output", "--output={}"),
+        *(["#SBATCH --open-mode=append"] if spec.template == "requeue" else []),
+        "",
+        "# EDIT 1: who pays for the job and where it runs. A line with ## is off; take one # away to use it.",
+        *([f"# {spec.site.name} wants: {wanted}."] if wanted else []),
+        *_one(spec, "account", "--account={}", "ACCOUNT"),
+        *_one(spec, "partition", "--partition={}", "PARTITION"),
+        *_one(spec, "qos", "--qos={}"),
+        *_one(spec, "constraint", "--constraint={}"),
+        *_one(spec, "reservation", "--reservation={}"),
+        *(f"#SBATCH {directive}" for directive in spec.site.directives),
+        *(f"#SBATCH {option}" for option in spec["extra"] or ()),
+        "",
+        *_size(spec),
+        *_one(spec, "time", "--time={}"),
+    ]
+    if spec["array"] is not None:
+        lines += ["", "# One job for each index; %2 behind the indices lets two run at a time."]
+        lines += _one(spec, "array", "--array={}")
+    if spec["signal_lead"] is not None:
+        lines += ["", "# This script (B:) is told this many seconds before the time is up, or up to a minute earlier."]
+        lines += _one(spec, "signal_lead", "--signal=B:USR2@{}")
+    if spec.template == "requeue":
+        lines += ["# Back to the queue, too, when a node fails or a more urgent job needs the nodes."]
+        lines += ["#SBATCH --requeue"]
+    return lines
+
+
+def _size(spec: JobSpec) -> list[str]:
+    gpu_option = spec.site.gpu_option
+    written = "--gres=gpu:{}" if gpu_option == "gres" else f"--{gpu_option}={{}}"
+    lines = [f"#SBATCH --nodes={spec.nodes}", *_one(spec, "tasks_per_node", "--ntasks-per-node={}")]
+    lines += _one(spec, "cpus_per_task", "--cpus-per-task={}")
+    if spec["gpus_per_node"] and gpu_option:
+        lines += ["# One rank for each GPU: the same number as above. Every rank sees all GPUs of its node."]
+        lines += _one(spec, "gpus_per_node", written)
+    elif gpu_option and spec.site.gpus:
+        lines += ["# With GPUs: as many ranks on a node as GPUs. Every rank then sees all GPUs of its node."]
+        lines += [f"{_OFF}#SBATCH {written.format(4)}"]
+    lines += _one(spec, "memory", "--mem={}")
+    return lines + (["#SBATCH --exclusive"] if spec["exclusive"] and "exclusive" not in spec.site.skip else [])
+
+
+def _one(spec: JobSpec, key: str, written: str, example: str = "") -> list[str]:
+    """Return the line of a key; where it has no value, the line is off, or there is none."""
+    value = spec[key]
+    if key in spec.site.skip:
+        return []
+    if value is None:
+        return [f"{_OFF}#SBATCH {written.format(example)}"] if example else []
+    text = str(value)
+    return [f"#SBATCH {written.format(_quoted(text))}"]
+
+
+def _quoted(text: str) -> str:
+    """Return a value as sbatch reads it; no value has quotes or backslashes in it."""
+    return f'"{text}"' if set(text) & set(" ;()[]|&*!,#") else text
+
+
+def pbs(spec: JobSpec) -> list[str]:
+    """Return the ``#PBS`` lines: all of them together, since comments between them can break the submission."""
+    select = f"select={spec.nodes}" + "".join(f":{part}" for part in filter(None, [spec["constraint"]]))
+    lines = [
+        f"#PBS -N {spec['job_name']}",
+        f"#PBS -l {select}",
+        "#PBS -l place=" + ("excl" if spec["exclusive"] else "scatter"),
+        f"#PBS -l walltime={_hours(spec['time'])}",
+        f"#PBS -q {spec['partition']}" if spec["partition"] else "",
+        f"#PBS -A {spec['account'] or 'ACCOUNT'}",
+        *(f"#PBS {directive}" for directive in spec.site.directives),
+    ]
+    return [line for line in lines if line]
+
+
+def _hours(limit: str) -> str:
+    days, _, clock = limit.rpartition("-")
+    hours, rest = clock.split(":", 1)
+    return f"{int(days or 0) * 24 + int(hours):02}:{rest}"
+
+
+def lines(spec: JobSpec) -> list[str]:
+    """Return the lines for the site's batch system."""
+    made: dict[str, Callable[[JobSpec], list[str]]] = {"slurm": slurm, "pbs": pbs}
+    return made[spec.site.batch](spec)

@@ -1,0 +1,60 @@
+"""From a statement to the text of a job script: a pure function, the same bytes for the same statement."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mpistrategy.cli.slurm import blocks
+from mpistrategy.cli.slurm.keys import TEMPLATES
+from mpistrategy.cli.slurm.sites import names
+from mpistrategy.cli.slurm.spec import JobSpec
+
+FOLDER = Path(__file__).parent / "templates"
+#: Files that go with the scripts and are the same for all statements.
+COMPANIONS = ("example.py", "select_gpu.sh")
+#: What two templates have in common.
+_SIGNALLED_RUN = "{{signalled_run}}"
+_MARK = re.compile(r"\{\{(\w+)\}\}")
+
+
+def render(spec: JobSpec) -> str:
+    """Return the text of the script for a statement.
+
+    It comes from the template's file, in which a line ``{{name}}`` stands for lines that depend on the statement, and
+    ``{{name}}`` inside of a line for one of its values.
+    """
+    name = "pbs" if spec.site.batch == "pbs" else spec.template
+    values = blocks.values_of(spec) | {"file": file_name(spec)}
+    written: list[str] = []
+    template = text_of(f"{name}.sh").replace(_SIGNALLED_RUN, text_of("signalled_run.sh").rstrip())
+    for line in template.splitlines():
+        mark = _MARK.fullmatch(line)
+        if mark and mark[1] in blocks.BLOCKS:
+            written += blocks.BLOCKS[mark[1]](spec)
+        else:
+            written.append(_MARK.sub(lambda found: values[found[1]], line))
+    return "\n".join(written) + "\n"
+
+
+def text_of(name: str) -> str:
+    """Return the text of a file that comes with the package."""
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def file_name(spec: JobSpec) -> str:
+    """Return what the script is called in the folder slurm/."""
+    name = spec.site.name or spec.template
+    return f"{name}.pbs" if spec.site.batch == "pbs" else f"{name}.sbatch"
+
+
+def all_files() -> dict[str, str]:
+    """Return the files of the folder slurm/: their texts by their paths in it."""
+    files = {}
+    for template in TEMPLATES:
+        spec = JobSpec.of(template)
+        files[file_name(spec)] = render(spec)
+    for site in names():
+        spec = JobSpec.of("multi_node", {"site": site})
+        files[f"sites/{file_name(spec)}"] = render(spec)
+    return files | {name: text_of(name) for name in COMPANIONS}

@@ -1,0 +1,65 @@
+"""The command `mpistrategy trace`: the recordings of all ranks on one clock, for a viewer, and in a few lines."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+
+from mpistrategy.errors import TraceError
+from mpistrategy.own_files import printable
+
+_COULD_NOT = 2
+_NAME = "trace.json"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `mpistrategy trace`."""
+    parser.add_argument(
+        "folder", metavar="DIR", help="the folder that MPISTRATEGY_TRACE, or telemetry.trace, was given"
+    )
+    parser.add_argument(
+        "-o", dest="output", metavar="FILE", help=f"what to write (default: DIR/{_NAME}); .gz compresses"
+    )
+    parser.add_argument("--png", metavar="FILE", help="draw a picture, too; needs matplotlib")
+    parser.add_argument("--from", dest="start", type=_seconds, metavar="S", help="only from this second on")
+    parser.add_argument("--to", dest="end", type=_seconds, metavar="S", help="only up to this second")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Put a trace together; return the exit status."""
+    from mpistrategy.telemetry.tracing import chrome, plot  # here, for the quick start of `mpistrategy run`
+    from mpistrategy.telemetry.tracing.report import report
+    from mpistrategy.telemetry.tracing.timeline import timeline_of
+
+    output = options.output or os.path.join(options.folder, _NAME)
+    part = None
+    if options.start is not None or options.end is not None:
+        part = options.start or 0.0, options.end if options.end is not None else math.inf
+    try:
+        timeline = timeline_of(options.folder)
+        if part is not None:
+            timeline = timeline.between(*part)
+        chrome.write(timeline, output)
+    except TraceError as error:
+        sys.stderr.write(f"{printable(str(error))}\n")
+        return _COULD_NOT
+    for line in report(timeline):
+        print(printable(line))  # whoever has made the program up
+    print(f"{output}: open it in https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing")
+    if options.png:
+        why_not = plot.draw(timeline, options.png, part)
+        print(why_not or f"{options.png}: a picture of it", file=sys.stderr if why_not else sys.stdout)
+        return _COULD_NOT if why_not else 0
+    return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds

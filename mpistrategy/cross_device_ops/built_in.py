@@ -1,0 +1,229 @@
+"""The pipeline that every built-in algorithm shares: convert, agree, pack, sum, unpack, divide, wrap.
+
+A subclass says only how one contiguous buffer is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.gpu import is_on_device, layout_of, reducible
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
+from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
+from mpistrategy.errors import DTypeError, OptionError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpistrategy.reduction import sparse
+from mpistrategy.reduction.layout import destinations as placing
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
+from mpistrategy.reduction.layout.finish import finish
+from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.routes.gpu_batch import DeviceBatch, in_kind
+
+
+class PackedCrossDeviceOps(CrossDeviceOps):
+    """Base of the algorithms that sum one buffer at a time."""
+
+    num_packs: float = 0
+    #: Whether a list of arrays for every rank goes to `Communicator.allreduce_many` instead of `reduce_buffer`.
+    reduces_lists = False
+    #: Whether arrays in GPU memory are reduced on the strategy's path for them; else they travel by way of the host.
+    reduces_on_devices = False
+    #: The path to ask for; "" leaves it to the options.
+    device_path = ""
+
+    @property
+    def configuration(self) -> str:
+        """What must be equal on all ranks for their messages to fit together."""
+        return f"{type(self).__name__}, num_packs={self.num_packs}"
+
+    def settings(self, options: CommunicationOptions) -> str:
+        """Return the configuration and the options of one call, as far as they shape the messages."""
+        shown = f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
+        chosen: Any = options.implementation
+        return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
+
+    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way `reduce_buffer` takes with a buffer for every rank."""
+        return communicator.way(nbytes, dtype, op)
+
+    def list_reduction(
+        self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions
+    ) -> DenseReduction | None:
+        """Return the laid-out reduction of these values to every rank; None where `reduce_arrays` does it."""
+        if not self.reduces_lists or not all(isinstance(value, np.ndarray) for value in values):
+            return None
+        layouts = tuple((value.dtype, value.shape) for value in values)
+        return dense_reduction(communicator, layouts, op, options.bytes_per_pack)
+
+    def reduce_buffer(
+        self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
+    ) -> None:
+        """Replace `buffer` by its combination over the ranks, at least on the destination's ranks.
+
+        Args:
+            communicator: the ranks.
+            buffer: flat and contiguous, in the wire dtype.
+            op: "SUM", "MIN", "MAX" or "PROD".
+            destination: the ranks that want the result.
+            source: what this rank brings, flat, where that is not in `buffer`; stays as it is.
+        """
+        raise NotImplementedError
+
+    def reduce_arrays(
+        self,
+        communicator: Communicator,
+        arrays: Sequence[Array],
+        op: str,
+        destination: Destination,
+        options: CommunicationOptions,
+        call: Call,
+    ) -> list[Array]:
+        """Return the sums of `arrays`, in their wire dtypes; undefined on ranks that are no destination.
+
+        An array that is a pack by itself is not copied first.
+        """
+        sums: list[Array] = [np.empty(0)] * len(arrays)
+        for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs, host_wire_dtype):
+            buffer, source = communicator.pool.take(pack.dtype, (pack.size,)), None
+            if pack.is_array(arrays):
+                source = arrays[pack.members[0].index].reshape(-1)
+            else:
+                pack.fill(arrays, buffer)
+            self.reduce_buffer(communicator, buffer, op, destination, source)
+            for index, view in pack.views(buffer):
+                sums[index] = view
+        return sums
+
+    def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
+        """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
+
+    def reduce_slices(
+        self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
+    ) -> IndexedSlices:
+        """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
+        return sparse.concatenate(communicator, slices, op, call)
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        """Reduce one value as a batch of one."""
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: list[tuple[Any, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Reduce several values: one check for all of them, then one message for each pack."""
+        ranks = current_communicator(f"{type(self).__name__}.batch_reduce")
+        with ranks.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+            reduced_precision.check(options.wire)
+            communicator: Communicator = reduced_precision.on(ranks, options.wire)
+            targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
+            given = [_given(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            values = [_checked(value, reduce_op, call.where) for value in given]
+            self.check_values(values, reduce_op, call.where)
+            layouts = tuple(_layout(value) for value in values)
+            reduction = batch = None
+            everywhere = all(target is EVERY_RANK for target in targets)
+            if any(map(is_on_device, values)):
+                path = self.device_path if self.reduces_on_devices and everywhere else None
+                batch = DeviceBatch(ranks, values, reduce_op, options, path, self.num_packs, call.where)
+                values = batch.values
+            elif everywhere:
+                reduction = self.list_reduction(communicator, values, reduce_op, options)
+            if reduction is not None:
+                reduction.prepare(values)
+            call.agree(
+                "reduce",
+                op=reduce_op.value,
+                values=layouts,
+                destination=_in_words(targets),
+                options=self.settings(options),
+                sparingly=True,
+            )
+            if reduction is not None:
+                totals: Sequence[Any] = reduction.run(values)
+                if any(type(value) is not np.ndarray for value in given):
+                    totals = [in_kind(total, like) for total, like in zip(totals, given, strict=True)]
+                return [mirrored(total, EVERY_RANK, ranks) for total in totals]
+            results = [None] * len(values) if batch is None else batch.run(communicator, call)
+            combination = reduce_op.on_the_wire
+            for target in dict.fromkeys(targets):
+                dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
+                sums = self.reduce_arrays(communicator, [values[i] for i in dense], combination, target, options, call)
+                for i, total in zip(dense, sums, strict=True):
+                    here = target.includes(communicator.rank)
+                    results[i] = finish(total, values[i].dtype, reduce_op, communicator.size) if here else None
+            for i, value in enumerate(values):
+                if isinstance(value, IndexedSlices):
+                    results[i] = self.reduce_slices(communicator, value, reduce_op, call)
+                elif isinstance(value, Mirrored):
+                    results[i] = value.values[0] if value.values else None
+            return [
+                mirrored(in_kind(result, like), target, ranks)
+                for result, like, target in zip(results, given, targets, strict=True)
+            ]
+
+
+def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
+    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one of each replica?"""
+    if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
+        raise OptionError.at(
+            where,
+            found=f"a Mirrored value under {op.name}",
+            expected="a value that each replica contributes",
+            fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
+            "replicas.",
+        )
+
+
+def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return what this rank brings of one value: an array, IndexedSlices, or the value itself when it is Mirrored.
+
+    Raises:
+        OptionError, LeafError, DTypeError, UnsupportedError, ShapeError: for what `op` cannot reduce.
+    """
+    return _checked(_given(value, op, where), op, where)
+
+
+def _given(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
+    refuse_mirrored_sum(value, op, where)
+    return value if isinstance(value, Mirrored) else contribution(value)
+
+
+def _checked(value: Any, op: ReduceOp, where: str) -> Any:
+    if isinstance(value, Mirrored):
+        return value
+    if isinstance(value, IndexedSlices):
+        return sparse.checked(value, op, where)
+    array = reducible(value, where)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
+        raise DTypeError.at(
+            where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
+        )
+    return array
+
+
+def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
+    if isinstance(value, IndexedSlices):
+        return sparse.layout(value)
+    if isinstance(value, Mirrored):
+        return ("Mirrored", ())
+    return layout_of(value) if is_on_device(value) else (dtype_name(value.dtype), value.shape)
+
+
+def _in_words(targets: list[Destination]) -> str:
+    distinct = dict.fromkeys(targets)
+    return next(iter(distinct)).text if len(distinct) == 1 else "; ".join(target.text for target in targets)

@@ -1,0 +1,151 @@
+"""The combination of the ranks' arrays element by element in an order that the values themselves give.
+
+The values of an element are sorted, and added from the least to the greatest.  Who brought which does not matter
+then, nor who brings zeros: they are added exactly, wherever they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
+from mpistrategy.reduction.routes.in_place import chunk_elements
+
+
+def combine_ordered(
+    arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int]
+) -> None:
+    """Do what `mpistrategy.reduction.routes.in_place.combine` does, with the same bits whatever the order of `arrays`.
+
+    Args:
+        arrays: flat, one of each rank, in a dtype of the wire.
+        targets: flat, of the same size and dtype; may be the arrays themselves.
+        op: "SUM", "MIN", "MAX" or "PROD"; no PROD of complex numbers.
+        divisor: the result is divided by it; floating and complex dtypes only.
+        part: where the elements begin and end.
+    """
+    dtype = arrays[0].dtype
+    begin, end = part
+    if dtype.kind == "c":  # the real and the imaginary parts are numbers of their own
+        arrays, begin, end = [reals(array) for array in arrays], 2 * begin, 2 * end
+    numbers = [reals(target) for target in targets]
+    step = chunk_elements(len(arrays), numbers[0].itemsize) & ~1  # no complex number is cut in two
+    combination = _Combination(len(arrays), min(step, max(0, end - begin)), numbers[0].dtype, op)
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
+        total = numbers[0][start:stop]
+        combination.run([array[start:stop] for array in arrays], total)
+        if divisor != 1:
+            quotient = total.view(dtype)
+            np.true_divide(quotient, dtype.type(divisor), out=quotient)
+        for number in numbers[1:]:
+            number[start:stop] = total
+
+
+def reals(array: Array) -> Array:
+    """Return a flat complex array as the real numbers of which it consists; others as they are."""
+    return array.view(array.real.dtype) if array.dtype.kind == "c" else array
+
+
+def settle(total: Array, *, zeros: bool = True) -> None:
+    """Give NaN, and with `zeros` zeros, the bits that do not tell of the order: NumPy's NaN, and +0.0."""
+    if total.dtype.kind != "f" or total.size == 0:
+        return
+    if zeros:
+        np.add(total, total.dtype.type(0), out=total)
+    if np.isnan(np.maximum.reduce(total)):
+        np.copyto(total, total.dtype.type(np.nan), where=np.isnan(total))
+
+
+def sum_of_rows(rows: Array) -> Array:
+    """Return the sums along the middle one of three axes, in the order of the values; for rows of equal indices.
+
+    The bits are those of `combine_ordered`; of complex numbers those of their parts.
+    """
+    dtype = rows.dtype
+    if dtype.kind in "iu":
+        return np.asarray(rows.sum(axis=1, dtype=dtype))
+    numbers = np.sort(rows.view(rows.real.dtype) if dtype.kind == "c" else rows, axis=1)
+    last = np.add.accumulate(numbers, axis=1, dtype=summing_dtype(numbers.dtype))[:, -1]
+    total = np.ascontiguousarray(last.astype(numbers.dtype))
+    settle(total.reshape(-1))
+    return total.view(dtype)
+
+
+def summing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which sorted values are added: float64 for float32."""
+    return np.dtype(np.float64) if dtype == np.float32 else dtype
+
+
+@lru_cache(maxsize=64)
+def sorting_network(count: int) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of places to be compared, and exchanged, one after another to sort `count` values.
+
+    Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M).
+    """
+    pairs: list[tuple[int, int]] = []
+    top = 1 << max(0, (count - 1).bit_length() - 1)
+    p = top if count > 1 else 0
+    while p:
+        q, rest, distance = top, 0, p
+        while True:
+            pairs += [(i, i + distance) for i in range(count - distance) if i & p == rest]
+            if q == p:
+                break
+            distance, q, rest = q - p, q // 2, p
+        p //= 2
+    return tuple(pairs)
+
+
+class _Combination:
+    """The combination of chunks of several ranks, with the memory that it takes."""
+
+    def __init__(self, count: int, length: int, dtype: np.dtype[Any], op: str) -> None:
+        assert dtype == host_wire_dtype(dtype)
+        self._op = COMBINE[op]
+        # Of zeros with different signs MIN and MAX take the same one in any order.
+        self._settles_zeros = op in ("SUM", "PROD")
+        # Two values are combined alike either way, and MIN, MAX and integers in any order.
+        self._sorts = count > 2 and dtype.kind == "f" and op in ("SUM", "PROD")
+        self._rows: list[Array] = []
+        self._wide: Array | None = None
+        if self._sorts:
+            self._network = sorting_network(count)
+            self._rows = list(np.empty((count + 2, length), dtype))
+            if summing_dtype(dtype) != dtype:
+                self._wide = np.empty(length, summing_dtype(dtype))
+
+    def run(self, chunks: list[Array], total: Array) -> None:
+        """Write the combination of `chunks` into `total`, which may be the first of them."""
+        if self._sorts:
+            self._add_sorted(chunks, total)
+        elif len(chunks) == 1:
+            np.copyto(total, chunks[0])
+        else:
+            self._op(chunks[0], chunks[1], out=total)
+            for chunk in chunks[2:]:
+                self._op(total, chunk, out=total)
+        settle(total, zeros=self._settles_zeros)
+
+    def _add_sorted(self, chunks: list[Array], total: Array) -> None:
+        # Chunks are read where they are: what is compared goes into rows that are free.
+        free = [row[: total.size] for row in self._rows]
+        owned = [False] * len(chunks)
+        for low, high in self._network:
+            less, greater = free.pop(), free.pop()
+            np.minimum(chunks[low], chunks[high], out=less)
+            np.maximum(chunks[low], chunks[high], out=greater)
+            for place, row in ((low, less), (high, greater)):
+                if owned[place]:
+                    free.append(chunks[place])
+                chunks[place], owned[place] = row, True
+        result = total if self._wide is None else self._wide[: total.size]
+        self._op(chunks[0], chunks[1], out=result, dtype=result.dtype)
+        for chunk in chunks[2:]:
+            self._op(result, chunk, out=result)
+        if result is not total:
+            np.copyto(total, result, casting="same_kind")

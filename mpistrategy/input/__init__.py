@@ -1,0 +1,1 @@
+"""Distributed input: each rank's part of every global batch."""

@@ -1,0 +1,194 @@
+"""Dataset: arrays cut into global batches, read row by row where they are needed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.errors import BatchError, OptionError
+from mpistrategy.input.options import whole_number
+
+
+class Rows:
+    """Some rows of a source of rows; slicing them reads exactly those of the slice.
+
+    Attributes:
+        shape: the shape of the array that reading all of them gives.
+    """
+
+    def __init__(self, source: Any, rows: range | Array) -> None:
+        self._source = source
+        self._rows = rows
+        self.shape = (len(rows), *source.shape[1:])
+
+    def __getitem__(self, part: slice) -> Any:
+        rows = self._rows[part]
+        if isinstance(rows, range):
+            return _read(self._source[rows.start : rows.stop])
+        if isinstance(self._source, np.ndarray):
+            return _read(self._source[rows])
+        # Files want each row once and in order.
+        wanted, positions = np.unique(rows, return_inverse=True)
+        return _read(self._source[wanted] if len(rows) else self._source[0:0])[positions]
+
+
+def _read(block: Any) -> Any:
+    """Return a block of rows as an array of its own: a step may write into it, and the source stays as it is."""
+    return block.copy() if hasattr(block, "copy") and not isinstance(block, np.memmap) else np.array(block)
+
+
+class Dataset:
+    """Arrays, cut into global batches; made by `Dataset.from_arrays`.
+
+    Iterating over it yields whole global batches.  Given to `experimental_distribute_dataset`, a rank reads only its
+    own rows of each batch, from arrays in memory as from files (np.memmap, h5py, zarr).
+    """
+
+    def __init__(
+        self,
+        arrays: Any,
+        global_batch_size: int,
+        shuffle_seed: int | None = None,
+        drop_remainder: bool = False,
+        epochs: int | None = 1,
+        first_epoch: int = 0,
+    ) -> None:
+        where = "Dataset.from_arrays"
+        leaves, self._structure = nest.flatten(arrays)
+        self._sources = [to_rows(leaf) for leaf in leaves]
+        self._num_rows = common_length(self._sources, where)
+        self._batch = whole_number(global_batch_size, "global_batch_size", where)
+        self._seed = None if shuffle_seed is None else whole_number(shuffle_seed, "shuffle_seed", where)
+        self._drop_remainder = bool(drop_remainder)
+        self._epochs = None if epochs is None else whole_number(epochs, "epochs", where)
+        self._first_epoch = first_epoch
+        if self._batch < 1 or (self._seed or 0) < 0 or (self._epochs is not None and self._epochs < 0):
+            raise OptionError.at(
+                where,
+                found=f"global_batch_size={global_batch_size}, shuffle_seed={shuffle_seed}, epochs={epochs}",
+                expected="a positive global_batch_size, and no negative shuffle_seed or epochs",
+            )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        arrays: Any,
+        global_batch_size: int,
+        shuffle_seed: int | None = None,
+        drop_remainder: bool = False,
+        epochs: int | None = 1,
+    ) -> Dataset:
+        """Return a dataset of the rows of `arrays`.
+
+        Args:
+            arrays: an array or a nest of arrays with equal first axes.  Anything with `shape` and slices will do; what
+                it holds is read when a batch is, and only the rows that are asked for.
+            global_batch_size: how many rows all replicas together get in one step.
+            shuffle_seed: None keeps the order of the rows.  A number shuffles them, in another order each epoch: one
+                that depends on this number and on the epoch, and not on the number of ranks.
+            drop_remainder: whether the last batch of an epoch is left out when it has fewer rows.
+            epochs: how often to go through the rows; None for ever.
+
+        Raises:
+            BatchError: for scalars, arrays with different numbers of rows, or no arrays at all.
+            OptionError, OptionTypeError: for the other arguments.
+
+        >>> import numpy as np
+        >>> [batch.tolist() for batch in Dataset.from_arrays(np.arange(5), global_batch_size=2)]
+        [[0, 1], [2, 3], [4]]
+        """
+        return cls(arrays, global_batch_size, shuffle_seed, drop_remainder, epochs)
+
+    def epoch(self, number: int) -> Dataset:
+        """Return one epoch of this dataset, in the order that it has there: number 0 is the first.
+
+        For loops of one's own: going through the same dataset again gives the same order again.
+        """
+        number = whole_number(number, "number", "Dataset.epoch")
+        if number < 0 or (self._epochs is not None and number >= self._epochs):
+            raise OptionError.at("Dataset.epoch", found=f"number={number}", expected=f"one of {self._epochs} epochs")
+        arrays = self._structure.pack(list(self._sources))
+        return Dataset(arrays, self._batch, self._seed, self._drop_remainder, 1, self._first_epoch + number)
+
+    def lazy_batches(self) -> Iterator[Any]:
+        """Yield the global batches as nests of `Rows`, which have not been read."""
+        epochs = itertools.count(self._first_epoch)
+        for epoch in epochs if self._epochs is None else itertools.islice(epochs, self._epochs):
+            order: range | Array = range(self._num_rows)
+            if self._seed is not None:
+                order = np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
+            for start in range(0, self._batches_per_epoch * self._batch, self._batch):
+                rows = order[start : start + self._batch]
+                yield self._structure.pack([Rows(source, rows) for source in self._sources])
+            if not self._batches_per_epoch:
+                return  # no epoch has any; there may be no end of them
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.lazy_batches():
+            yield nest.map_structure(lambda rows: rows[:], batch)
+
+    def __len__(self) -> int:
+        """Return the number of global batches.
+
+        Raises:
+            TypeError: for a dataset without an end.
+        """
+        if self._epochs is None:
+            raise TypeError("a Dataset with epochs=None has no length")
+        return self._epochs * self._batches_per_epoch
+
+    @property
+    def _batches_per_epoch(self) -> int:
+        whole, rest = divmod(self._num_rows, self._batch)
+        return whole + (rest > 0 and not self._drop_remainder)
+
+    def empty_batch(self) -> Any:
+        """Return a batch without rows."""
+        return self._structure.pack([Rows(source, range(0))[:] for source in self._sources])
+
+    def describe(self, *, epochs: bool = True) -> str:
+        """Return what all ranks must have in common; without `epochs`, what the order of the batches depends on."""
+        kinds = ", ".join(
+            f"{dtype_name(np.dtype(s.dtype)) if hasattr(s, 'dtype') else '?'}{list(s.shape)}" for s in self._sources
+        )
+        order = (
+            f"Dataset {self._structure.text} of {kinds}, global_batch_size={self._batch}, shuffle_seed={self._seed}, "
+            f"drop_remainder={self._drop_remainder}, "
+        )
+        return (
+            f"{order}epochs={self._epochs}, first_epoch={self._first_epoch}"
+            if epochs
+            else (f"{order}first_epoch={self._first_epoch}")
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.describe()}>"
+
+
+def to_rows(leaf: Any) -> Any:
+    """Return `leaf` if it can be asked for rows by their numbers, an array of it otherwise."""
+    if hasattr(leaf, "iloc"):  # a table of pandas is asked for rows by their labels
+        return np.asarray(leaf)
+    return leaf if hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") else np.asarray(leaf)
+
+
+def common_length(arrays: list[Any], where: str) -> int:
+    """Return how many rows all these arrays have.
+
+    Raises:
+        BatchError: when they differ, when one is a scalar, or when there are none.
+    """
+    lengths = {int(array.shape[0]) if array.shape else -1 for array in arrays}
+    if len(lengths) != 1 or -1 in lengths:
+        shapes = ", ".join(str(tuple(array.shape)) for array in arrays) or "none"
+        raise BatchError.at(
+            where,
+            found=f"a batch with arrays of shapes {shapes}",
+            expected="arrays with the same number of rows (first axis)",
+        )
+    return lengths.pop()

@@ -1,0 +1,260 @@
+"""Input: each rank's part of every global batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import is_cupy
+from mpistrategy.arrays.gpu import DeviceArray, as_device_array, copy_of, cupy_for, is_on_device
+from mpistrategy.errors import BatchError, OptionError, OptionTypeError
+from mpistrategy.input.datasets import Dataset, common_length, to_rows
+from mpistrategy.input.first_batches import FirstBatches
+from mpistrategy.input.iterators import END, DistributedIterator, Walk
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.pickling import NotPickled
+
+
+def part_of_batch(length: int, index: int, parts: int) -> slice:
+    """Return the rows of a batch of `length` rows that belong to part `index` of `parts`.
+
+    The parts are contiguous and have ceil(length / parts) rows; the last ones are shorter, and may be empty.
+    """
+    rows = -(-length // parts)
+    return slice(min(index * rows, length), min((index + 1) * rows, length))
+
+
+class DistributedDataset:
+    """Iterates over a dataset of global batches and yields this rank's part of each.
+
+    Every rank makes the same number of steps; a rank without rows in a batch gets arrays of length 0.
+
+    Args:
+        dataset: an iterable of global batches: arrays, or nests of arrays with equal first axes.  Of a `Dataset`, and
+            of arrays that read when they are sliced, only this rank's rows are read.
+        index: this rank's number.
+        parts: how many ranks share a batch.
+        drop_remainder: every rank gets the same number of rows, and what is left over is left out.
+        pad: every rank gets the same number of rows, and what is missing is zeros.  A column of ones beside the data
+            tells the rows that are real.
+        first: compares the first batch of each iterator with the other ranks'; None compares nothing.
+
+    Raises:
+        OptionTypeError: when `dataset` cannot be iterated.
+        OptionError: for drop_remainder and pad together.
+        BatchError: at once or while iterating, for a batch that holds a scalar, or arrays that differ in length.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        index: int,
+        parts: int,
+        *,
+        drop_remainder: bool = False,
+        pad: bool = False,
+        first: FirstBatches | None = None,
+    ) -> None:
+        where = "experimental_distribute_dataset"
+        check_iterable(dataset, where)
+        if isinstance(dataset, np.ndarray) or is_cupy(dataset):
+            raise OptionTypeError.at(
+                where,
+                found=f"an array of shape {dataset.shape}: is its first axis batches, or rows?",
+                expected="an iterable of global batches",
+                fix="Dataset.from_arrays(array, global_batch_size) cuts rows into batches; list(array) is of batches.",
+            )
+        if drop_remainder and pad:
+            raise OptionError.at(where, found="drop_remainder and pad", expected="one of them")
+        self._dataset: Iterable[Any] = dataset
+        self._index = index
+        self._parts = parts
+        self._drop_remainder = drop_remainder
+        self._pad = pad
+        self._first = first
+        if isinstance(dataset, Sequence) and len(dataset):
+            _rows_of(dataset[0])  # whoever passes one batch, or its rows, hears it now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_first": None}  # the ranks belong to this process; elsewhere nothing is compared
+
+    def __iter__(self) -> DistributedIterator:
+        dataset = self._dataset
+        of = dataset.describe(epochs=False) if isinstance(dataset, Dataset) else "global batches"
+        of += f", drop_remainder={self._drop_remainder}, pad={self._pad}"
+        return DistributedIterator(Walk(self._elements, of, any_ranks=True, is_one_shot=isinstance(dataset, Iterator)))
+
+    def __len__(self) -> int:
+        steps = len(self._dataset)  # type: ignore[arg-type]  # a generator has none, and says so
+        if not self._drop_remainder:
+            return steps
+        if not isinstance(self._dataset, (Dataset, Sequence)):
+            raise TypeError("with drop_remainder, only the batches of a Dataset or a list can be counted in advance")
+        return sum(_rows_of(batch)[1] >= self._parts for batch in self._batches())
+
+    def _batches(self) -> Iterable[Any]:
+        return self._dataset.lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
+
+    def _elements(self, walk: Walk) -> Iterator[Any]:
+        batches: Iterator[Any] = itertools.islice(self._batches(), walk.position, None)
+        if self._first is not None and not walk.is_compared:
+            first = self._first.next(batches, self._dataset)
+            walk.is_compared = True
+            batches = itertools.chain([] if first is END else [first], batches)
+        for batch in batches:
+            walk.position += 1
+            part = self._part(batch)
+            if part is not END:
+                yield part
+
+    def _part(self, batch: Any) -> Any:
+        arrays, length, structure = _rows_of(batch)
+        if self._drop_remainder:
+            length -= length % self._parts
+            if not length:
+                return END  # fewer rows than ranks: a step that no rank makes
+        rows = part_of_batch(length, self._index, self._parts)
+        blocks = [array[rows] for array in arrays]
+        if isinstance(self._dataset, Sequence):
+            # The same arrays come again in the next epoch: what a step writes must not stay in them.
+            blocks = [copy_of(block) if isinstance(block, np.ndarray) or is_cupy(block) else block for block in blocks]
+        if self._pad:
+            blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
+        return structure.pack(blocks)
+
+
+def _rows_of(batch: Any) -> tuple[list[Any], int, nest.Structure]:
+    """Return the arrays of a batch, how many rows they have, and the structure they stand in; nothing is read."""
+    leaves, structure = nest.flatten(batch)
+    arrays = [to_rows(leaf) for leaf in leaves]
+    return arrays, common_length(arrays, "distributed dataset"), structure
+
+
+def _padded(block: Any, rows: int) -> Any:
+    missing = rows - len(block)
+    if not missing:
+        return block
+    if is_on_device(block):
+        return _padded_on_device(as_device_array(block, "distributed dataset"), rows)
+    block = np.asarray(block)
+    return np.concatenate([block, np.zeros((missing, *block.shape[1:]), block.dtype)])
+
+
+def _padded_on_device(block: DeviceArray, rows: int) -> DeviceArray:
+    with block.device:
+        padded = cupy_for("distributed dataset").zeros((rows, *block.shape[1:]), block.dtype)
+        padded[: len(block)] = block
+    return padded
+
+
+class DistributedDatasetsFromFunction(NotPickled):
+    """Iterates over this rank's own dataset, in step with the other ranks.  Iterating is collective.
+
+    All ranks make as many steps as the one with the most elements; a rank that has come to its end gets arrays of
+    length 0.  As long as the lengths of the datasets say that no rank has, nothing is asked; then the ranks ask each
+    other at every step.
+
+    Args:
+        dataset: an iterable of this rank's batches.
+        communicator: the ranks.
+        drop_remainder: whether all end with the first rank that has come to its end instead.
+    """
+
+    instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."
+
+    def __init__(self, dataset: Any, communicator: Communicator, *, drop_remainder: bool = False) -> None:
+        self._dataset: Iterable[Any] = dataset
+        self._communicator = communicator
+        self._drop_remainder = drop_remainder
+
+    def __iter__(self) -> DistributedIterator:
+        is_one_shot = isinstance(self._dataset, Iterator)
+        return DistributedIterator(
+            Walk(self._elements, "a dataset of each rank's own", any_ranks=False, is_one_shot=is_one_shot)
+        )
+
+    def _elements(self, walk: Walk) -> Iterator[Any]:
+        iterator, certain = self._begin()
+        element = END
+        for skipped in itertools.islice(iterator, walk.position):
+            element = skipped
+        for step in itertools.count(walk.position):
+            if step >= certain:
+                element = self._next_of_all(iterator, element)
+            elif (element := next(iterator, END)) is END:
+                raise BatchError.at(
+                    "next(distributed dataset)",
+                    found=f"its end after {step} elements",
+                    expected="as many as len() said",
+                )
+            if element is END:
+                return
+            walk.position += 1
+            yield element
+
+    def _begin(self) -> tuple[Iterator[Any], int]:
+        """Return this rank's iterator, and for how many steps every rank has elements, as far as lengths tell."""
+        lengths = [np.zeros(1, np.int64) for _ in range(self._communicator.size)]
+        with self._communicator.guard.call("iter(distributed dataset)") as call:
+            with call.own_work():
+                iterator = iter(self._dataset)
+                try:
+                    length = len(self._dataset)  # type: ignore[arg-type]  # a generator has none
+                except TypeError:
+                    length = 0
+            call.agree("begin")
+            self._communicator.allgatherv(np.array([length], np.int64), lengths)
+        return iterator, int(min(lengths)[0])
+
+    def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
+        """Return this rank's next element, one without rows where other ranks go on, or END."""
+        with self._communicator.guard.call("next(distributed dataset)") as call:
+            with call.own_work():
+                element = next(iterator, END)
+            call.agree("next")
+            have = np.array([element is not END], np.int64)
+            self._communicator.allreduce(have)
+            if have[0] == self._communicator.size:
+                return element
+            if have[0] == 0 or self._drop_remainder:
+                return END
+            call.expect_more()
+            if element is END:
+                element = self._without_rows(last)
+            call.agree("go on without rows")
+            return element
+
+    def _without_rows(self, last: Any) -> Any:
+        if isinstance(self._dataset, Dataset):
+            return self._dataset.empty_batch()
+        if last is END:
+            raise BatchError.at(
+                "distribute_datasets_from_function",
+                found="no element at all on this rank, where other ranks have some",
+                expected="a first element, which tells dtypes and shapes",
+                fix="Return a Dataset.from_arrays, or at least one batch of length 0.",
+            )
+        arrays, _, structure = _rows_of(last)
+        return structure.pack([array[:0] for array in arrays])
+
+
+def check_iterable(dataset: Any, where: str) -> None:
+    """Raise OptionTypeError unless `dataset` can be gone through."""
+    if not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes, Mapping)):
+        raise OptionTypeError.at(
+            where,
+            found=f"a {type(dataset).__name__}",
+            expected="an iterable of batches",
+            fix="Dataset.from_arrays(arrays, global_batch_size) makes one of arrays.",
+        )
+
+
+def describe(dataset: Any) -> str:
+    """Return what the ranks' datasets of global batches must have in common, as far as can be known unread."""
+    if isinstance(dataset, Dataset):
+        return dataset.describe()
+    return f"{len(dataset)} global batches" if isinstance(dataset, Sequence) else "global batches"

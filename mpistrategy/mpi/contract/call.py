@@ -1,0 +1,194 @@
+"""One public call that all ranks make together: entered, agreed on, and left."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy import errors
+from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract.flight_recorder import LEFT
+from mpistrategy.mpi.contract.signature import Signature
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.contract.guard import Guard
+
+
+class Call:
+    """One public call that all ranks make together; leaving it with an exception tells the peers.
+
+    The outermost call lends its name and its structure to the signatures of those inside it.
+    """
+
+    __slots__ = (
+        "_agreed",
+        "_anywhere",
+        "_before",
+        "_called",
+        "_entry",
+        "_guard",
+        "_on_gpu",
+        "_outer",
+        "is_whole",
+        "name",
+        "place",
+        "signature",
+        "structure",
+        "timeout",
+        "where",
+    )
+
+    def __init__(self, guard: Guard, where: str, structure: str, name: str, *, called: Any, anywhere: bool) -> None:
+        self._guard = guard
+        self._called = called
+        self._anywhere = anywhere or bool(called)
+        self._outer: Call | None = None
+        self._agreed = False
+        self._entry: list[Any] | None = None
+        self._before = 0.0
+        #: What was compared last.
+        self.signature: Signature | None = None
+        #: Whether nothing of this thread can be inside it, so that whoever comes is another one.
+        self.is_whole = False
+        #: How long it may wait for the other ranks, in seconds; None: as long as its strategy says.
+        self.timeout: float | None = None
+        self.where = where
+        self.structure = structure
+        self.name = name or (called if isinstance(called, str) else "")
+        #: Where the program makes the call; "" for one that may be made anywhere.
+        self.place = ""
+        self._on_gpu: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> Call:
+        guard, me = self._guard, threading.get_ident()
+        self._outer = outer = guard.current
+        if outer is None:
+            guard.thread = me
+            if guard.size > 1:
+                if not self._anywhere:
+                    self.place = guard.here().place
+                self._entry = guard.record.enter(self, time.monotonic())
+        else:
+            if outer.is_whole or guard.thread != me:
+                raise errors.ContextError.at(
+                    self.where,
+                    found=f"a collective while another thread is in {outer.where} of the same strategy",
+                    expected="one thread at a time",
+                    fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
+                )
+            self.where = outer.where
+            self.structure = outer.structure or self.structure
+            self.name = outer.name or self.name
+            self.place = outer.place
+            self.timeout = outer.timeout
+        self._before = guard.since
+        guard.current = self
+        if self._called is not None and not isinstance(self._called, str):
+            raise self._refused(
+                errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
+            )
+        if outer is None and guard.on_gpu is not None:  # a new thread works on the first one
+            self._enter(guard.on_gpu)
+        return self
+
+    def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
+        try:
+            found = on_gpu()
+            found.__enter__()
+        except Exception as error:  # CuPy's
+            failure = errors.DeviceError.at(
+                self.where, found=f"a GPU that does not answer ({error})", expected="the GPU that this rank drives"
+            )
+            raise self._refused(failure) from error
+        self._on_gpu = found
+
+    def _refused(self, failure: errors.MpiStrategyError) -> errors.MpiStrategyError:
+        """Leave a call that cannot be made, after the other ranks have heard why."""
+        self.__exit__(type(failure), failure, None)
+        return failure
+
+    def agree(
+        self,
+        verb: str,
+        *,
+        op: str = "",
+        values: tuple[tuple[str, tuple[int, ...]], ...] = (),
+        destination: str = "",
+        options: str = "",
+        patiently: bool = False,
+        sparingly: bool = False,
+    ) -> None:
+        """Compare this call with the other ranks'; on return all ranks are about to do the same.
+
+        Args:
+            verb, op, values, destination, options: what must be equal on all ranks.
+            patiently: sleep between two looks for the peers: another thread needs this core.
+            sparingly: only as often as the level of checks says; for what needs no meeting of the ranks.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when the calls differ.
+            MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
+        """
+        signature = Signature(verb, op, self.structure, values, destination, options, self.name, self.where, self.place)
+        self.agree_on(signature, patiently=patiently, sparingly=sparingly)
+
+    def agree_on(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None:
+        """Do `agree` with a signature."""
+        guard = self._guard
+        guard.compare(signature, patiently=patiently, sparingly=sparingly)
+        if guard.failures is not None:
+            guard.failures.agree()
+        self._set_agreed(True)
+
+    def expect_more(self) -> None:
+        """Say that the peers will wait at one more `agree`: a failure before it must be reported to them."""
+        self._set_agreed(False)
+
+    def wait_as(self, timeout_seconds: float | None) -> None:
+        """Wait for the other ranks as long as the options of this call say; None: as long as the strategy's do."""
+        if timeout_seconds is not None:
+            self.timeout = timeouts.limit(timeout_seconds)
+
+    def own_work(self) -> AbstractContextManager[None]:
+        """Say that what runs in here is the program's own: nobody is waited for."""
+        return self._guard.own_work()
+
+    def _set_agreed(self, agreed: bool) -> None:
+        call: Call | None = self
+        while call is not None:
+            call._agreed = agreed
+            call = call._outer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        guard = self._guard
+        if error is None:
+            self._leave()
+            return
+        if not guard.is_settled(error):
+            guard.fail(self.where, error, agreed=self._agreed)
+        self._leave()
+        if self._outer is None:
+            guard.unsettled(error)  # the same object may be raised again, in another call
+        else:
+            guard.settled(error)
+
+    def _leave(self) -> None:
+        guard = self._guard
+        guard.current = self._outer
+        if self._before == math.inf:
+            guard.since = math.inf  # it was a part of the program's own work, which goes on
+        if self._entry is not None:
+            self._entry[LEFT] = time.monotonic()
+        if self._outer is None and guard.failures is not None:
+            guard.failures.agreed_at = None
+        if self._on_gpu is not None:
+            on_gpu, self._on_gpu = self._on_gpu, None
+            with suppress(Exception):  # a GPU that has failed says so at the next call
+                on_gpu.__exit__(None, None, None)

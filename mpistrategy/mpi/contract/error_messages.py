@@ -1,0 +1,203 @@
+"""How a rank tells its peers of an error of its own: in the comparison of a call, or where they wait after it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
+from mpistrategy.mpi.contract.call_sites import Site
+from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
+from mpistrategy.mpi.contract.check_level import Sparingly
+from mpistrategy.mpi.contract.mismatch_report import LEFT, Report
+from mpistrategy.mpi.shared_memory.failures import NO_MORE_CALLS, Failures
+
+E = TypeVar("E", bound=BaseException)
+
+_SETTLED = "_mpistrategy_settled_with"
+#: Marks an error that another rank has met, and raises as well.
+OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
+#: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
+PATIENCE_SECONDS = 2.0
+
+
+class TellsErrors(ABC):
+    """The part of a `Guard` that tells the peers of errors; its attributes are described there."""
+
+    _channel: ControlChannel | None
+    _rank: int
+    closed: bool
+    broken: str
+    is_comparing: bool
+    late: tuple[MpiStrategyError, int] | None
+    _sparingly: Sparingly | None
+    failures: Failures | None
+    give_up: Callable[[BaseException], object] | None
+    since: float
+    comparisons: int
+
+    @abstractmethod
+    def here(self) -> Site:
+        """Return where the program makes the call that this rank is in."""
+
+    @abstractmethod
+    def exchange(self, mine: Report) -> list[Report]:
+        """Return the reports of all ranks."""
+
+    @property
+    @abstractmethod
+    def unseen(self) -> int:
+        """How many calls were not compared since the last agreement."""
+
+    def fail(self, where: str, error: BaseException, *, agreed: bool) -> None:
+        """Tell the peers of an error on this rank, in a call that it leaves.
+
+        Args:
+            where: the public name of the call.
+            error: what has happened.
+            agreed: whether the ranks had agreed on the call.
+        """
+        if self.broken:
+            return
+        if self.is_comparing or not isinstance(error, Exception):  # from outside, at any moment
+            self._break_off(where, error)
+        elif not agreed:
+            self.report_failure(where, error)
+        elif self.failures is not None and _is_of_one_rank(error):
+            self.failures.tell(where, error)
+
+    def fail_after_agreement(self, where: str, error: BaseException) -> None:
+        """Do `fail` in a call that was agreed on outside every `Call`, and mark the error as known to the peers."""
+        self.fail(where, error, agreed=True)
+        self.settled(error)
+
+    def _break_off(self, where: str, error: BaseException) -> None:
+        """Tell the peers of an error that has come between what this rank has shown them and what they answer."""
+        if self.failures is not None:
+            self.failures.break_off(where, error)
+        elif self.is_comparing:
+            self.stop(f"rank {self._rank} failed in {where}: {type(error).__name__}: {error}")
+            if isinstance(error, Exception) and self.give_up is not None:
+                self.give_up(error)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether some rank takes no more calls after a failure, so that this one must not wait for it."""
+        return bool(self.broken) or (self.failures is not None and self.failures.left_by() is not None)
+
+    def remote_error(self) -> MpiStrategyError:
+        """Return the error that says why there is nobody to wait for any more, and take no more calls."""
+        rank = None if self.failures is None else self.failures.left_by()
+        if self.failures is not None and rank is not None:
+            return self.failures.remote_error(rank)
+        return RemoteError(f"{self.broken}. {NO_MORE_CALLS}")
+
+    def stop(self, reason: str) -> None:
+        """Take no more calls: nobody knows what is under way between the ranks."""
+        self.broken = self.broken or reason
+        self.closed = True
+
+    def stop_waiting(self, error: MpiStrategyError) -> None:
+        """Make this rank's main thread raise `error` where it waits, as far as that can be left; for any thread.
+
+        What it waits for when it looks the next time, it may have come to meanwhile: `error` is nothing to that.
+        """
+        if self.failures is not None:
+            self.failures.late = error, self.failures.agreements()
+        else:
+            self.late = error, self.comparisons
+
+    @property
+    def is_told_late(self) -> bool:
+        """Whether `stop_waiting` was called for what this rank waits for."""
+        if self.failures is not None:
+            return self.failures.is_told_late
+        return self.late is not None and self.late[1] == self.comparisons
+
+    def look(self) -> None:
+        """Raise where there is nobody to wait for any more; before the ranks have agreed."""
+        if self.failures is not None:
+            self.failures.look(agreed=False)
+        elif self.late is not None and self.is_told_late:
+            self.stop(str(self.late[0]))
+            raise self.settled(self.late[0])
+
+    def leave_with(self, error: BaseException) -> None:
+        """Tell the peers of an error that has ended this rank's program; waits until all hear of it, where it must."""
+        name, text = type(error).__name__, str(error)
+        if self.failures is not None:
+            self.failures.break_off("its program, which has ended", error)
+        elif self._channel is not None:
+            self._channel.start(-1 - self._rank)
+            for pause in growing_pauses():
+                if (answer := self._channel.finished()) is not None:
+                    break
+                time.sleep(pause)
+            if not answer:
+                self.exchange(Report({LEFT: "its program has ended"}, "its end", name, text, unseen=self.unseen))
+        self.stop(f"rank {self._rank} has ended: {name}: {text}")
+
+    def hear_of_ends(self, reports: Sequence[Report]) -> str:
+        """Take no more calls where a peer has ended with an error; return which and how, "" without."""
+        for rank, report in enumerate(reports):
+            if LEFT in report.call and report.error:
+                self.stop(f"rank {rank} has ended: {report.error}: {report.text}")
+        return self.broken
+
+    def report_failure(self, where: str, error: BaseException) -> None:
+        """Take part in the peers' comparison with an error instead of a call, so that they raise as well."""
+        if self._channel is None:
+            return
+        # No signature has a negative digest, so this never looks like agreement, unless all ranks fail alike.
+        self.since = time.monotonic()
+        self.comparisons += 1
+        self._channel.start(-1 - self._rank)
+        patience_ends = time.monotonic() + PATIENCE_SECONDS
+        told, pauses = False, growing_pauses()
+        while (answer := self._channel.finished()) is None:
+            if self.is_broken:
+                return  # a peer has failed, and does not come
+            if not told and time.monotonic() > patience_ends:
+                told = True
+                if self._sparingly is not None and self.give_up is not None:
+                    # The peers may be on their way through data that this rank never brings.
+                    self.give_up(error)
+                sys.stderr.write(
+                    f"[rank {self._rank}] waits to tell the other ranks: {type(error).__name__}: {error}\n"
+                )
+            time.sleep(next(pauses))
+        if not answer and not self.is_broken:
+            site = self.here().text
+            reports = self.exchange(Report({"call": where}, site, type(error).__name__, str(error), [], self.unseen))
+            self.hear_of_ends(reports)
+            if self._sparingly is not None:
+                self._sparingly.begin_anew()
+                if went_past(reports) and self.give_up is not None:
+                    # Some peer has sent what this rank never received, and which it would take for the next data.
+                    self.give_up(error)
+
+    def settled(self, error: E) -> E:
+        """Mark an error that the peers of this guard know, or that it is too late to tell them."""
+        error.__dict__.setdefault(_SETTLED, set()).add(id(self))
+        return error
+
+    def is_settled(self, error: BaseException) -> bool:
+        """Return whether `settled` marked the error."""
+        return id(self) in error.__dict__.get(_SETTLED, ())
+
+    def unsettled(self, error: BaseException) -> None:
+        """Take the mark of `settled` back."""
+        error.__dict__.get(_SETTLED, set()).discard(id(self))
+
+
+def _is_of_one_rank(error: Exception) -> bool:
+    """Return whether an error after the agreement may be that of one rank; ours are raised on all."""
+    return not isinstance(error, MpiStrategyError) or isinstance(error, DeviceError)
+
+
+def went_past(reports: Sequence[Report]) -> bool:
+    """Return whether ranks have made calls that others have not, before they heard of it."""
+    return len({report.unseen for report in reports}) > 1

@@ -1,0 +1,108 @@
+"""The flight record: which collectives this rank entered last, and when it left them.
+
+Always on, so an entry costs a fraction of a microsecond: it holds what is at hand, and is put into words when somebody
+asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.mpi.contract.call_sites import without_columns
+
+#: How many collectives are remembered.
+LENGTH = 256
+
+NUMBER, WHAT, ENTERED, LEFT = range(4)
+#: One collective: its number among those of its strategy, from 1 on; what it is (a `Call`, or an all-reduce that was
+#: worked out before: something with a `signature`); when it was entered and when it was left, in seconds of
+#: time.monotonic(): 0.0 while it lasts, None where that is not taken down, for speed: before the next was entered.
+Entry = Sequence[Any]
+
+
+class FlightRecord:
+    """The last `LENGTH` collectives of one strategy on this rank.
+
+    Attributes:
+        entries: oldest first.
+        append: writes an entry down.
+        next_number: returns the number of the next one.
+    """
+
+    __slots__ = ("_again", "append", "entries", "next_number")
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=LENGTH)
+        self.append = self.entries.append
+        self.next_number = count(1).__next__
+        self._again = 0
+
+    def enter(self, what: Any, now: float) -> list[Any]:
+        """Write down that a collective begins."""
+        number, self._again = self._again or self.next_number(), 0
+        entry = [number, what, now, 0.0]
+        self.append(entry)
+        return entry
+
+    def take_back(self) -> None:
+        """Forget the last entry, whose collective is made again, another way: the next to be entered."""
+        self._again = self.entries.pop()[NUMBER]
+
+    def last(self, back: int = 0) -> Entry | None:
+        """Return the last entry, or the one so many before it; for any thread."""
+        try:
+            return self.entries[-1 - back]
+        except IndexError:  # no test of the length: `take_back` may come between
+            return None
+
+
+def in_words(entry: Entry, *, with_place: bool = True) -> str:
+    """Return ``#7 ReplicaContext.all_reduce SUM float64[3] (24 B) at train.py:12``, as far as it is known."""
+    what = entry[WHAT]
+    signature = getattr(what, "signature", None)
+    name = getattr(signature, "call", "") or getattr(what, "where", "") or "a collective"
+    parts = [f"#{entry[NUMBER]} {name}"]
+    if signature is not None:
+        op = signature.op if signature.op.isupper() else ""
+        parts += [text for text in (op, values_in_words(signature.values)) if text]
+    title = getattr(signature, "name", "") or getattr(what, "name", "")
+    place = getattr(signature, "place", "") or getattr(what, "place", "")
+    parts += [f"name={title!r}"] if title else []
+    parts += [f"at {without_columns(place)}"] if place and with_place else []
+    return " ".join(parts)
+
+
+def line_of(entry: Entry, now: float, next_entered: float | None) -> str:
+    """Return an entry as a line of a report: how long ago it was entered, how long it took at most, what it was."""
+    left = next_entered if entry[LEFT] is None else entry[LEFT]
+    took = f"{(left - entry[ENTERED]) * 1e3:10.3f} ms" if left else "not left     "
+    sign = "<" if entry[LEFT] is None and left else " "
+    return f"{entry[ENTERED] - now:12.6f} s {sign}{took}  {in_words(entry)}"
+
+
+_FEW = 3
+
+
+def values_in_words(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Return the layouts of what a call is about, the first few one by one, and how many bytes they are."""
+    if not values:
+        return ""
+    shown = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in values[:_FEW])
+    more = f" and {len(values) - _FEW} more" if len(values) > _FEW else ""
+    nbytes = sum(bytes_of(dtype, shape) for dtype, shape in values)
+    return f"{shown}{more} ({nbytes} B)"
+
+
+def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return how many bytes the values of one layout are; 0 where that is not known."""
+    try:
+        itemsize = np.dtype(dtype.removesuffix(" on a GPU").rpartition(" ")[2]).itemsize
+    except (TypeError, ValueError, SyntaxError):  # what NumPy alone does not know: bfloat16, slices with their indices
+        itemsize = 2 if dtype == "bfloat16" else 0
+    return itemsize * math.prod(shape)

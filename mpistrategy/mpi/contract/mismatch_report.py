@@ -1,0 +1,137 @@
+"""What the ranks tell each other after their calls were found to differ, and the table that every rank raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mpistrategy.mpi.contract.call_sites import without_columns
+
+_SHOWN = 160
+#: In the place of a call, of a rank that has come to its end: why.
+LEFT = "left"
+
+#: A call in words: the non-empty fields of its signature.
+Words = dict[str, str]
+
+
+@dataclass(slots=True)
+class Report:
+    """What one rank says after the digests differed.
+
+    Attributes:
+        call: what it was about to do; empty fields are left out.
+        site: where in the program.
+        error: the name of the error that kept it from making the call, and
+        text: its text.
+        earlier: the calls that were not compared when they were made, since the last agreement, oldest first: number,
+            digest, and the call in words.
+        unseen: how many calls were not compared since the last agreement.
+        digest: the number that was compared; None when there is no call.
+    """
+
+    call: Words
+    site: str
+    error: str = ""
+    text: str = ""
+    earlier: list[tuple[int, int, Words]] = field(default_factory=list)
+    unseen: int = 0
+    digest: int | None = None
+
+
+_DIFFERENT = (
+    "Nothing was sent. Make every rank call the same collectives, in the same order, with equal structures,",
+    "dtypes and shapes.",
+)
+_ALIKE = (
+    "Nothing was sent. The calls are alike but stand at different places in the program, as swapped ones do. A place",
+    "is the line of the call and the lines that it was called from. If branches differ by rank, pass the same name= in",
+    "both: it is compared instead of the place. A call that takes no name= must come from the same lines on all ranks.",
+)
+
+
+def table(reports: Sequence[Report]) -> str:
+    """Return what all ranks were about to do, by rank, and in which fields it differs."""
+    late = _first_divergence(reports)
+    if late is not None:
+        return late
+    calls = [report.call for report in reports]
+    different = _different(calls)
+    left = [str(rank) for rank, call in enumerate(calls) if LEFT in call]
+    head = "the ranks do not make the same call"
+    if left:
+        head += f"; rank{'s' * (len(left) > 1)} {', '.join(left)} left"
+    if different or not left:
+        head += f"; they differ in: {', '.join(different) or 'nothing'}"
+    lines = [head, *_rows(calls, different, [report.site for report in reports])]
+    lines.extend(_ALIKE if different == ["place"] and not left else _DIFFERENT)
+    return "\n".join(lines)
+
+
+def is_late(reports: Sequence[Report]) -> bool:
+    """Return whether calls that were made before are those that differ."""
+    return _first_divergence(reports) is not None
+
+
+def _different(calls: Sequence[Words]) -> list[str]:
+    """Return the fields in which the calls differ, of the ranks that make one."""
+    made = [call for call in calls if LEFT not in call]
+    fields = dict.fromkeys(name for call in made for name in call)
+    return [name for name in fields if len({call.get(name, "") for call in made}) > 1]
+
+
+def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]) -> list[str]:
+    made = [call for call in calls if LEFT not in call]
+    starts = {name: _first_difference([call.get(name, "-") for call in made]) for name in different}
+    rows = []
+    for rank, (call, site) in enumerate(zip(calls, sites, strict=True)):
+        if LEFT in call:
+            rows.append(f"  rank {rank} left: {call[LEFT]}")
+            continue
+        shown = {name: _cut(call.get(name, "-"), starts.get(name, 0)) for name in ("call", *different)}
+        words = "  ".join(f"{name}={value}" for name, value in shown.items())
+        rows.append(f"  rank {rank}: {words}  at {site}")
+    return rows
+
+
+def _first_divergence(reports: Sequence[Report]) -> str | None:
+    """Return the table of the first call that was made without a comparison and differed; None where there is none."""
+    logs = [report.earlier for report in reports]
+    alike = [len({digest for _, digest, _ in entries}) == 1 for entries in zip(*logs, strict=False)]
+    number = [*alike, False].index(False)
+    if number == max(map(len, logs)):
+        return None  # alike so far: it is the call of this moment that differs
+    calls: list[Words] = [
+        log[number][2] if number < len(log) else report.call for log, report in zip(logs, reports, strict=True)
+    ]
+    different = _different(calls)
+    first = next(log[number][0] for log in logs if number < len(log))
+    now = {report.site for report in reports}
+    lines = [
+        f"the ranks did not make the same call earlier: call #{first} of this strategy differed in: "
+        f"{', '.join(different) or 'its number'}",
+        *_rows(calls, different, [without_columns(call.get("place", "?")) for call in calls]),
+        f"It is found only now ({', '.join(sorted(now))}), since calls that were seen before are compared at every "
+        "so many only:",
+        "its data, and that of the calls after it, may be mixed, and this strategy takes no further calls. Set",
+        "check='always' (MPISTRATEGY_CHECK=always, or mpistrategy run --check always) to stop before data moves.",
+    ]
+    return "\n".join(lines)
+
+
+def _first_difference(texts: Sequence[str]) -> int:
+    """Return where texts begin to differ."""
+    pairs = enumerate(zip(*texts, strict=False))
+    return next((at for at, characters in pairs if len(set(characters)) > 1), min(map(len, texts)))
+
+
+def _cut(text: str, start: int) -> str:
+    """Return a long text from a little before its first difference on; of a list, from that entry on."""
+    if len(text) <= _SHOWN:
+        return text
+    begin, before = max(0, start - _SHOWN // 4), text.rfind("; ", 0, start)
+    entry = 0 if before < 0 else before + len("; ")
+    if start - entry < 3 * _SHOWN // 4:
+        begin = entry
+    end = begin + _SHOWN
+    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

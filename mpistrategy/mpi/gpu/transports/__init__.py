@@ -1,0 +1,1 @@
+"""How buffers in GPU memory are reduced: direct, staged, over IPC, or by NCCL."""

@@ -1,0 +1,136 @@
+"""Which path buffers in GPU memory take: a decision over what all ranks can do, the same on every rank.
+
+For one strategy there is one path, from the first such buffer on: NCCL and an MPI that gets pointers to the memory of
+the same GPUs can block each other.  MPISTRATEGY_GPU_PATH names one; without it the order is NCCL, then what the ranks
+of one node can do among themselves (ipc), then MPI where it is known to take GPU memory, then the host (staged).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+from mpistrategy.mpi.gpu.cuda_aware import Answer, weakest
+from mpistrategy.mpi.interface.gpu_transport import PathName
+from mpistrategy.mpi.job.launcher import ranks_in_words
+
+_BY_MPI = ("mpi", "staged")
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What one rank has.
+
+    Attributes:
+        gpu: what tells its GPU from all others; "" if unknown.
+        node: the number of its node.
+        nccl: the version of CuPy's NCCL; 0 without one.
+        verdict: whether its MPI takes GPU memory: "yes", "no" or "unverified".
+        reason: why.
+        ipc: why its GPU memory cannot be opened by other processes; "" where it can.
+    """
+
+    gpu: str = ""
+    node: int = 0
+    nccl: int = 0
+    verdict: str = "unverified"
+    reason: str = "not looked at"
+    ipc: str = "not looked at"
+
+    def text(self) -> str:
+        """Return it as a text for the other ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Abilities:
+        """Return what `text` was made of."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The path of a strategy.
+
+    Attributes:
+        name: as users call it.
+        reason: in words.
+        is_second_best: whether somebody asked for another one, which cannot be, or NCCL is there and fails.
+    """
+
+    name: PathName
+    reason: str
+    is_second_best: bool = False
+
+
+def choose(
+    ranks: Sequence[Abilities],
+    word: str = "auto",
+    taken: Sequence[str] = (),
+    failed: Mapping[str, str] = MappingProxyType({}),
+) -> Choice:
+    """Return the path for these ranks.
+
+    Args:
+        ranks: what each of them has.
+        word: what is asked for; see `mpistrategy.options.path_word`.
+        taken: the paths that the strategy has already.
+        failed: why paths that were tried cannot be; the same on all ranks.
+    """
+    if len(ranks) == 1:
+        return Choice("alone", "one rank")
+    obstacles: dict[str, str] = {
+        "nccl": _against_nccl(ranks),
+        "ipc": _against_ipc(ranks),
+        "mpi": _against_mpi(ranks),
+        "staged": "",
+        **failed,
+    }
+    for one, other in (("nccl", "mpi"), ("mpi", "nccl")):
+        if one in taken:
+            obstacles[other] = obstacles[other] or f"this strategy uses {one}, and the two can block each other"
+    named = _NAMES.get(word)
+    if named is not None and not obstacles[word]:
+        return Choice(named, "as asked for")
+    open_to = _BY_MPI if word == "ring" else ("nccl", "ipc", "mpi", "staged")
+    first = next(name for name in open_to if not obstacles[name])
+    skipped = "; ".join(f"{other} ({obstacles[other]})" for other in open_to[: open_to.index(first)])
+    asked = f"{word} cannot be: {obstacles[word]}" if named else ""
+    reason = asked or (f"not {skipped}" if skipped else "the fastest")
+    # An NCCL that is there and does not work is worth a word; ranks that cannot open each other's memory are common.
+    return Choice(_NAMES[first], reason, is_second_best=bool(asked) or "nccl" in failed)
+
+
+_NAMES: dict[str, PathName] = {"nccl": "nccl", "ipc": "ipc", "mpi": "mpi", "staged": "staged"}
+
+
+def _against_nccl(ranks: Sequence[Abilities]) -> str:
+    without = [number for number, rank in enumerate(ranks) if not rank.nccl]
+    if without:
+        return f"CuPy has no NCCL on {ranks_in_words(without)}"
+    versions = {rank.nccl // 100 for rank in ranks}  # the last two digits are a patch level
+    if len(versions) > 1:
+        return f"NCCL of different versions ({', '.join(map(str, sorted({rank.nccl for rank in ranks})))})"
+    return _shared_gpu(ranks) and f"{_shared_gpu(ranks)}, which NCCL refuses"
+
+
+def _against_ipc(ranks: Sequence[Abilities]) -> str:
+    if len({rank.node for rank in ranks}) > 1:
+        return "several nodes"
+    reasons = {rank.ipc: [n for n, r in enumerate(ranks) if r.ipc == rank.ipc] for rank in ranks if rank.ipc}
+    return "; ".join(f"{reason} ({ranks_in_words(those)})" for reason, those in reasons.items())
+
+
+def _against_mpi(ranks: Sequence[Abilities]) -> str:
+    answer = weakest([Answer(rank.verdict, rank.reason) for rank in ranks])
+    return "" if answer.is_yes else f"{answer.verdict}, {answer.reason}"
+
+
+def _shared_gpu(ranks: Sequence[Abilities]) -> str:
+    holders: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        if rank.gpu:
+            holders.setdefault(rank.gpu, []).append(number)
+    shared = [those for those in holders.values() if len(those) > 1]
+    return f"{ranks_in_words(shared[0])} on one GPU" if shared else ""

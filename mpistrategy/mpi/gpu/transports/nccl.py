@@ -1,0 +1,263 @@
+"""The NCCL path: NVIDIA's library reduces on the GPUs, and the host only puts the work on the current stream.
+
+Nothing waits: what is on the stream before is done before NCCL reads, and what comes after finds the result.  How far
+the GPU has come is noted where the watchdog sees it (`watchdog.gpu_progress`): a peer that never comes ends the job
+with a roll call, wherever the program waits for the result.  Wherever this file waits itself, it does so with a limit.
+
+With NCCL, MPI carries memory of the host only, so the two never wait for each other on a GPU.
+
+Each pack is a call of its own.  NCCL can join calls into one launch (groups), which pays for many small ones: those
+are one pack already.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.errors import DeviceError
+from mpistrategy.mpi.contract.channel import growing_pauses
+from mpistrategy.mpi.gpu.transports.first_error import first_trouble, trouble_of
+from mpistrategy.mpi.gpu.transports.staged import StagedPath
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory
+from mpistrategy.mpi.watchdog.gpu_progress import InFlight
+
+#: For how long a first sum may take: NCCL connects to the peers in it.
+_TRIAL_SECONDS = 60.0
+_TRIAL_SIZE = 2**16
+_WHERE = "a collective by NCCL"
+#: Kept for ever: the GPU may still write there how far it has come.
+_left: list[InFlight] = []
+_DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
+
+
+def version(cupy: Any) -> int:
+    """Return the version of the NCCL that CuPy has loaded; 0 without one."""
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy warns where it finds none; who asked for NCCL hears it from us
+            from cupy.cuda import nccl
+
+            return int(nccl.get_version()) if nccl.available else 0
+    except Exception:  # a CuPy without it, or one that cannot load it: of many types
+        return 0
+
+
+class NcclPath:
+    """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`; made by `join`.
+
+    Args:
+        ranks: who takes part.
+        communicator: CuPy's NcclCommunicator of these ranks, on the current device.
+    """
+
+    name: PathName = "nccl"
+
+    def __init__(self, ranks: Communicator, communicator: Any) -> None:
+        self._cupy = cupy_for(_WHERE)
+        self._ranks = ranks
+        self._nccl = communicator
+        self._failure = ""
+        self._is_gone = False
+        #: Held while NCCL is asked how it is, and while it is let go of, which may take long.
+        self._asking = threading.Lock()
+        self._device = self._cupy.cuda.runtime.getDevice()
+        self._staged = StagedPath()
+        self._staged.make_room_for_all()
+        self._in_flight = InFlight(self._cupy, self._ask)
+        ranks.guard.in_flight = self._in_flight
+
+    def make_room(self, nbytes: int) -> None:
+        """Need nothing; but tell the other ranks, before they agree, if NCCL has failed or is for another GPU.
+
+        Raises:
+            DeviceError: then.
+        """
+        device = self._cupy.cuda.runtime.getDevice()
+        if device != self._device:
+            raise DeviceError.at(
+                _WHERE,
+                found=f"arrays on GPU:{device}",
+                expected=f"arrays on GPU:{self._device}, as before: NCCL connects one GPU of each rank",
+            )
+        self._check()
+
+    def _ask(self) -> None:
+        """Raise what NCCL has met since; in any thread, and never waits."""
+        if self._asking.acquire(blocking=False):
+            try:
+                if not self._is_gone:
+                    self._nccl.check_async_error()
+            finally:
+                self._asking.release()
+
+    def _check(self) -> None:
+        try:
+            self._ask()
+        except Exception as error:  # CuPy's NcclError
+            self._give_up(str(error))
+        if self._failure:
+            raise DeviceError.at(
+                _WHERE,
+                found=f"that NCCL has failed ({self._failure})",
+                expected="an NCCL that connects the ranks",
+                fix="NCCL_DEBUG=INFO makes it say why; MPISTRATEGY_GPU_PATH=staged does without it.",
+            )
+
+    def _give_up(self, why: str) -> None:
+        """Make NCCL stop what it is at, so that nothing waits for it."""
+        if not self._failure:
+            self._failure = why
+            self._let_go(self._nccl.abort)
+
+    def _let_go(self, how: Callable[[], object]) -> None:
+        with self._asking:
+            self._is_gone = True
+            how()
+
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+        """Replace `buffer` by its combination over the ranks, on the current stream.
+
+        What NCCL does not know, or does otherwise than the host, goes by way of the host.
+        """
+        if not _is_native(buffer.dtype, op) or getattr(ranks, "rounds", False):
+            self._staged.allreduce(ranks, buffer, op)
+            return
+        if not buffer.size:
+            return
+        if self._in_flight.is_full:
+            self._wait_for_all()
+        call = self._ranks.guard.current
+        self._in_flight.begin(self._ranks.guard.record.last(), None if call is None else call.timeout)
+        self._put_on_stream(buffer, op)
+        self._in_flight.given()
+
+    def _put_on_stream(self, buffer: DeviceArray, op: str) -> None:
+        from cupy.cuda import nccl
+
+        parts = 2 if buffer.dtype.kind == "c" else 1
+        dtype = f"float{buffer.dtype.itemsize * 4}" if parts == 2 else buffer.dtype.name
+        self._nccl.allReduce(
+            buffer.data.ptr,
+            buffer.data.ptr,
+            buffer.size * parts,
+            getattr(nccl, f"NCCL_{dtype.upper()}"),
+            getattr(nccl, f"NCCL_{op}"),
+            self._cupy.cuda.get_current_stream().ptr,
+        )
+
+    def _wait_for_all(self, seconds: float = math.inf) -> None:
+        """Wait until the GPU is done with all that it was given; a peer that never comes is the watchdog's concern.
+
+        Args:
+            seconds: for how long the GPU may be in a collective; what it does before does not count.
+
+        Raises:
+            DeviceError: when NCCL has failed, or that takes too long; it is given up then.
+        """
+        end = math.inf
+        with self._ranks.guard.own_gpu():  # the watchdog sees what the GPU is at
+            for pause in growing_pauses():
+                if self._in_flight.is_over:
+                    return
+                if end == math.inf and self._in_flight.is_in_one:
+                    end = time.monotonic() + seconds
+                if time.monotonic() > end:
+                    self._give_up(f"no result within {seconds:g} s")
+                self._check()
+                time.sleep(pause)
+
+    def trial(self) -> str:
+        """Sum known numbers over the ranks; return why the result is not there or wrong, "" if it is right."""
+        buffer = communication_memory(self._cupy, _TRIAL_SIZE, np.dtype("float64"))
+        buffer.fill(self._ranks.rank + 1.0)
+        self.allreduce(self._ranks, buffer, "SUM")
+        self._wait_for_all(min(_TRIAL_SECONDS, self._ranks.guard.timeout / 2))
+        found = np.unique(buffer.get())
+        right = self._ranks.size * (self._ranks.size + 1) / 2
+        return "" if found.tolist() == [right] else f"a wrong sum: {found[:3].tolist()} for {right}"
+
+    def free(self) -> None:
+        """Give NCCL's communicator back: when all GPUs are done with it."""
+        with self._cupy.cuda.Device(self._device):
+            self._staged.free()
+            trouble = trouble_of(self._wait_for_all) or self._failure
+            self.leave(first_trouble(self._ranks, trouble))
+
+    def leave(self, trouble: str) -> None:
+        """Let go of NCCL where all ranks do; without waiting for anything if some rank has trouble."""
+        self._ranks.guard.in_flight = None
+        if trouble:
+            self._give_up(trouble)
+            _left.append(self._in_flight)
+        if not self._failure:
+            self._let_go(self._nccl.destroy)
+
+
+def join(ranks: Communicator) -> NcclPath | str:
+    """Return the path, or why NCCL cannot connect these ranks; the same on all.  Collective.
+
+    The current device must be the one that this rank drives.
+    """
+    made: list[NcclPath] = []
+    told = ""
+    if ranks.rank == 0:
+        try:
+            told = _unique_id()
+        except Exception as error:  # CuPy's NcclError
+            told = f"!{error}"
+    told = ranks.allgather_text(told)[0]
+    if told.startswith("!"):
+        return f"it does not start: {told[1:]}"
+
+    def connect() -> None:
+        communicator = _communicator(ranks, bytes.fromhex(told))
+        try:
+            made.append(NcclPath(ranks, communicator))
+        except Exception:
+            communicator.abort()  # otherwise CuPy would destroy it, and wait for the peers
+            raise
+
+    # All ranks are through before the first of them uses it: what connecting does to a GPU must not meet a collective.
+    trouble = first_trouble(ranks, trouble_of(connect)) or first_trouble(ranks, trouble_of(lambda: made[0].trial()))
+    if not trouble:
+        return made[0]
+    for path in made:
+        path.leave(trouble)
+    return f"it does not connect the ranks: {trouble}"
+
+
+def _unique_id() -> str:
+    """Return a new unique id of NCCL as text: in CuPy 14 it is bytes, before it was a tuple of signed numbers."""
+    from cupy.cuda import nccl
+
+    return bytes(each & 0xFF for each in nccl.get_unique_id()).hex()
+
+
+def _communicator(ranks: Communicator, unique_id: bytes) -> Any:
+    from cupy.cuda import nccl
+
+    try:
+        return nccl.NcclCommunicator(ranks.size, unique_id, ranks.rank)
+    except TypeError:  # a CuPy before 14
+        return nccl.NcclCommunicator(ranks.size, tuple(np.frombuffer(unique_id, np.int8).tolist()), ranks.rank)
+
+
+def _is_native(dtype: np.dtype[Any], op: str) -> bool:
+    """Return whether NCCL does this as the host does.
+
+    Complex numbers are added as pairs; it cannot multiply them.  Whether its MIN and MAX of floats keep a NaN depends
+    on its version and on who has it.
+    """
+    if dtype.kind == "c":
+        return op == "SUM" and dtype.itemsize in (8, 16)
+    return dtype.name in _DTYPES and not (dtype.kind == "f" and op in ("MIN", "MAX"))

@@ -1,0 +1,99 @@
+"""The path of a strategy for arrays in GPU memory: found out by all ranks together, at the first such array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpistrategy.arrays.gpu import cupy_for
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.gpu import cuda_aware, cuda_trials, inventory
+from mpistrategy.mpi.gpu.transports import ipc, nccl
+from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
+from mpistrategy.mpi.gpu.transports.direct import DirectPath
+from mpistrategy.mpi.gpu.transports.staged import StagedPath
+from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath
+from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.options import GPU_PATH
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.contract.call import Call
+    from mpistrategy.mpi.interface.communicator import Communicator
+
+_WHERE = "the path of arrays in GPU memory"
+_THREADS = "these replicas are threads"
+
+
+def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> DevicePath:
+    """Return the path for `word`; the first time the ranks find out together, inside the agreed `call`.
+
+    Args:
+        ranks: who takes part.
+        word: see `mpistrategy.options.path_word`.
+        call: the guard's.
+        nbytes: of the largest buffer that follows; a path that is known has made room for it before the agreement.
+
+    Raises:
+        UnsupportedError: without a CuPy that works.
+        MpiStrategyError: on every rank, when one cannot have the path.
+    """
+    known = ranks.device_paths.known.get(word)
+    if known is not None:
+        return known
+    call.expect_more()  # whoever fails from here on must tell the others
+    mine = _abilities(ranks)
+    call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
+    everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
+    call.expect_more()
+    failed: dict[str, str] = {}
+    while True:
+        choice = choose(everyone, word, list(ranks.device_paths.by_name), failed)
+        path = ranks.device_paths.by_name.get(choice.name) or _make(choice.name, ranks)
+        if not isinstance(path, str):
+            break
+        failed[choice.name] = path
+    ranks.device_paths.by_name[choice.name] = path  # it is there, whatever comes of this call
+    path.make_room(nbytes)
+    if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
+        warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
+    call.agree("use the path of arrays in GPU memory")
+    ranks.device_paths.reasons[word] = choice.reason
+    ranks.device_paths.known[word] = path
+    return path
+
+
+def _make(name: str, ranks: Communicator) -> DevicePath | str:
+    """Return the path, or why it cannot be, on all ranks alike."""
+    if name == "alone":
+        return Alone()
+    if name == "nccl":
+        return nccl.join(ranks)
+    if name == "ipc":
+        return ipc.join(ranks)
+    if name == "mpi":
+        return DirectPath()
+    return StagedPath()
+
+
+def _abilities(ranks: Communicator) -> Abilities:
+    cupy = cupy_for(_WHERE)
+    if ranks.size == 1:
+        return Abilities()
+    if isinstance(ranks, SimulatedCommunicator):
+        return Abilities(verdict=cuda_aware.NO, reason=_THREADS, ipc=_THREADS)
+    answer = _takes_gpu_memory()
+    return Abilities(
+        gpu=inventory.identity(cupy.cuda.runtime.getDevice()),
+        node=ranks.node_of[ranks.rank],
+        nccl=nccl.version(cupy),
+        verdict=answer.verdict,
+        reason=answer.reason,
+        ipc="",
+    )
+
+
+def _takes_gpu_memory() -> cuda_aware.Answer:
+    from mpistrategy.mpi.job import world  # MPI has started long ago
+
+    word, evidence = cuda_aware.said(), world.evidence()
+    return cuda_trials.verified(cuda_aware.decide(evidence, word), evidence.version, word)

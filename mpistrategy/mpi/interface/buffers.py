@@ -1,0 +1,111 @@
+"""Buffers: in pieces that MPI can count, and memory for results that is used again.
+
+MPI is given at most 2^30 elements a call, and bytes where it has no datatype.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from math import prod
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+
+#: Open MPI 5.0 refuses counts of 2^31 and more; MPICH takes them.  A power of two keeps every piece aligned.
+MAX_COUNT = 2**30
+
+
+def pieces(buffer: Array, max_count: int = MAX_COUNT) -> Iterator[Array]:
+    """Yield `buffer`, which must be contiguous, as flat views of at most `max_count` elements; nothing when empty."""
+    flat = buffer.reshape(-1)
+    for start in range(0, flat.size, max_count):
+        yield flat[start : start + max_count]
+
+
+class Pool:
+    """Memory for results, used again once nobody holds it: the first touch of new pages costs more than a reduction.
+
+    A result is a view of a block.  NumPy makes every view of a view refer to the block itself, so that a block to
+    which nobody but the pool refers is free.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[list[Any]]] = {}
+        self._bytes = 0
+        self._taken = 0
+        self._tidy_at = _KEPT_FOR
+
+    def take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Return an array whose values are undefined."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < _LEAST_POOLED:
+            return np.empty(shape, dtype)
+        self._taken += 1
+        entries = self._blocks.setdefault(nbytes, [])
+        for entry in entries:
+            if sys.getrefcount(entry[0]) == _FREE:
+                entry[1] = self._taken
+                return np.ndarray(shape, dtype, entry[0])
+        if self._taken > self._tidy_at or self._bytes > _MOST_FREE_BYTES:
+            self._tidy()
+        block = np.empty(nbytes, np.uint8)
+        self._bytes += nbytes
+        self._blocks.setdefault(nbytes, []).append([block, self._taken])
+        return np.ndarray(shape, dtype, block)
+
+    def forget(self, nbytes: int) -> None:
+        """Forget the free blocks of this size, whose results are elsewhere from now on."""
+        entries = self._blocks.pop(nbytes, [])
+        kept = [entry for entry in entries if sys.getrefcount(entry[0]) != _FREE]
+        self._bytes -= nbytes * (len(entries) - len(kept))
+        if kept:
+            self._blocks[nbytes] = kept
+
+    def clear(self) -> None:
+        """Forget all blocks; those in use live on with their views."""
+        self._blocks.clear()
+        self._bytes = 0
+
+    def _tidy(self) -> None:
+        """Forget the blocks that have not been asked for in a long time, and the oldest of too many free ones."""
+        long_ago, self._tidy_at = self._taken - _KEPT_FOR, self._taken + _KEPT_FOR
+        latest_first = sorted((e for same in self._blocks.values() for e in same), key=itemgetter(1), reverse=True)
+        self._blocks.clear()
+        self._bytes = free = 0
+        for entry in latest_first:
+            nbytes = entry[0].nbytes
+            is_free = sys.getrefcount(entry[0]) == _FREE
+            free += nbytes * is_free
+            if entry[1] > long_ago and not (is_free and free > _MOST_FREE_BYTES):
+                self._blocks.setdefault(nbytes, []).append(entry)
+                self._bytes += nbytes
+
+
+_LEAST_POOLED = 64 * 2**10
+#: What may lie idle when yet another size is asked for: arrays of ever new sizes must not pile up.
+_MOST_FREE_BYTES = 2**28
+_KEPT_FOR = 4096  # results asked for since a block was last used
+
+
+def _count_of_free_block() -> int:
+    entry = [np.empty(0, np.uint8), 0]
+    return sys.getrefcount(entry[0])
+
+
+_FREE = _count_of_free_block()
+
+
+def divide_by(divisor: int, buffer: Array) -> None:
+    """Divide a floating buffer in place; by 1 costs nothing."""
+    if divisor != 1:
+        with np.errstate(all="ignore"):
+            np.true_divide(buffer, buffer.dtype.type(divisor), out=buffer)
+
+
+def as_bytes(buffer: Array) -> Array:
+    """Return a flat uint8 view of a contiguous buffer of any dtype."""
+    return buffer.reshape(-1).view(np.uint8)

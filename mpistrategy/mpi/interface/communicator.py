@@ -1,0 +1,198 @@
+"""The transport seam: the verbs that every layer above needs, and the one-rank transport that needs no MPI.
+
+All buffers are NumPy arrays in native byte order, contiguous and aligned (`dtypes.is_buffer`), and are
+worked on in place.  Every verb is collective over the transport's ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpistrategy.arrays.devices import Device
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.interface.buffers import Pool, divide_by
+from mpistrategy.mpi.interface.gpu_transport import DevicePaths
+from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.result_buffers import Blocks
+from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths, Way
+
+
+class Communicator(Protocol):
+    """The ranks of one strategy and the ways to move bytes between them.
+
+    Attributes:
+        rank: this rank's number.
+        size: how many ranks there are.
+        guard: compares what the ranks are about to do before any of these verbs runs.
+        devices: the device that each rank drives, in rank order.
+        node_of: the number of the node of each rank, from 0 on.
+        local_rank: this rank's index among the ranks of its node.
+        library: the MPI library and its version, in words; "" without one.
+        shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
+        paths: which way a buffer takes, by its size.
+        cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
+        blocks: where packs are reduced and results stay; None where there are no cells.
+        pool: memory for results.
+        compiled: what was worked out once for values of certain layouts; a cache of the algorithms.
+        device_paths: in which ways arrays in GPU memory travel; filled by `mpistrategy.mpi.gpu.transports.setup`.
+    """
+
+    rank: int
+    size: int
+    guard: Guard
+    devices: tuple[Device, ...]
+    node_of: tuple[int, ...]
+    local_rank: int
+    library: str
+    shares_memory: bool
+    paths: Paths
+    cells: Cells | None
+    blocks: Blocks | None
+    pool: Pool
+    compiled: dict[Any, Any]
+    device_paths: DevicePaths
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way `allreduce` takes with a buffer of so many bytes."""
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
+
+        What this rank brings is in `source`, which stays as it is; None means in `buffer`.  The result is divided by
+        `divisor`, which must be 1 unless the dtype is a floating one.
+        """
+
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype.
+
+        They are part of a list of `nbytes`, which goes through the window of a node as a whole or not at all.
+        """
+
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
+
+    def bcast(self, buffer: Array, root: int) -> None:
+        """Replace `buffer` on every rank by that of `root`; any dtype."""
+
+    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`; any dtype, sizes may differ."""
+
+    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on every rank; any dtype, sizes may differ."""
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+        """Send ``counts[r]`` elements of `sent`, one part after another, to rank r; any dtype.
+
+        The row of `received` with a rank's number gets what that rank sends here: ``counts[rank]`` elements each.
+        """
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order; for shapes and the like, never for data."""
+
+    def node(self) -> NodeGroups:
+        """Return the transports within this node and between the nodes' leaders."""
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see where they can."""
+
+    def node_barrier(self) -> None:
+        """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
+
+    def free(self) -> None:
+        """Give the communicator's resources back, where all ranks are known to do so; it cannot be used afterwards."""
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """How the ranks sit on the nodes.
+
+    Attributes:
+        node: the ranks of this node; rank 0 of it is the leader.
+        leaders: one rank of each node, or None on a rank that leads none.
+    """
+
+    node: Communicator
+    leaders: Communicator | None
+
+
+@dataclass
+class SingleCommunicator:
+    """One rank alone: every collective is the identity, and MPI is never started."""
+
+    devices: tuple[Device, ...] = (Device(0, "CPU", 0),)
+    rank: int = 0
+    size: int = 1
+    guard: Guard = field(default_factory=Guard)
+    node_of: tuple[int, ...] = (0,)
+    local_rank: int = 0
+    library: str = ""
+    shares_memory: bool = False
+    paths: Paths = DEFAULT
+    cells: Cells | None = None
+    blocks: Blocks | None = None
+    pool: Pool = field(default_factory=Pool)
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    device_paths: DevicePaths = field(default_factory=DevicePaths)
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return "none": nothing goes anywhere."""
+        return "none"
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+        """Leave `buffer`, or copy `source` to it: its sum over one rank is itself."""
+        if source is not None:
+            buffer[...] = source.reshape(buffer.shape)
+        divide_by(divisor, buffer)
+
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
+        """Copy every source to its target."""
+        for source, target in pairs:
+            self.allreduce(target, op, source, divisor)
+
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Leave `buffer`."""
+
+    def bcast(self, buffer: Array, root: int) -> None:
+        """Leave `buffer`."""
+
+    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy `block` to the only place there is."""
+        if blocks is not None:
+            blocks[0][...] = block
+
+    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
+        """Copy `block` to the only place there is."""
+        blocks[0][...] = block
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+        """Copy `sent` to the only place there is."""
+        received[0] = sent
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Return the only text there is."""
+        return [text]
+
+    def node(self) -> NodeGroups:
+        """Return this rank as its own node."""
+        return NodeGroups(self, self)
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return memory of this rank's own."""
+        return private_memory(nbytes)
+
+    def node_barrier(self) -> None:
+        """Go on: nobody else is here."""
+
+    def free(self) -> None:
+        """Refuse further calls."""
+        self.guard.closed = True

@@ -1,0 +1,57 @@
+"""What becomes of strategies in a forked child: they are closed there, since MPI belongs to the parent.
+
+A child that took part in a collective would take its parent's turn, and at its end it must not finalize MPI: see
+`job.child_exit`.  Shared memory becomes the child's own, too; see `shared_memory.segments`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from mpistrategy.errors import ForkedProcessError
+from mpistrategy.mpi.job import child_exit
+
+_guards: WeakSet[Any] = WeakSet()
+_was_forked_from_rank = False
+_is_registered = False
+
+
+def close_in_children(guard: Any) -> None:
+    """Call ``guard.close_in_child()`` in every child that is forked from now on."""
+    global _is_registered
+    _guards.add(guard)
+    if not _is_registered:
+        _is_registered = True
+        child_exit.prepare()
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    global _was_forked_from_rank
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        _was_forked_from_rank = True
+        child_exit.follow()
+    for guard in list(_guards):
+        guard.close_in_child()
+
+
+def refuse_child(where: str, ranks: Callable[[], int]) -> None:
+    """Raise ForkedProcessError in a process that was forked from a rank of a job of several `ranks`."""
+    if _was_forked_from_rank and ranks() > 1:
+        raise refusal(where)
+
+
+def refusal(where: str) -> ForkedProcessError:
+    """Return what a collective in a forked child raises."""
+    return ForkedProcessError.at(
+        where,
+        found="a call in a forked child of a rank",
+        expected="a call in the rank itself",
+        fix="Give the child plain arrays to work on, and let it return plain arrays; or start it with "
+        "multiprocessing's 'spawn' method. OneDeviceStrategy works in a child.",
+    )

@@ -1,0 +1,344 @@
+"""Right layout or no start: what the launcher says about this process against what MPI says.
+
+A launcher and an MPI that do not know each other start N programs of one rank each, which train N models and end with
+status 0.  Here each of them refuses to start.  Ranks that found each other compare their versions and their layout.
+
+Evidence is only what a launcher said to *this* process: a batch shell's SLURM_NTASKS speaks of tasks that are not
+started yet, and a child of a rank has the environment of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from mpistrategy.errors import LaunchError
+from mpistrategy.mpi.watchdog import run_directory
+
+#: Set to 1 where several programs of one rank each are meant.
+ALONE = "MPISTRATEGY_ALONE"
+
+_MPICH, _OPEN_MPI, _SRUN = "the mpiexec of MPICH or Intel MPI", "the mpirun of Open MPI", "srun"
+_JSRUN = "jsrun"
+#: How the launchers that belong to an MPI tell a process its place: who, how many, which one.
+_PLACES = (
+    (_MPICH, "PMI_SIZE", "PMI_RANK"),
+    (_OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("the mpirun_rsh of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    (_JSRUN, "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+)
+#: Of this node only: for want of anything better.
+_PLACE_ON_NODE = (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+#: Slurm numbers what is no step of srun (the batch script, the shell of salloc, ...) from here on.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a launcher said to this process.
+
+    Attributes:
+        launcher: in words.
+        tasks: how many processes it started.
+        rank: which of them this one is.
+        variables: where it said so.
+    """
+
+    launcher: str
+    tasks: int
+    rank: int
+    variables: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Process:
+    """What is known of this process besides its environment.
+
+    Attributes:
+        world_size: how many ranks MPI says there are.
+        library: the MPI library; `mpistrategy.mpi.tuning.files.library_name`.
+        slurm_step: what Slurm's own process says that this one belongs to: ``"17.0"``, ``"17.batch"``; "" when unknown.
+        is_child_of_rank: given what a launcher said, whether it was said to a parent of this process that uses MPI.
+    """
+
+    world_size: int
+    library: str = ""
+    slurm_step: str = ""
+    is_child_of_rank: Callable[[Claim], bool] = lambda claim: False
+
+
+def claim_in(environment: Mapping[str, str], slurm_step: str = "") -> Claim | None:
+    """Return what the innermost launcher said; None where there was none, or it is not to be trusted.
+
+    Args:
+        environment: the variables of the process.
+        slurm_step: as in `Process`.
+    """
+    said = [claim for place in _PLACES if (claim := _place(environment, *place)) is not None]
+    job = _job_of_pmi(environment)
+    if job:  # of `srun --mpi=pmi2`; sbatch hands on the variables of the step that it was called in
+        is_this = job == environment.get("SLURM_JOB_ID", "")
+        said = [replace(claim, launcher=_SRUN) if claim.launcher == _MPICH else claim for claim in said]
+        said = [claim for claim in said if is_this or claim.launcher != _SRUN]
+    if said:
+        return min(said, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
+    return _place(environment, *_PLACE_ON_NODE) or _claim_of_srun(environment, slurm_step)
+
+
+def _place(environment: Mapping[str, str], launcher: str, size: str, rank: str) -> Claim | None:
+    tasks, mine = _number(environment, size), _number(environment, rank)
+    return None if tasks is None or mine is None else Claim(launcher, tasks, mine, (size, rank))
+
+
+def _claim_of_srun(environment: Mapping[str, str], slurm_step: str) -> Claim | None:
+    step = _number(environment, "SLURM_STEP_ID")
+    if step is None or step >= _FIRST_SPECIAL_STEP:
+        return None
+    if slurm_step and not slurm_step.rpartition(".")[2].isdigit():
+        return None  # a batch script that was submitted from inside a step, whose variables it still has
+    if "SLURM_PTY_PORT" in environment:
+        return None  # an interactive shell, in which somebody types `python program.py`
+    return _place(environment, _SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+
+
+def _job_of_pmi(environment: Mapping[str, str]) -> str:
+    """Return the Slurm job that the PMI variables speak of; "" where Slurm has not set them."""
+    job, _, step = environment.get("PMI_JOBID", "").partition(".")
+    return job if job.isdigit() and step.isdigit() else ""
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def refusal(environment: Mapping[str, str], process: Process, where: str = "MirroredStrategy") -> LaunchError | None:
+    """Return why this process must not go on; None when all is well.
+
+    Args:
+        environment: the variables of the process.
+        process: what else is known of it.
+        where: the public name that the error speaks of.
+    """
+    if process.world_size > 1 or environment.get(ALONE, "") not in ("", "0"):
+        return None
+    claim = claim_in(environment, process.slurm_step)
+    if claim is None or claim.tasks <= 1 or process.is_child_of_rank(claim):
+        return None
+    said = ", ".join(f"{name}={environment[name]}" for name in claim.variables)
+    return LaunchError.at(
+        where,
+        found=f"an MPI ({process.library or 'unknown'}) that takes this process for the only one, while "
+        f"{claim.launcher} started it as rank {claim.rank} of {claim.tasks} ({said})",
+        expected=f"an MPI with {claim.tasks} ranks",
+        fix=f"{_cure(claim.launcher, process.library)} If {claim.tasks} separate programs of one rank each are meant, "
+        f"set {ALONE}=1.",
+    )
+
+
+def _cure(launcher: str, library: str) -> str:
+    is_open_mpi = library.startswith("Open MPI")
+    if launcher == _SRUN:
+        option = "pmix" if is_open_mpi else "pmi2"
+        return (
+            f"Start it with `srun --mpi={option}`, or with the mpiexec of {library or 'that MPI'} in the batch script."
+        )
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    mpiexec = beside if os.path.exists(beside) else "mpiexec"
+    if is_open_mpi != (launcher in (_OPEN_MPI, _JSRUN)):  # jsrun starts Spectrum MPI, which is an Open MPI
+        return (
+            f"Launcher and library are of two MPIs: start it with the mpiexec of {library or 'the library'} "
+            f"({mpiexec}), or install the other MPI beside this Python."
+        )
+    return (
+        "The process cannot reach its launcher: does something in between close files or clear the environment? "
+        f"Start it directly: `{mpiexec} -n N python program.py`."
+    )
+
+
+def check_world(world_size: int, library: str, where: str = "MirroredStrategy") -> None:
+    """Raise LaunchError on a rank that MPI takes for the only one while a launcher started several.
+
+    Args:
+        world_size: how many ranks MPI says there are.
+        library: the MPI library.
+        where: the public name that the error speaks of.
+    """
+    if world_size > 1:
+        return
+    process = Process(world_size, library, _slurm_step(os.environ), _is_child_of_rank)
+    error = refusal(os.environ, process, where)
+    if error is not None:
+        raise error
+
+
+def no_mpi(where: str, error: BaseException) -> LaunchError:
+    """Return what to raise where no MPI library can be loaded."""
+    return LaunchError.at(
+        where,
+        found=f"no MPI library ({error})",
+        expected="an MPI that mpi4py can load",
+        fix="Load your cluster's MPI module, or install one: pip install 'mpistrategy[mpich]'. "
+        "OneDeviceStrategy needs no MPI.",
+    )
+
+
+# ------------------------------------------------------------------------------------- who started this process
+
+
+def _read(process: int, what: str) -> bytes:
+    """Return what the system shows of a process."""
+    with open(f"/proc/{process}/{what}", "rb") as file:
+        return file.read()
+
+
+def stat_of(process: int) -> list[str]:
+    """Return what Linux tells about a process, from its state on: ``["S", parent, ...]``; OSError where it is gone."""
+    return _read(process, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
+def _parents(process: int) -> Iterator[int]:
+    """Yield the parent, its parent and so on, as far as the system shows them."""
+    while process > 1:
+        try:
+            process = int(stat_of(process)[1])
+        except OSError:
+            return
+        yield process
+
+
+def _is_child_of_rank(claim: Claim) -> bool:
+    """Return whether a parent of this process was told the same, and is a Python program that uses MPI.
+
+    A shell between launcher and program was told the same, too; but it has no MPI, or one that was preloaded.
+    """
+    told = {f"{name}={os.environ[name]}".encode() for name in claim.variables}
+    for parent in _parents(os.getpid()):
+        try:
+            if not told <= set(_read(parent, "environ").split(b"\0")):
+                return False  # the launcher: what is above it does not matter
+            maps = _read(parent, "maps").decode(errors="replace")
+            is_python = "python" in os.readlink(f"/proc/{parent}/exe") or "libpython" in maps
+        except OSError:
+            return False
+        if is_python and re.search(r"/libmpi(ch)?(_[a-z]+)?\.so", maps):
+            return True
+    return False
+
+
+def _slurm_step(environment: Mapping[str, str]) -> str:
+    """Return the step of the nearest slurmstepd above this process: ``"17.0"``, ``"17.batch"``; "" where none is."""
+    if "SLURM_STEP_ID" not in environment:
+        return ""
+    for parent in _parents(os.getpid()):
+        try:
+            line = _read(parent, "cmdline").decode(errors="replace")
+        except OSError:
+            return ""
+        found = re.match(r"slurmstepd: \[([\w.+]+)\]", line)
+        if found:
+            return found[1]
+    return ""
+
+
+# ------------------------------------------------------------------------------------- do the ranks fit together
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a rank says when it meets the others.
+
+    Attributes:
+        mpistrategy: the version of this package.
+        python: the version of Python: major and minor.
+        size: how many ranks there are, as far as this one knows.
+        leader: the first rank on its node.
+        local_size: how many ranks its node has.
+        cores: the cores that it may use.
+        directory: where the job's records would go, if this rank is the first.
+    """
+
+    mpistrategy: str
+    python: str
+    size: int
+    leader: int
+    local_size: int
+    cores: tuple[int, ...]
+    directory: str = ""
+
+    @classmethod
+    def of_this_rank(cls, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
+        """Return what this rank says."""
+        return cls(version(), python_version(), size, leader, local_size, tuple(cores), run_directory.proposal())
+
+    def text(self) -> str:
+        """Return it as a text for the others."""
+        import json  # here, for the quick import
+
+        return json.dumps(asdict(self))
+
+
+def version() -> str:
+    """Return the version of this package."""
+    return str(sys.modules[__name__.partition(".")[0]].__version__)
+
+
+def python_version() -> str:
+    """Return the version of Python: major and minor."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list[Introduction]:
+    """Return what all ranks said.
+
+    Args:
+        texts: `Introduction.text` of every rank, in rank order.
+        where: the public name that the error speaks of.
+
+    Raises:
+        LaunchError: when the ranks run different versions, or do not agree on who is where.  On every rank alike.
+    """
+    import json  # here, for the quick import
+
+    told = [json.loads(text) for text in texts]
+    for key, what, fix in _MUST_BE_EQUAL:
+        _compare([str(each.get(key, "?")) for each in told], what, fix, where)
+    ranks = [Introduction(**{**each, "cores": tuple(each["cores"])}) for each in told]
+    _compare([str(each.size) for each in ranks], "numbers of ranks", _ANOTHER_START, where)
+    leaders = [each.leader for each in ranks]
+    for rank, each in enumerate(ranks):
+        on_node = leaders.count(each.leader)
+        is_led = each.leader <= rank and leaders[each.leader] == each.leader
+        if each.size != len(ranks) or each.local_size != on_node or not is_led:
+            raise LaunchError.at(
+                where,
+                found=f"rank {rank} counting {each.local_size} ranks on the node of rank {each.leader} and {each.size} "
+                f"in all, where {on_node} and {len(ranks)} say so",
+                expected="ranks that agree on who is on which node",
+                fix=_ANOTHER_START,
+            )
+    return ranks
+
+
+_ANOTHER_START = "Start the job anew, all ranks with one launcher and one MPI."
+_MUST_BE_EQUAL = (
+    ("mpistrategy", "versions of mpistrategy", "Give all nodes one environment: the same venv, container or module."),
+    ("python", "versions of Python", "Give all nodes one environment: the same venv, container or module."),
+)
+
+
+def _compare(values: Sequence[str], what: str, fix: str, where: str) -> None:
+    if len(set(values)) <= 1:
+        return
+    ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)}
+    shown = "; ".join(f"{value} on {ranks_in_words(members)}" for value, members in ranks.items())
+    raise LaunchError.at(where, found=f"different {what}: {shown}", expected="the same on all ranks", fix=fix)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0, 1``; of many the first."""
+    first = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' * (len(ranks) > 1)} {first}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,188 @@
+"""All ranks of the job, before any strategy: is this the job that was asked for, and how does it end?"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mpi4py import MPI
+
+from mpistrategy.errors import OptionTypeError
+from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract.channel import growing_pauses
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
+from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
+from mpistrategy.mpi.job import abort, forks, launcher
+from mpistrategy.mpi.shared_memory.node_ranks import NodePeers
+from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory, share
+from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.mpi.watchdog import earlier_runs, run_directory, status_board, watchdog
+from mpistrategy.mpi.watchdog.group import Watched
+from mpistrategy.mpi.watchdog.run_directory import RunDirectory
+from mpistrategy.mpi.watchdog.status_board import Lines
+
+_OF_COMM_NULL = (
+    "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
+    "a communicator is MPI.COMM_NULL, too.)"
+)
+
+
+def check(where: str, comm: Any = None) -> None:
+    """Raise LaunchError on a rank that MPI takes for the only one while a launcher started several.
+
+    Args:
+        where: the public name that the error speaks of.
+        comm: what a strategy is made of: COMM_SELF is one rank on purpose.
+    """
+    if comm is None or comm != MPI.COMM_SELF:
+        launcher.check_world(MPI.COMM_WORLD.size, library_name(MPI.Get_library_version()), where)
+
+
+def refuse_child(where: str, comm: Any = None) -> None:
+    """Raise ForkedProcessError in a forked child of a rank, where `comm` has several ranks; None means all."""
+    forks.refuse_child(where, lambda: ranks_of(comm).size)
+
+
+def ranks_of(comm: Any) -> MPI.Intracomm:
+    """Return `comm`, or COMM_WORLD for None; raise OptionTypeError for anything else than an intracommunicator."""
+    if comm is None:
+        return MPI.COMM_WORLD
+    if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL:
+        return comm
+    is_null = isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL
+    raise OptionTypeError.at(
+        "MirroredStrategy",
+        found=f"communicator={'MPI.COMM_NULL' if is_null else repr(comm)}",
+        expected="an mpi4py intracommunicator, or None for all ranks",
+        fix=_OF_COMM_NULL if is_null else "",
+    )
+
+
+def rank_in_job() -> int:
+    """Return this rank's number among all ranks of the job."""
+    return int(MPI.COMM_WORLD.rank)
+
+
+def watch(guard: Guard, free: Any) -> None:
+    """Make the end of this rank the end of the job; say goodbye to the peers of `guard` first."""
+    world = MPI.COMM_WORLD
+    if world.size > 1:
+        abort.watch(guard, free, world.rank, world.size, world.Abort, MPI.Is_finalized)
+
+
+def watch_waiting(
+    comm: MPI.Intracomm,
+    guard: Guard,
+    memory: SharedMemory,
+    node_of: Sequence[int],
+    path: str,
+    shown: Callable[[], list[int]] | None = None,
+) -> None:
+    """Make a collective of `comm` that is late end the job.
+
+    Args:
+        comm: whose ranks are watched.
+        guard: this rank's.
+        memory: for the watchdogs' lines; those that share none are nodes of their own.
+        node_of: the node of each rank.
+        path: of the run directory; the first rank warns if it cannot be written.
+        shown: see `Watched`.
+    """
+    if not memory.is_shared:
+        node_of = range(comm.size)
+    directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if comm.rank == 0 else "")
+    if MPI.COMM_WORLD.rank == 0:
+        earlier_runs.remove_left_ones()
+    nodes = max(node_of) + 1
+    _watch(comm, Watched(guard, Lines(memory), node_of[comm.rank], nodes, directory, shown, _identity(path)))
+
+
+def _watch(comm: MPI.Intracomm, watched: Watched) -> None:
+    world = MPI.COMM_WORLD
+    watched.guard.timeout = timeouts.expected()
+    watched.ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
+    # Hydra, MPICH's and Intel MPI's launcher, takes the status of any rank that it has to kill for that of the job.
+    by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(watched)
+
+
+def watch_from_now_on() -> None:
+    """Watch over this process before it has a strategy.  Collective over all ranks."""
+    world = MPI.COMM_WORLD
+    if world.size == 1:
+        return
+    channel = MpiControlChannel(world)
+    guard = Guard(channel, world.rank, world.size)
+    watch(guard, channel.close)
+    inside = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
+    peers = NodePeers(inside, channel.allgather_text)
+    leaders = channel.allgather_text(peers.text_of_leader(str(world.rank)))
+    nodes = list(dict.fromkeys(leaders))
+    shared = share(status_board.BYTES, peers)
+    inside.Free()
+    memory = private_memory(status_board.BYTES) if isinstance(shared, str) else shared
+    path = channel.allgather_text(run_directory.proposal())[0]
+    watch_waiting(world, guard, memory, [nodes.index(leader) for leader in leaders], path)
+
+
+@contextmanager
+def joining(where: str, comm: Any = None) -> Iterator[None]:
+    """Watch over the making of a communicator, in which the ranks wait for each other and nothing connects them yet.
+
+    Args:
+        where: the public name of what makes it.
+        comm: the ranks; None for all.
+    """
+    ranks = ranks_of(comm)
+    if ranks.size == 1 or MPI.COMM_WORLD.size == 1:
+        yield
+        return
+    guard = Guard(None, ranks.rank, ranks.size)
+    lines = Lines(private_memory(status_board.BYTES))
+    directory = RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")
+    watched = Watched(guard, lines, 0, 1, directory, identity=_identity(f"the making of {where}"))
+    watched.is_making = True
+    _watch(ranks, watched)
+    try:
+        with guard.call(where, anywhere=True):
+            _meet(ranks, guard)
+            watched.identity = 0  # what follows may take long without a wait
+            yield
+    finally:
+        watchdog.forget(guard)
+
+
+def _meet(ranks: MPI.Intracomm, guard: Guard) -> None:
+    """Wait for all ranks in a way that can be left: MPI's own collectives cannot."""
+    request = ranks.Ibarrier()
+    for pause in growing_pauses():
+        if request.Test():
+            return
+        guard.look()
+        time.sleep(pause)
+
+
+def _identity(text: str) -> int:
+    return 1 + zlib.crc32(text.encode()) if text else 0
+
+
+def evidence() -> cuda_aware.Evidence:
+    """Return what is known of this MPI and GPU memory."""
+    files = loaded_mpi.mapped_files()
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds")
+    info.Free()
+    return cuda_aware.Evidence(
+        MPI.Get_library_version(),
+        MPI.Get_version(),
+        loaded_mpi.queried(files),
+        loaded_mpi.switched_on(files),
+        kinds or "",
+        [os.path.basename(file) for file in files],
+        os.environ,
+    )

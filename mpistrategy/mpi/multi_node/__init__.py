@@ -1,0 +1,1 @@
+"""All-reduces over several nodes."""

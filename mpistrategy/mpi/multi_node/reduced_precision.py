@@ -1,0 +1,82 @@
+"""What travels between the nodes when a call asks for less than all digits: `CommunicationOptions.wire`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.interface.buffers import divide_by
+from mpistrategy.mpi.multi_node.bfloat16 import bfloat16, travels
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
+from mpistrategy.mpi.tuning.thresholds import Way
+
+
+def check(wire: str | None) -> None:
+    """Raise OptionError when this rank cannot send `wire`; to be called before the ranks agree on a call."""
+    if wire is not None:
+        bfloat16()
+
+
+def on(communicator: Any, wire: str | None) -> Any:
+    """Return `communicator`, or a view of it whose all-reduces send `wire` between the nodes.
+
+    Args:
+        communicator: the ranks; equal results with and without `wire` when all of them are on one node.
+        wire: None, or "bfloat16".
+    """
+    if wire is None or max(communicator.node_of) == 0:
+        return communicator
+    key = ("wire", wire)
+    view = communicator.compiled.get(key)
+    if view is None:
+        view = communicator.compiled[key] = _Rounding(communicator)
+    return view
+
+
+class _Rounding:
+    """A communicator whose sums of float32 are rounded between the nodes; everything else is as it was."""
+
+    #: What `allreduce_across` asks for.
+    rounds = True
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        #: What has been laid out for this view; that of the communicator itself would send all digits.
+        self.compiled: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    @property
+    def across(self) -> Any:
+        """The state of the two-level exchange: the communicator's own."""
+        return self._communicator.across
+
+    @across.setter
+    def across(self, state: Any) -> None:
+        self._communicator.across = state
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return which way `allreduce` takes: what is rounded goes the one on which that happens."""
+        if travels(dtype, op):
+            return "across"
+        way: Way = self._communicator.way(nbytes, dtype, op)
+        return way
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+        """Replace `buffer` on every rank by the combination over the ranks."""
+        if not travels(buffer.dtype, op):
+            self._communicator.allreduce(buffer, op, source, divisor)
+            return
+        allreduce_across(self, buffer, op, source=source)
+        divide_by(divisor, buffer)
+
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target)."""
+        for source, target in pairs:
+            self.allreduce(target, op, source, divisor)

@@ -1,0 +1,1 @@
+"""The Communicator over real MPI."""

@@ -1,0 +1,306 @@
+"""The transport over real MPI: who the ranks are, what the ranks of a node share, and how all this ends.
+
+How data moves is in `over_mpi.collectives`; besides the two only `operations`, `control_channel`, `node_peers` and
+`world` import mpi4py.MPI.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from mpi4py import MPI
+
+from mpistrategy.arrays.devices import Device, parse
+from mpistrategy.errors import LaunchError
+from mpistrategy.mpi.contract.channel import ControlChannel
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
+from mpistrategy.mpi.interface import buffers
+from mpistrategy.mpi.interface.buffers import Pool
+from mpistrategy.mpi.interface.communicator import NodeGroups
+from mpistrategy.mpi.interface.gpu_transport import DevicePaths
+from mpistrategy.mpi.job import abort, world
+from mpistrategy.mpi.job.launcher import Introduction, introductions
+from mpistrategy.mpi.multi_node.two_level import lanes_of
+from mpistrategy.mpi.over_mpi.collectives import Verbs
+from mpistrategy.mpi.shared_memory import failures
+from mpistrategy.mpi.shared_memory.failures import Failures
+from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.node_ranks import NodePeers
+from mpistrategy.mpi.shared_memory.pipelined import NodeWindow
+from mpistrategy.mpi.shared_memory.result_buffers import Blocks
+from mpistrategy.mpi.shared_memory.segments import Fence, SharedMemory, part, private_memory, share
+from mpistrategy.mpi.shared_memory.setup import CellChannel, NodeMemory, warn_without_memory
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
+from mpistrategy.mpi.tuning.files import agreed, library_name
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths
+from mpistrategy.mpi.watchdog import status_board, watchdog
+
+
+class MpiCommunicator(Verbs):
+    """The verbs of `mpistrategy.mpi.interface.communicator.Communicator` on a Dup of an mpi4py communicator.
+
+    Args:
+        comm: the communicator to duplicate; None means COMM_WORLD.
+        node_key: groups the ranks into nodes in place of MPI's shared-memory split: ranks with an equal number are
+            one node.  For tests, and for machines where the split is not what is wanted.
+        channel: makes the guard's channel from the usual one.
+        contains_errors: as of `Guard`.
+
+    Raises:
+        OptionTypeError: when `comm` is no intracommunicator of mpi4py.
+    """
+
+    def __init__(
+        self,
+        comm: Any = None,
+        node_key: int | None = None,
+        channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual,
+        *,
+        contains_errors: bool = False,
+    ) -> None:
+        comm = world.ranks_of(comm)
+        world.check("MirroredStrategy", comm)
+        try:
+            self._comm = comm.Dup()
+        except MPI.Exception as error:
+            raise LaunchError.at(
+                "MirroredStrategy",
+                found=f"an MPI that gives no further communicator ({error})",
+                expected="fewer strategies at a time",
+                fix="Call close() on those that are done with, or use `with MirroredStrategy() as strategy:`.",
+            ) from error
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+        self._control = MpiControlChannel(comm) if self.size > 1 else None
+        if node_key is None:
+            self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        else:
+            self._inside = self._comm.Split(node_key, self.rank)
+        self._peers = NodePeers(self._inside, self.allgather_text)
+        self.local_rank, self.local_size = self._peers.local_rank, self._peers.local_size
+        leader = int(self._peers.text_of_leader(str(self.rank)))
+        ranks = self._introduce(Introduction.of_this_rank(self.size, leader, self.local_size, sorted(cores())))
+        leaders = sorted({each.leader for each in ranks})
+        self.node_of = tuple(leaders.index(each.leader) for each in ranks)
+        self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
+        self.library = library_name(MPI.Get_library_version())
+        self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
+        self.cells: Cells | None = None
+        self.blocks: Blocks | None = None
+        self._has_warned = False
+        #: Whether some node has several ranks, which can share memory; equal on all ranks.
+        self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
+        self.pool = Pool()
+        self.compiled: dict[Any, Any] = {}
+        memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
+        is_free = usual is None or usual is not self._control
+        self.guard = Guard(
+            None if usual is None else channel(usual),
+            self.rank,
+            self.size,
+            is_free=is_free,
+            failures=self.failures,
+            contains_errors=contains_errors,
+        )
+        self.devices: tuple[Device, ...] = ()
+        self._node: NodeGroups | None = None
+        #: The state of the two-level exchange, once `mpistrategy.mpi.multi_node.two_level` has made it.
+        self.across: Any = None
+        #: What runs all-reduces in the background, once `mpistrategy.mpi.over_mpi.progress` has made it.
+        self.engine: Any = None
+        self.device_paths = DevicePaths()
+        self._links: list[_Group] = []
+        self._is_free = False
+        self.max_count = buffers.MAX_COUNT
+        world.watch(self.guard, self.free)
+        if self.size > 1:
+            self._watch_waiting(memory, ranks[0].directory)
+
+    def _watch_waiting(self, memory: SharedMemory, path: str) -> None:
+        shown = None if self.cells is None else self.cells.shown
+        world.watch_waiting(self._comm, self.guard, memory, self.node_of, path, shown)
+
+    def _introduce(self, me: Introduction) -> list[Introduction]:
+        """Return what all ranks say about themselves.
+
+        Raises:
+            LaunchError: on every rank, when they do not fit together; nothing is left of the communicator then.
+        """
+        try:
+            return introductions(self.allgather_text(me.text()))
+        except LaunchError:
+            if self._control is not None:
+                self._control.close()
+            self._inside.Free()
+            self._comm.Free()
+            raise
+
+    def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | CellChannel]:
+        """Make the cells and the window of this node.
+
+        Returns the memory of the watchdogs' lines, and the channel on which the ranks compare their calls.
+        """
+        assert self._control is not None
+        before = status_board.BYTES + failures.BYTES
+        shared = self.shared(before + NodeMemory.bytes_for(self.local_size, self.paths))
+        lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)
+        shared = part(shared, before)
+        self.shares_memory = shared.is_shared
+        if not shared.is_shared or self.local_size == 1:
+            return lines, self._control
+        control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
+        if self.local_size < self.size:
+            self.window = NodeMemory(shared, self.paths, wait(), wait()).window
+            return lines, control
+        told = self.failures = Failures(errors, lambda: node.cells.sequence)
+        waits = wait(partial(told.look, agreed=False)), wait(partial(told.look, agreed=True))
+        node = NodeMemory(shared, self.paths, *waits, self._shared_if_there_is_room)
+        self.window, self.cells = node.window, node.cells
+        self.blocks = Blocks(node.cells, self._shared_if_there_is_room)
+        return lines, CellChannel(node.cells, control.allgather_text)
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see.  Collective.
+
+        Where one node has no room for them, all ranks get private memory, and rank 0 warns.
+        """
+        if not self.shares_memory:
+            return private_memory(nbytes)
+        self._meet()
+        memory = share(nbytes, self._peers, _memory_fence())
+        if isinstance(memory, str):
+            if not self._has_warned:
+                warn_without_memory(memory, self.rank, later=self.window is not None)
+            self._has_warned = True
+            return private_memory(nbytes)
+        return memory
+
+    def _shared_if_there_is_room(self, nbytes: int) -> SharedMemory | None:
+        """Return shared memory for what is only faster with it: without a word where there is not plenty."""
+        self._meet()
+        memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
+        return None if isinstance(memory, str) else memory
+
+    def local_rank_and_size(self) -> tuple[int, int]:
+        """Return this rank's index among the ranks of its node, and how many they are."""
+        return self.local_rank, self.local_size
+
+    def share_device(self, device: Device) -> None:
+        """Tell every rank which device this one drives; fills `devices`."""
+        self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order."""
+        if self._control is None:
+            return [text]
+        self._meet()
+        return self._control.allgather_text(text)
+
+    def node(self) -> NodeGroups:
+        """Return the transports within this node and between the nodes' leaders; the first call is collective."""
+        if self._node is None:
+            self._meet()
+            across = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
+            self._node = NodeGroups(
+                _Group(self._inside.Dup(), self.max_count, self.window, self.failures),
+                _Group(across, self.max_count) if across != MPI.COMM_NULL else None,
+            )
+        return self._node
+
+    def links(self, most: int) -> tuple[int, _Group | None]:
+        """Return how many ranks of each node, up to `most`, have a counterpart on every node, and this rank's.
+
+        Collective.  The counterparts are ordered by node.
+        """
+        count = lanes_of(self.node_of, most)
+        lane = self.local_rank if self.local_rank < count else MPI.UNDEFINED
+        comm = self._comm.Split(lane, self.node_of[self.rank])
+        if comm == MPI.COMM_NULL:
+            return count, None
+        link = _Group(comm, self.max_count)
+        self._links.append(link)
+        return count, link
+
+    def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
+        """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
+        contains = self.guard.contains_errors
+        made = MpiCommunicator(self._comm, self.node_of[self.rank], channel, contains_errors=contains)
+        made.guard.timeout = self.guard.timeout
+        made.guard.check_as(self.guard.level)
+        made.devices = self.devices
+        return made
+
+    @property
+    def place_in_job(self) -> tuple[int, int]:
+        """This rank's number among all ranks of the job, and how many they are."""
+        return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+    @property
+    def may_use_threads(self) -> bool:
+        """Whether several threads may call this MPI at a time."""
+        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+    def free(self) -> None:
+        """Free the duplicates, where all ranks are known to do so."""
+        if self._is_free:
+            return
+        self._is_free = True
+        if self.guard.closed:
+            # In a forked child nothing of it is ours; after a failure messages may be under way.
+            abort.forget(self.guard)
+            watchdog.forget(self.guard)
+            return
+        if self.engine is not None:
+            self.engine.stop()
+        self.guard.closed = True
+        abort.forget(self.guard)
+        self.across = None
+        self.device_paths.free()
+        for link in self._links:
+            link.free()
+        if self._control is not None:
+            self._control.close()
+        if self._node is not None:
+            self._node.node.free()
+            if self._node.leaders is not None:
+                self._node.leaders.free()
+        if self._inside != MPI.COMM_NULL:
+            self._inside.Free()
+        self._comm.Free()
+        watchdog.forget(self.guard)
+
+
+@cache
+def _memory_fence() -> Fence | None:
+    """Return what orders this process's writes for its peers; None where the processor keeps them in order."""
+    if platform.machine().lower() in ("x86_64", "amd64", "i686"):
+        return None
+    window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
+    window.Lock_all(MPI.MODE_NOCHECK)
+    return window.Sync
+
+
+class _Group(MpiCommunicator):
+    """A part of a communicator whose ranks have already agreed: the same verbs without a guard of its own."""
+
+    def __init__(
+        self, comm: Any, max_count: int, window: NodeWindow | None = None, failures: Failures | None = None
+    ) -> None:
+        self._comm = comm
+        self._inside = MPI.COMM_NULL
+        self.rank = comm.rank
+        self.size = comm.size
+        self.local_rank, self.local_size = (self.rank, self.size) if window is not None else (0, 1)
+        self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
+        self.paths = DEFAULT
+        self.cells, self.blocks, self.window, self.failures = None, None, window, failures
+        self.pool, self.compiled = Pool(), {}
+        self.guard, self.devices = Guard(), ()
+        self.across, self.engine, self._links, self.device_paths = None, None, [], DevicePaths()
+        self._is_free = False
+        self._control = self._node = None
+        self.max_count = max_count

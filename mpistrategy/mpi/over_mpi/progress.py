@@ -1,0 +1,225 @@
+"""The engine: runs collectives in a thread of its own while the program computes.
+
+It works on a duplicate of the strategy's communicator, with a guard of its own, one job after another in the order in
+which they were started.  It sleeps between two looks at its messages, so that it does not steal the core from the
+computation; what it does in between (NumPy's additions, copies to the network) needs little of it.
+
+At the end of the program the goodbye of `mpistrategy.mpi.job.abort` begins at once on the other channels, and on the
+engine's when it has run out of jobs: a peer that left, or that never started a job of ours, ends it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently, growing_pauses
+from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes
+
+_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
+
+
+def patiently(looks: int) -> None:
+    """Sleep between two looks at the messages: shortly at first, for small values, then for some milliseconds."""
+    time.sleep(min(_SHORTEST_NAP * 2 ** min(looks, 10), _LONGEST_NAP))
+
+
+# MPICH moves a little of a message over TCP each time it is asked; long naps need much to be under way.
+_PATIENT = Manner(patiently, nudges=8, flights=8)
+
+
+class Job:
+    """Something to be done, and what came of it.
+
+    Args:
+        work: called once.
+    """
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
+        self._over = threading.Event()
+        self._result: Any = None
+        self.error: BaseException | None = None
+        self.was_waited_for = False
+
+    def run(self, caught: type[BaseException] = Exception) -> None:
+        """Do it, here and now; keep an error for those who wait."""
+        assert self._work is not None
+        try:
+            self._result = self._work()
+        except caught as error:
+            self.error = error
+        self._work = None  # it holds the caller's arrays
+        self._over.set()
+
+    def is_over(self) -> bool:
+        """Return whether it has ended, with a result or an error; never waits."""
+        return self._over.is_set()
+
+    def result(self) -> Any:
+        """Wait for the end; return the result or raise the error."""
+        self._over.wait()
+        self.was_waited_for = True
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+
+class AtOnce:
+    """Does every job when it is submitted, in the calling thread.
+
+    Attributes:
+        communicator: what the jobs communicate with.
+        submitted: how many jobs there have been.
+        known_to_all: how many of them all ranks are known to have submitted.
+        views: of those that submit jobs, how they look with this communicator.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        self.communicator = communicator
+        self.submitted = 0
+        self.known_to_all = 0
+        self.views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._failed: list[Job] = []
+
+    def submit(self, job: Job) -> None:
+        """Do `job`."""
+        self.submitted += 1
+        self.known_to_all = self.submitted
+        job.run()
+        self.keep_failed(job)
+
+    def keep_failed(self, job: Job) -> None:
+        """Remember a job that has failed and that nobody has waited for yet."""
+        if job.error is not None:
+            self._failed = [*(failed for failed in self._failed if not failed.was_waited_for), job]
+
+    def stop(self) -> None:
+        """Warn of what has failed and nobody knows of; nothing is under way."""
+        for job in self._failed:
+            if not job.was_waited_for:
+                text = f"an all_reduce_async failed and nobody waited for it: {job.error}"
+                warn(text, RuntimeWarning)
+
+
+class Engine(AtOnce):
+    """A thread and a communicator for jobs in the background.  Collective.
+
+    Args:
+        communicator: the strategy's; all its ranks make an engine at the same time.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        self._idle = threading.Event()
+        self._idle.set()
+        self._unfinished = 0
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        super().__init__(communicator.duplicate(self._patient))
+        self.communicator.guard.is_in_background = True
+        # One call of MPI could not be asked to move on.
+        self.communicator.paths = replace(self.communicator.paths, across_bytes=0)
+        across_nodes(self.communicator, _PATIENT)
+        self._thread = threading.Thread(target=self._run, name="mpistrategy progress", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Do `job` after all that were submitted before."""
+        self.submitted += 1
+        with self._lock:
+            self._unfinished += 1
+            self._idle.clear()
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End the jobs that all ranks have started, and then the engine.  Collective.
+
+        A job that a peer has not started ends with an error: no rank waits for it.
+        """
+        self._idle.wait()
+        guard = self.communicator.guard
+        guard.start_leaving()
+        pauses = growing_pauses()
+        while not (left := guard.peers_have_left()):
+            if left is False:
+                guard.tell_peers("it starts no further all_reduce_async")
+            time.sleep(next(pauses))
+        self._jobs.put(None)
+        self._thread.join()
+        self.communicator.free()
+        super().stop()
+
+    def _patient(self, usual: ControlChannel) -> ControlChannel:
+        self._channel = _Channel(usual, self._idle)
+        return self._channel
+
+    def _run(self) -> None:
+        self._channel.owner = self.communicator.guard.thread = threading.get_ident()
+        injection.inside.depth = 1  # what is done here was counted where it was started
+        while (job := self._jobs.get()) is not None:
+            job.run(BaseException)
+            self.keep_failed(job)
+            del job
+            with self._lock:
+                self._unfinished -= 1
+                if not self._unfinished:
+                    self._idle.set()
+
+
+class _Channel:
+    """The guard's channel for a thread that must not keep a core busy, and for the goodbye in another thread."""
+
+    def __init__(self, usual: ControlChannel, idle: threading.Event) -> None:
+        self._usual = usual
+        self._idle = idle
+        self._put_off: int | None = None
+        self.owner = 0
+        self.allgather_text = usual.allgather_text
+
+    def all_equal(self, digest: int) -> bool:
+        return all_equal_patiently(self._usual, digest)
+
+    def start(self, digest: int) -> None:
+        if self._idle.is_set() or threading.get_ident() == self.owner:
+            self._usual.start(digest)
+        else:
+            self._put_off = digest
+
+    def finished(self) -> bool | None:
+        if self._put_off is None or threading.get_ident() == self.owner:
+            return self._usual.finished()
+        if self._idle.is_set():
+            self._usual.start(self._put_off)
+            self._put_off = None
+        return None
+
+
+def engine_of(communicator: Any, agree: Callable[[], None]) -> AtOnce:
+    """Return what does the jobs of a communicator; the first call is collective.
+
+    Jobs are done at once on a single node, whose ranks have no core to spare for progress; by transports without
+    threads; and where the MPI of any rank was not started for several threads.
+
+    Args:
+        communicator: a strategy's.
+        agree: compares this first call with the other ranks'.
+    """
+    known: AtOnce | None = getattr(communicator, "engine", None)
+    if known is not None:
+        return known
+    if not hasattr(communicator, "engine"):
+        return AtOnce(communicator)
+    threads = ["False"]
+    if max(communicator.node_of) > 0:
+        agree()
+        threads = communicator.allgather_text(str(communicator.may_use_threads))
+    made = Engine(communicator) if set(threads) == {"True"} else AtOnce(communicator)
+    communicator.engine = made
+    return made

@@ -1,0 +1,308 @@
+"""The verbs over threads: N replicas in one process, for unit tests and notebooks.
+
+One thread runs at a time, and they take turns in rank order at every collective, so that a program runs the same way
+every time.  When no replica can go on (one has left, or two wait in different collectives), all that wait raise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.devices import Device
+from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.errors import CollectiveMismatchError
+from mpistrategy.mpi.contract.call_sites import call_site
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.interface.buffers import Pool, divide_by
+from mpistrategy.mpi.interface.communicator import NodeGroups
+from mpistrategy.mpi.interface.gpu_transport import DevicePaths
+from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.result_buffers import Blocks
+from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Way
+
+_LEFT = "has come to its end"
+
+
+class Turns:
+    """Lets one of several threads run at a time, and finds out when none can.
+
+    Args:
+        count: how many threads there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._doing: list[str] = [""] * count
+        self._ready: list[Callable[[], bool]] = [_always] * count
+        self._hopeless: set[int] = set()
+        self._why = ""
+
+    def wait_for(self, me: int, ready: Callable[[], bool], doing: str) -> None:
+        """Let the others run until `ready()`; raise on all that wait when that will never be."""
+        with self._changed:
+            self._ready[me], self._doing[me] = ready, doing
+            self._pass_on(me)
+            self._changed.wait_for(lambda: self._running == me)
+            self._ready[me], self._doing[me] = _always, ""
+            if me in self._hopeless:
+                self._hopeless.remove(me)
+                raise CollectiveMismatchError(self._why)
+
+    def begin(self, me: int) -> None:
+        """Wait for the first turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == me)
+
+    def end(self, me: int) -> None:
+        """Take no more turns."""
+        with self._changed:
+            self._ready[me], self._doing[me] = _never, _LEFT
+            self._pass_on(me)
+
+    def _pass_on(self, me: int) -> None:
+        count = len(self._ready)
+        in_turn = [(me + step) % count for step in range(1, count + 1)]
+        if not any(ready() for ready in self._ready) and not self._hopeless:
+            self._hopeless = {rank for rank in in_turn if self._doing[rank] != _LEFT}
+            rows = [f"  replica {rank}: {doing}" for rank, doing in enumerate(self._doing)]
+            self._why = "\n".join(["no replica can go on: the calls do not fit together", *rows])
+        able = [rank for rank in in_turn if rank in self._hopeless or self._ready[rank]()]
+        self._running = able[0] if able else -1
+        self._changed.notify_all()
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass
+class Meeting:
+    """Where some of the threads exchange values: each brings one, for the same purpose, and takes all.
+
+    Attributes:
+        turns: who may run.
+        members: the threads, in the order of their ranks here.
+    """
+
+    turns: Turns
+    members: tuple[int, ...]
+    _brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    _round: int = 0
+    _taken: list[Any] = field(default_factory=list)
+
+    def exchange(self, rank: int, verb: str, value: Any) -> list[Any]:
+        """Return what all members brought, in rank order; raise on all unless all came for the same `verb`."""
+        mine = self._round
+        self._brought[rank] = (verb, value)
+        if len(self._brought) == len(self.members):
+            self._taken = [self._brought[other] for other in range(len(self.members))]
+            self._brought = {}
+            self._round += 1
+        try:
+            self.turns.wait_for(self.members[rank], lambda: self._round > mine, f"waits at {call_site().text}")
+        except CollectiveMismatchError:
+            self._brought.pop(rank, None)
+            raise
+        verbs = [theirs for theirs, _ in self._taken]
+        if len(set(verbs)) > 1:
+            rows = [f"  replica {other}: {theirs}" for other, theirs in enumerate(verbs)]
+            raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
+        return [theirs for _, theirs in self._taken]
+
+
+class SimulatedCommunicator:
+    """The verbs of `mpistrategy.mpi.interface.communicator.Communicator` among threads of this process.
+
+    Args:
+        meeting: where the data are exchanged.
+        rank: this thread's number among the members.
+        nodes: the number of the node of each member; None puts all on one.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, nodes: Sequence[int] | None = None) -> None:
+        self._meeting = meeting
+        self._nodes = list(nodes) if nodes is not None else [0] * len(meeting.members)
+        self._node: NodeGroups | None = None
+        self.rank = rank
+        self.size = len(meeting.members)
+        self.guard = Guard(self if self.size > 1 else None, rank, self.size)
+        self.devices: tuple[Device, ...] = ()
+        numbers = list(dict.fromkeys(self._nodes))
+        self.node_of = tuple(numbers.index(node) for node in self._nodes)
+        self.local_rank = self.node_of[:rank].count(self.node_of[rank])
+        self.library, self.shares_memory = "", False
+        self.paths = DEFAULT
+        self.cells: Cells | None = None
+        self.blocks: Blocks | None = None
+        self.pool = Pool()
+        self.compiled: dict[Any, Any] = {}
+        self.device_paths = DevicePaths()
+
+    def local_rank_and_size(self) -> tuple[int, int]:
+        """Return this rank's index among the ranks of its node, and how many they are."""
+        return self.local_rank, self.node_of.count(self.node_of[self.rank])
+
+    def duplicate(self) -> SimulatedCommunicator:
+        """Return a communicator of the same ranks that never meets this one's calls.  Collective."""
+        meeting = self._meeting.exchange(self.rank, "duplicate", Meeting(self._meeting.turns, self._meeting.members))[0]
+        made = SimulatedCommunicator(meeting, self.rank, self._nodes)
+        made.devices = self.devices
+        return made
+
+    def share_device(self, device: Device) -> None:
+        """Tell every rank which device this one drives; fills `devices`."""
+        self.devices = tuple(self._meeting.exchange(self.rank, "share_device", device))
+
+    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+        """Return "threads", whatever the size."""
+        return "threads"
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""
+        brought = (buffer if source is None else source).copy()
+        total = _combined(self._meeting.exchange(self.rank, f"allreduce {op}", brought), op)
+        buffer[...] = total.reshape(buffer.shape)
+        divide_by(divisor, buffer)
+
+    def allreduce_many(
+        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
+    ) -> None:
+        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target)."""
+        for source, target in pairs:
+            self.allreduce(target, op, source, divisor)
+
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
+        everything = self._meeting.exchange(self.rank, f"reduce {op} to {root}", buffer.copy())
+        if self.rank == root:
+            buffer[...] = _combined(everything, op)
+
+    def bcast(self, buffer: Array, root: int) -> None:
+        """Replace `buffer` on every rank by that of `root`."""
+        mine = buffer.copy() if self.rank == root else None
+        buffer[...] = self._meeting.exchange(self.rank, f"bcast from {root}", mine)[root]
+
+    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
+        everything = self._meeting.exchange(self.rank, f"gatherv to {root}", block.copy())
+        if blocks is not None:
+            _fill(blocks, everything)
+
+    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on every rank."""
+        _fill(blocks, self._meeting.exchange(self.rank, "allgatherv", block.copy()))
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+        """Send ``counts[r]`` elements of `sent` to rank r; each row of `received` gets what that rank sends here."""
+        start = sum(counts[: self.rank])
+        everything = self._meeting.exchange(self.rank, "alltoallv", sent.copy())
+        _fill(list(received), [theirs[start : start + counts[self.rank]] for theirs in everything])
+
+    def allgather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order."""
+        return list(self._meeting.exchange(self.rank, "allgather_text", text))
+
+    def all_equal(self, digest: int) -> bool:
+        """Wait for every rank's digest; return whether all are equal."""
+        return len(set(self._meeting.exchange(self.rank, "compare calls", digest))) == 1
+
+    def start(self, digest: int) -> None:
+        """Do nothing: a thread that ends is seen by the others' turns."""
+
+    def finished(self) -> bool | None:
+        """Return True: a thread may end at any time."""
+        return True
+
+    def node(self) -> NodeGroups:
+        """Return the communicators within this node and between the nodes' leaders; the first call is collective."""
+        if self._node is None:
+            turns, members = self._meeting.turns, self._meeting.members
+            by_node = [[r for r in range(self.size) if self._nodes[r] == node] for node in dict.fromkeys(self._nodes)]
+            leaders = [ranks[0] for ranks in by_node]
+            offered = [Meeting(turns, tuple(members[r] for r in ranks)) for ranks in (*by_node, leaders)]
+            *nodes, across = self._meeting.exchange(self.rank, "node", offered)[0]
+            mine = next(index for index, ranks in enumerate(by_node) if self.rank in ranks)
+            inside = SimulatedCommunicator(nodes[mine], by_node[mine].index(self.rank))
+            outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
+            self._node = NodeGroups(inside, outside)
+        return self._node
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return memory of this thread's own: the turns that threads take leave nobody to wait for a number."""
+        return private_memory(nbytes)
+
+    def node_barrier(self) -> None:
+        """Wait for the members on this node."""
+        self.node().node.allgather_text("")
+
+    def free(self) -> None:
+        """Refuse further calls."""
+        self.guard.closed = True
+
+
+def _fill(blocks: Sequence[Array], values: Sequence[Array]) -> None:
+    for target, value in zip(blocks, values, strict=True):
+        target[...] = value
+
+
+def _combined(arrays: Sequence[Array], op: str) -> Array:
+    total = arrays[0].copy()
+    with np.errstate(all="ignore"):  # as MPI, which does not warn either
+        for array in arrays[1:]:
+            COMBINE[op](total, array, out=total)
+    return total
+
+
+class _World(threading.local):
+    communicator: SimulatedCommunicator | None = None
+
+
+_world = _World()
+
+
+def world() -> SimulatedCommunicator | None:
+    """Return the communicator of all replicas that this thread is one of, or None in an ordinary thread."""
+    return _world.communicator
+
+
+@dataclass
+class Ending:
+    """How the program of one rank ended: with a result, or with an exception."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | None = None) -> list[Ending]:
+    """Call `function` on `count` simulated ranks; return their endings in rank order."""
+    turns = Turns(count)
+    everyone = Meeting(turns, tuple(range(count)))
+    endings = [Ending() for _ in range(count)]
+
+    def replica(rank: int) -> None:
+        _world.communicator = SimulatedCommunicator(everyone, rank, nodes)
+        turns.begin(rank)
+        try:
+            endings[rank].result = function()
+        except BaseException as error:
+            endings[rank].error = error
+        finally:
+            turns.end(rank)
+
+    threads = [threading.Thread(target=replica, args=(rank,), name=f"replica {rank}") for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return endings

@@ -1,0 +1,1 @@
+"""Memory that the ranks of a node share, and what travels through it: mailboxes, bounce buffers, result buffers."""

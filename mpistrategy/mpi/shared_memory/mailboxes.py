@@ -1,0 +1,114 @@
+"""Cells: what the ranks of one node show each other, in memory that all of them see.
+
+A cell holds a sequence number, the digest of the call that its rank is about to make, and a few bytes of data.  The
+digest and the data are written first and the number last, so that who sees the number sees the rest: one look at a
+peer's cell checks the call and brings the data.
+
+Two slots are used in turn.  A rank writes a slot again only after it has seen every peer's next number, which a peer
+writes after it has read this one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+
+_NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
+
+
+def segment_bytes(payload_bytes: int) -> int:
+    """Return how much memory each rank's cell takes."""
+    return 2 * _slot_bytes(payload_bytes)
+
+
+def _slot_bytes(payload_bytes: int) -> int:
+    return aligned(_NUMBERS + payload_bytes)
+
+
+class Slot(NamedTuple):
+    """One of the two slots of all cells.
+
+    Attributes:
+        mine: the sequence number and the digest of this rank, to be written.
+        peers: those of the other ranks.
+        payloads: the data of every rank, by local rank, as uint8.
+    """
+
+    mine: memoryview
+    peers: tuple[memoryview, ...]
+    payloads: tuple[Array, ...]
+
+
+class Cells:
+    """The cells of all ranks of one node.
+
+    Args:
+        memory: `segment_bytes(payload_bytes)` for each rank, zeroed.
+        payload_bytes: how much data a cell can hold.
+        waiting: how to wait for a peer.
+
+    Attributes:
+        sequence: the number of exchanges so far; the same on every rank whenever none is under way.
+        slots: the slot of an exchange is that of its sequence number modulo 2.
+    """
+
+    def __init__(self, memory: SharedMemory, payload_bytes: int, waiting: Waiting) -> None:
+        self.payload_bytes = payload_bytes
+        self.sequence = 0
+        self.fence = memory.fence
+        self.waiting = waiting
+        self.local_rank = memory.local_rank
+        self.size = len(memory.segments)
+        self.slots = tuple(self._slot(memory, index * _slot_bytes(payload_bytes)) for index in (0, 1))
+        self._digest = 0
+
+    def _slot(self, memory: SharedMemory, start: int) -> Slot:
+        numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
+        data = start + _NUMBERS
+        return Slot(
+            numbers[self.local_rank],
+            tuple(theirs for rank, theirs in enumerate(numbers) if rank != self.local_rank),
+            tuple(segment[data : data + self.payload_bytes] for segment in memory.segments),
+        )
+
+    def next_slot(self) -> Slot:
+        """Return the slot of the next exchange, to write this rank's payload into."""
+        return self.slots[(self.sequence + 1) & 1]
+
+    def start(self, digest: int) -> None:
+        """Show the peers this rank's digest, and the payload that was written before."""
+        self.sequence += 1
+        mine = self.slots[self.sequence & 1].mine
+        self._digest = mine[1] = digest
+        if self.fence is not None:
+            self.fence()
+        mine[0] = self.sequence
+
+    def finished(self) -> bool | None:
+        """Return whether all digests are equal, or None while ranks are missing."""
+        peers = self.slots[self.sequence & 1].peers
+        return self._equal() if all(peer[0] == self.sequence for peer in peers) else None
+
+    def all_equal(self, digest: int) -> bool:
+        """Wait for every rank; return whether all digests are equal."""
+        self.start(digest)
+        sequence = self.sequence
+        for peer in self.slots[sequence & 1].peers:
+            if peer[0] != sequence:
+                self.waiting.until(peer, sequence)
+        return self._equal()
+
+    def shown(self) -> list[int]:
+        """Return the number of the last exchange that each rank has come to, by local rank; for the watchdog."""
+        first, second = (slot.peers for slot in self.slots)
+        peers = [max(int(one[0]), int(other[0])) for one, other in zip(first, second, strict=True)]
+        return [*peers[: self.local_rank], self.sequence, *peers[self.local_rank :]]
+
+    def _equal(self) -> bool:
+        if self.fence is not None:
+            self.fence()
+        digest = self._digest
+        return all(peer[1] == digest for peer in self.slots[self.sequence & 1].peers)

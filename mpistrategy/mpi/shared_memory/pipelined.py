@@ -1,0 +1,183 @@
+"""Reduction of ordinary arrays through the node's window, in chunks that stay in the cache.
+
+Every rank owns one slice of every chunk.  It shows its peers the slices that they own, adds up its own (in rank
+order, so that equal runs give equal bits), and shows the sum; one chunk later everybody copies the other sums out.
+No array is copied whole, and nothing is allocated.
+
+Each rank has two staging buffers of two parts, in turn: what it brings, and what it has added up.  A part is written
+again only after all peers have said that they are done with the chunk after it, or have come that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, quiet_runner
+from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size, counters
+from mpistrategy.mpi.shared_memory.bounce_buffers import Layout, Staging
+from mpistrategy.mpi.shared_memory.chunk_size import LARGE_BYTES, LEAST_BYTES, SMALL, ChunkChoice
+from mpistrategy.mpi.shared_memory.counters import Counter
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+
+_COUNTERS = 3
+#: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
+_LEAST_SLICE_BYTES = 16 * 2**10
+_LARGEST_CHUNK_BYTES = 2**20
+
+
+def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
+    """Return the size of the chunks for so many ranks."""
+    return max(chunk_bytes, min(ranks * _LEAST_SLICE_BYTES, _LARGEST_CHUNK_BYTES))
+
+
+def segment_bytes(chunk_bytes: int) -> int:
+    """Return how much memory each rank's counters and staging buffers take."""
+    return counters.bytes_of(_COUNTERS) + bounce_buffers.bytes_of(chunk_bytes)
+
+
+class NodeWindow:
+    """The staging buffers of all ranks of one node.
+
+    Args:
+        memory: `segment_bytes(chunk_bytes)` for each rank, zeroed.
+        chunk_bytes: what a rank stages at a time.
+        waiting: how to wait for a peer.
+        more: returns so many bytes more for each rank, None where they cannot be shared; collective.  With them, large
+            calls have larger chunks where these are faster.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        chunk_bytes: int,
+        waiting: Waiting,
+        more: Callable[[int], SharedMemory | None] | None = None,
+    ) -> None:
+        self.local_rank = memory.local_rank
+        self.size = len(memory.segments)
+        self._waiting = waiting
+        self._brought, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
+        self._stagings = [Staging(memory, chunk_bytes, counters.bytes_of(_COUNTERS))]
+        self._choice: ChunkChoice | None = None
+        self._more = more if self.size <= chunk_size.MOST_RANKS and chunk_bytes < LARGE_BYTES else None
+        self._quiet = quiet_runner()
+        self._chunks = 0
+        self._barriers = 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the node; what they wrote before can be read after it."""
+        self._barriers += 1
+        self._arrived.tell(self._barriers)
+        self._wait_for(self._arrived, self._barriers)
+
+    def allreduce(self, source: Array, target: Array, op: str = "SUM", divisor: int = 1) -> None:
+        """Write the combination of all ranks' `source` into `target`; flat, contiguous, of one dtype; may be the same.
+
+        Args:
+            source: what this rank brings.
+            target: where the result goes.
+            op: "SUM", "MIN", "MAX" or "PROD".
+            divisor: the result is divided by it; floating dtypes only.
+        """
+        self.allreduce_many(((source, target),), op, divisor)
+
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
+        """Do `allreduce` for several pairs of one dtype, without a pause between them."""
+        # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
+        self._quiet(self._allreduce_many, pairs, COMBINE[op], divisor)
+
+    def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], combine: Combine, divisor: int) -> None:
+        nbytes = sum(source.nbytes for source, _ in pairs)
+        choice = self._choice_for(nbytes, pairs[0][0].dtype, combine)
+        if choice is None:
+            self._through(self._stagings[SMALL], pairs, combine, divisor)
+            return
+        self._through(self._stagings[choice.begin()], pairs, combine, divisor, choice.first_chunk_is_over)
+        choice.end(nbytes)
+
+    def _choice_for(self, nbytes: int, dtype: np.dtype[Any], combine: Combine) -> ChunkChoice | None:
+        """Return what chooses the chunks for so many bytes; None where they are small ones."""
+        # NumPy's products of complex numbers depend on where a slice ends: theirs is always the same.
+        if nbytes < LEAST_BYTES or (dtype.kind == "c" and combine is not np.add):
+            return None
+        if self._more is not None:
+            more, self._more = self._more, None
+            memory = more(ALIGNMENT + bounce_buffers.bytes_of(LARGE_BYTES))
+            if memory is not None:
+                self._stagings.append(Staging(memory, LARGE_BYTES, ALIGNMENT))
+                self._choice = ChunkChoice(Counter(memory, 0), self.local_rank == 0)
+        return self._choice
+
+    def _through(
+        self,
+        stage: Staging,
+        pairs: Sequence[tuple[Array, Array]],
+        combine: Combine,
+        divisor: int,
+        begun: Callable[[], None] | None = None,
+    ) -> None:
+        """Reduce all pairs in the chunks of `stage`; call `begun` when all ranks have begun and none has ended."""
+        elements = stage.chunk_bytes // pairs[0][0].dtype.itemsize
+        last: tuple[Array, Layout] | None = None
+        for source, target in pairs:
+            whole = source.size <= elements
+            for start in (0,) if whole else range(0, source.size, elements):
+                part = slice(start, start + elements)
+                brought, result = (source, target) if whole else (source[part], target[part])
+                layout = stage.layout(brought.dtype, brought.size, self._chunks)
+                self._chunk(layout, brought, result, combine, divisor, last)
+                last = (result, layout)
+                if begun is not None:
+                    begun()
+                    begun = None
+        if last is not None:
+            self._copy_out(*last)
+
+    def _chunk(
+        self,
+        layout: Layout,
+        source: Array,
+        target: Array,
+        combine: Combine,
+        divisor: int,
+        last: tuple[Array, Layout] | None,
+    ) -> None:
+        """Bring and add up one chunk, and copy the one before it out."""
+        number = self._chunks + 1
+        for part, place in layout.brings:
+            place[...] = source[part]
+        self._brought.tell(number)
+        if last is not None:
+            self._copy_out(*last)
+        self._chunks = number
+        self._wait_for(self._brought, number)
+        own = layout.own
+        if own is None:
+            self._added.tell(number)
+            return
+        total, mine = layout.total, source[own]
+        first, second, *others = (mine if theirs is None else theirs for theirs in layout.parts)
+        combine(first, second, out=total)
+        for other in others:
+            combine(total, other, out=total)
+        if divisor != 1:
+            np.true_divide(total, total.dtype.type(divisor), out=total)
+        self._added.tell(number)
+        target[own] = total
+
+    def _copy_out(self, target: Array, layout: Layout) -> None:
+        """Copy the peers' sums of the chunk that was brought last."""
+        self._wait_for(self._added, self._chunks)
+        for part, total in layout.outs:
+            target[part] = total
+
+    def _wait_for(self, counter: Counter, number: int) -> None:
+        for theirs in counter.numbers:
+            if theirs[0] < number:
+                self._waiting.until(theirs, number)
+        if counter.fence is not None:
+            counter.fence()

@@ -1,0 +1,83 @@
+"""What the ranks of one node share: cells to compare calls in, and a window to reduce through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.shared_memory import mailboxes as cells
+from mpistrategy.mpi.shared_memory import pipelined
+from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.pipelined import NodeWindow
+from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned, part
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.mpi.tuning.thresholds import Paths
+
+
+class NodeMemory:
+    """The cells and the window of one node, in one piece of shared memory.
+
+    Args:
+        memory: `bytes_for` the same ranks and paths.
+        paths: how large the parts are.
+        waiting: how to wait for a peer in the cells, before the ranks have agreed on a call.
+        waiting_for_data: how to wait after that.
+        more: for the window; see `NodeWindow`.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        paths: Paths,
+        waiting: Waiting,
+        waiting_for_data: Waiting,
+        more: Callable[[int], SharedMemory | None] | None = None,
+    ) -> None:
+        cell_bytes = _cell_bytes(paths)
+        chunk_bytes = pipelined.chunk_bytes_for(len(memory.segments), paths.chunk_bytes)
+        self.cells = Cells(part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
+        self.window = NodeWindow(part(memory, cell_bytes), chunk_bytes, waiting_for_data, more)
+
+    @staticmethod
+    def bytes_for(ranks: int, paths: Paths) -> int:
+        """Return how much memory each of so many ranks of a node needs."""
+        return _cell_bytes(paths) + pipelined.segment_bytes(pipelined.chunk_bytes_for(ranks, paths.chunk_bytes))
+
+
+class CellChannel:
+    """The guard's channel among the ranks of one node.
+
+    Args:
+        cells: where the digests are compared.
+        allgather_text: returns every rank's text; for the reports.
+    """
+
+    def __init__(self, cells: Cells, allgather_text: Callable[[str], list[str]]) -> None:
+        self.start, self.finished, self.all_equal = cells.start, cells.finished, cells.all_equal
+        self.allgather_text = allgather_text
+
+
+def warn_without_memory(reason: str, rank: int, *, later: bool = False) -> None:
+    """Say on rank 0 why the ranks of a node share no memory; an empty reason needs no words.
+
+    Args:
+        reason: in words.
+        rank: this rank's number.
+        later: they share some already, and only more of it cannot be had: for an arena, say.
+    """
+    if reason and rank == 0:
+        what = (
+            "the ranks of a node cannot share more memory, and each keeps what is new to itself"
+            if later
+            else "the ranks of a node share no memory, and everything goes through MPI"
+        )
+        warn(
+            f"{what}: {reason}. Results are the same, slower. Give the job more memory (srun --mem, docker run "
+            "--memory); where /dev/shm is named, give the container more room there (--shm-size, --ipc=host).",
+            FallbackWarning,
+        )
+
+
+def _cell_bytes(paths: Paths) -> int:
+    return aligned(cells.segment_bytes(paths.cell_bytes))

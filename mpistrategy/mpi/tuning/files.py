@@ -1,0 +1,259 @@
+"""Files of measured thresholds: one for each MPI, number of ranks on a node and number of nodes.
+
+`mpistrategy bench --save` writes them to ``$XDG_CACHE_HOME/mpistrategy`` (``~/.cache/mpistrategy``), where every new
+strategy looks for its own.  MPISTRATEGY_PATHS=FILE names another file; MPISTRATEGY_PATHS= (empty) means the defaults.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpistrategy import own_files
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths, Rates, default_for
+
+VARIABLE = "MPISTRATEGY_PATHS"
+_FORMAT = 2
+_NAMES = tuple(DEFAULT.thresholds())
+_RATES = tuple(field.name for field in fields(Rates))
+_LARGEST = 2**40
+_FASTEST = 1e30
+_LONGEST = 80
+#: A file has less than a thousandth of that.
+MOST_BYTES = 2**20
+#: Parts of buffers: too small ones would be nothing but overhead, and they are cut at cache lines.
+_LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "across_piece_bytes": 4096, "cell_bytes": 64}
+#: These are memory that every rank sets aside.
+_MOST = {"chunk_bytes": 2**28, "across_piece_bytes": 2**26, "cell_bytes": 2**20}
+
+
+class Ranks(Protocol):
+    """What is asked of a communicator."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def node_of(self) -> tuple[int, ...]: ...
+
+    def allgather_text(self, text: str) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What thresholds depend on.
+
+    Attributes:
+        library: the MPI library and its version; `library_name`.
+        ranks_on_node: how many ranks the fullest node has.
+        nodes: how many nodes there are.
+    """
+
+    library: str
+    ranks_on_node: int
+    nodes: int
+
+    @classmethod
+    def of(cls, version: str, node_of: tuple[int, ...]) -> Machine:
+        """Return the machine of ranks on these nodes, with what MPI says about its version."""
+        return cls(library_name(version), max(map(node_of.count, node_of)), max(node_of) + 1)
+
+    @property
+    def file(self) -> Path:
+        """Where its thresholds are kept; FileNotFoundError where no home folder is known."""
+        return kept_file(self.library, f"{self.ranks_on_node}x{self.nodes}")
+
+
+def kept_file(library: str, of_what: str) -> Path:
+    """Return where something that was found out about an MPI library is kept from one job to the next.
+
+    Raises:
+        FileNotFoundError: where no home folder is known.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = re.sub(r"[^a-z0-9.]+", "-", library.lower()).strip("-.")
+    return expanded(cache) / "mpistrategy" / f"{name}-{of_what}.json"
+
+
+def expanded(path: str) -> Path:
+    """Return a path with the home folder in place of ``~`` and ``~user``.
+
+    Raises:
+        FileNotFoundError: where none is known: without HOME and an entry for this user, or for no user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = path.partition("/")[0]
+        of = "this user (set HOME, or XDG_CACHE_HOME)" if user == "~" else f"a user {user[1:]!r}"
+        raise FileNotFoundError(errno.ENOENT, f"No home folder is known of {of}", path) from None
+
+
+def library_name(version: str) -> str:
+    """Return the library and its version of what MPI says about itself: ``"Open MPI v5.0.11"``."""
+    first = (version.strip("\0 \n").splitlines() or ["unknown"])[0]
+    return " ".join(re.split(r",| for ", first)[0].replace("Version:", "").replace("(R)", "").split())
+
+
+def check_can_save(file: Path) -> None:
+    """Raise OSError when `file` cannot be written."""
+    own_files.make_folders(str(file.parent))
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
+        pass
+
+
+def replace_whole(file: Path, text: str) -> None:
+    """Write a file that others may read meanwhile, maybe on another node with the same home: the old one, or the new.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as draft:
+        draft.write(text)
+    os.chmod(draft.name, 0o644)
+    os.replace(draft.name, file)
+
+
+def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
+    """Write thresholds for `machine`; return the file, its own by default.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    file = file or machine.file
+    content = {
+        "format": _FORMAT,
+        "machine": asdict(machine),
+        "source": paths.source,
+        "paths": paths.thresholds(),
+        "rates": asdict(paths.rates),
+    }
+    check_can_save(file)
+    replace_whole(file, json.dumps(content, indent=1) + "\n")
+    return file
+
+
+def load(file: Path) -> Paths:
+    """Return the thresholds of a file.
+
+    Raises:
+        OSError: when it cannot be read, or is not a small file of this user's, or root's, own.
+        ValueError: when it is none of these files; the text says what is wrong.
+    """
+    try:
+        content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
+    except (ValueError, RecursionError) as error:  # also for what is no UTF-8
+        raise ValueError(f"it is not JSON ({_shown(error)})") from error
+    values = content.get("paths") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+    if not isinstance(values, dict) or set(values) != set(_NAMES):
+        raise ValueError(f"it does not have the thresholds {', '.join(_NAMES)} in format {_FORMAT}")
+    by_dtype = values.pop("window_bytes_by_dtype")
+    if not isinstance(by_dtype, dict) or not all(map(_is_dtype, by_dtype)):
+        raise ValueError(
+            f"window_bytes_by_dtype is {_shown(by_dtype)}, expected names of dtypes and their window_bytes"
+        )
+    checked = [*values.items(), *((f"window_bytes of {name}", value) for name, value in by_dtype.items())]
+    for name, value in checked:
+        least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
+        if type(value) is not int or not least <= value <= most or value % 64:
+            raise ValueError(f"{name} is {_shown(value)}, expected a multiple of 64 from {least} to {most}")
+    rates = content.get("rates", {})  # they only tell how long a call will take: the file may be without
+    if not isinstance(rates, dict) or not set(rates) <= set(_RATES):
+        raise ValueError(f"its rates are {_shown(rates)}, expected some of {', '.join(_RATES)}")
+    for name, value in rates.items():
+        if type(value) not in (int, float) or not 0 < value < _FASTEST:
+            raise ValueError(f"{name} is {_shown(value)}, expected a positive number")
+    return Paths(**values, window_bytes_by_dtype=tuple(by_dtype.items()), source=str(file), rates=Rates(**rates))
+
+
+def _is_dtype(name: str) -> bool:
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", name):  # NumPy takes whole structures for the name of a dtype
+        return False
+    try:
+        return np.dtype(name).name == name
+    except (TypeError, ValueError):
+        return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = str(value) if isinstance(value, Exception) else repr(value)
+    except (ValueError, RecursionError) as error:  # an int of very many digits, a nest that is too deep
+        text = str(error)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def agreed(version: str, ranks: Ranks) -> Paths:
+    """Return the thresholds for these ranks, the same on all of them.  Collective.
+
+    A file that cannot be used, and files that are not the same on all ranks, mean the defaults on every rank, and one
+    warning on rank 0.
+
+    Args:
+        version: what MPI says about its version.
+        ranks: who has to agree.
+    """
+    if _tried:
+        return _tried[-1]
+    machine = Machine.of(version, ranks.node_of)
+    named = os.environ.get(VARIABLE)
+    shipped = default_for(machine.library)
+    paths, trouble = shipped, ""
+    file = named if named is not None else _own_file(machine)
+    if file:
+        try:
+            paths = load(expanded(file))
+        except (OSError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            trouble = f"the thresholds in {file} cannot be used: {reason}"
+    told = [json.loads(text) for text in ranks.allgather_text(json.dumps([trouble, _values(paths)]))]
+    trouble = next((each for each, _ in told if each), "")
+    if not trouble and any(values != told[0][1] for _, values in told):
+        other = next(rank for rank, (_, values) in enumerate(told) if values != told[0][1])
+        trouble = f"ranks 0 and {other} have different thresholds (here: {paths.source})"
+    if not trouble:
+        return paths
+    if ranks.rank == 0:
+        warn(
+            f"{trouble}; all ranks use the defaults. Measure anew with `mpistrategy bench --save`, remove the file, or "
+            f"give all ranks the same one: {VARIABLE}=FILE.",
+            FallbackWarning,
+        )
+    return shipped
+
+
+def _own_file(machine: Machine) -> str:
+    """Return the file of a machine's thresholds; "" where there is none, or no home folder to look in."""
+    try:
+        return str(machine.file) if os.path.isfile(machine.file) else ""
+    except OSError:
+        return ""
+
+
+_tried: list[Paths] = []
+
+
+@contextmanager
+def trying(paths: Paths) -> Iterator[None]:
+    """Give these thresholds to strategies that are made meanwhile, on all ranks: for whoever searches better ones."""
+    _tried.append(paths)
+    try:
+        yield
+    finally:
+        _tried.pop()
+
+
+def _values(paths: Paths) -> list[Any]:
+    return [*paths.thresholds().values(), *asdict(paths.rates).values()]

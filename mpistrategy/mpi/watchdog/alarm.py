@@ -1,0 +1,184 @@
+"""What the watchdog does when a collective is late: records, stacks, the roll call, and the end of the job.
+
+Every rank that hears of it writes its record and answers in its line; the first rank of each node that has answered
+speaks for its node, and the speaker of the first node that has one prints the roll call.  Nothing here waits for
+anything without a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from mpistrategy.errors import RemoteError
+from mpistrategy.mpi.shared_memory.failures import NO_MORE_CALLS
+from mpistrategy.mpi.watchdog import local_process, reports
+from mpistrategy.mpi.watchdog.group import Watched
+from mpistrategy.mpi.watchdog.roll_call import account_of, roll_call
+from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, Line
+
+#: The status of a job that a late collective has ended, as of `timeout`.
+STATUS = 124
+#: How long the ranks of a node, and the other nodes, are given to answer.
+_NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
+#: How long writing may take.
+_FILE_SECONDS = 2.0
+#: And ending the job otherwise than by the end of this process.
+_END_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
+_FORWARDING_SECONDS = 0.3
+
+
+def answer(
+    everything: Sequence[Watched], line: Callable[[], Line], rank: int, size: int, end: Callable[[int], object] | None
+) -> NoReturn:
+    """Answer the alarm of this rank or of another one, and end.
+
+    Args:
+        everything: what this process watches.
+        line: returns what there is to say about this rank.
+        rank: its number in the job.
+        size: how many there are.
+        end: ends the job with a status, where the launcher takes any other end for another status; may hang.
+    """
+    try:
+        _call_the_roll(everything, line, rank, size)
+        if end is not None:
+            _within(_END_SECONDS, lambda: end(STATUS))
+    except Exception as error:  # a mistake in here must not keep the job from its end
+        _say(f"[rank {rank}/{size}] ", f"a collective is late, and mpistrategy could not say where: {error!r}")
+    finally:
+        os._exit(STATUS)
+
+
+def contain(watched: Watched, line: Callable[[], Line], rank: int, size: int) -> None:
+    """Answer the alarm of ranks whose errors are contained: nothing ends, and who waits among them raises.
+
+    Args:
+        watched: the ranks.
+        line, rank, size: as for `answer`.
+    """
+    try:
+        _call_the_roll((watched,), line, rank, size)
+    finally:
+        watched.guard.stop_waiting(RemoteError(f"a collective is late, as the roll call says. {NO_MORE_CALLS}"))
+
+
+def _call_the_roll(everything: Sequence[Watched], line: Callable[[], Line], rank: int, size: int) -> None:
+    began = time.monotonic()
+    widest = max(everything, key=lambda watched: len(watched.ranks))
+    _set_state(everything, ALARMED)
+    _within(_FILE_SECONDS, widest.alarm)
+    title = f"[rank {rank}/{size}] "
+    where = _write_record(widest, everything, rank, title)
+    mine = replace(line(), state=ANSWERED)
+    for watched in everything:
+        watched.lines.write(mine)
+    _until(lambda: all(each.state >= ANSWERED for each in widest.lines.read()), began + _NODE_SECONDS)
+    if widest.lines.state() < CALLED and _speaks(widest, rank):
+        last_calls = {each: text for watched in everything for each, text in watched.last_calls().items()}
+        text = _text(widest, began, where, last_calls)
+        if text:
+            _say(title, text)
+            _within(_FILE_SECONDS, lambda: widest.publish(text))
+            _forward()
+        _set_state(everything, CALLED)
+    else:
+        _until(lambda: widest.lines.state() >= CALLED, began + _NODES_SECONDS + 2 * _FILE_SECONDS)
+    _say(title, reports.failed_tests())
+    _flush_output()
+    _forward()
+
+
+def _write_record(widest: Watched, everything: Sequence[Watched], rank: int, title: str) -> str:
+    """Write this rank's record and stacks to the run directory, else to its stderr; return where they are."""
+    guards = [watched.guard for watched in everything]
+    text = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
+    written: list[bool] = []
+    _within(_FILE_SECONDS, lambda: written.append(widest.directory.write(f"rank-{rank}.txt", text)))
+    if any(written):
+        return f"Each rank's stacks and its last collectives: {widest.directory.path}/rank-*.txt"
+    _say(title, text)
+    return "Each rank's stacks and its last collectives are above."
+
+
+def _speaks(widest: Watched, rank: int) -> bool:
+    answered = [line.rank for line in widest.lines.read() if line.state >= ANSWERED]
+    return rank == min(answered, default=rank)
+
+
+def _text(widest: Watched, began: float, where: str, last_calls: Mapping[int, str]) -> str:
+    """Return the roll call; "" where another node calls it."""
+    lines = widest.lines.read()
+    silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
+    _ask_for_stacks(lines)
+    now = time.monotonic()
+    accounts = [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
+    if widest.nodes > 1:
+        _within(_FILE_SECONDS, lambda: widest.tell(accounts))
+        _until(lambda: _all_final(widest) or widest.is_published(), began + _NODES_SECONDS)
+        others = widest.others()
+        if any(final and node < widest.node for node, final, _ in others):
+            _until(widest.is_published, time.monotonic() + _FILE_SECONDS + _NODE_SECONDS)
+            return ""
+        accounts += [account for _, _, told in others for account in told]
+    known = {account.line.rank for account in accounts}
+    unknown = [each for each in widest.ranks if each not in known]
+    return roll_call(accounts, unknown, len(widest.ranks), where, contained=widest.guard.contains_errors)
+
+
+def _all_final(widest: Watched) -> bool:
+    return sum(final for _, final, _ in widest.others()) == widest.nodes - 1
+
+
+def _ask_for_stacks(lines: Sequence[Line]) -> None:
+    """Make processes that run and do not answer show their stacks, where they can: Python need not run for it."""
+    for line in lines:
+        if line.state < ANSWERED and line.signal and not local_process.is_stopped(line.process):
+            with contextlib.suppress(OSError):
+                os.kill(line.process, line.signal)
+
+
+def _set_state(everything: Sequence[Watched], state: int) -> None:
+    for watched in everything:
+        watched.lines.set_state(state)
+
+
+def _until(ready: Callable[[], bool], end: float) -> None:
+    while not ready() and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Do something that may never return, and wait for so long."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=quietly, name="mpistrategy watchdog's file", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _say(title: str, text: str) -> None:
+    reports.write_at_once("".join(f"{title}{line}\n" for line in text.splitlines()))
+
+
+def _forward() -> None:
+    """Give the launcher time to read what was written, before anything ends."""
+    reports.wait_until_read(_FILE_SECONDS)
+    time.sleep(_FORWARDING_SECONDS)
+
+
+def _flush_output() -> None:
+    """Let out what the program has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            _within(0.5, stream.flush)

@@ -1,0 +1,154 @@
+"""What this rank's GPU does together with its peers while the program goes on: how far it has come.
+
+An all-reduce on a stream outlives the call that began it.  A program that waits for its result is in no collective of
+ours, so the watchdog has to look at the GPU itself.  It must not ask CUDA: a query may wait for a lock that the very
+call holds that hangs.  Instead the GPU writes, in the order of the stream, the number of what it begins and of what it
+has ended into memory of the host, where any thread can read it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpistrategy.mpi.contract.flight_recorder import Entry, in_words
+
+#: Numbers are counted modulo this.
+_RING = 1024
+#: What may be under way: half of the ring, so that there is no doubt which is ahead.
+MOST = _RING // 2
+#: What `InFlight.in_words` says before the library's reason why the result will never come.
+FAILED = ", which has failed: "
+_BEGUN, _ENDED = 0, 1
+_NUMBER_BYTES = 8
+_TO_HOST = 2  # cudaMemcpyKind
+
+
+class InFlight:
+    """The collectives that this rank's GPU has been given.
+
+    Made by the thread that makes collectives; `look`, `waited`, `limit` and `in_words` are the watchdog's.
+
+    Args:
+        cupy: the package; the device must be the current one.
+        check: raises when the library that carries them has failed; calls nothing of CUDA, and never waits.
+    """
+
+    def __init__(self, cupy: Any, check: Any) -> None:
+        from cupyx import empty_pinned
+
+        self._cupy = cupy
+        self._check = check
+        #: Where the GPU copies each number from, when it comes to it.
+        self._numbers = cupy.arange(_RING, dtype="int64")
+        self._reached = empty_pinned((2,), "int64")
+        self._reached[:] = 0
+        self._given = 0
+        self._entries: list[Entry | None] = [None] * _RING
+        self._limits: list[float | None] = [None] * _RING
+        self._last = cupy.cuda.Event(disable_timing=True)
+        self._last.record(cupy.cuda.get_current_stream())
+        self._last.synchronize()  # other streams read the numbers, too
+        self._stream = cupy.cuda.get_current_stream().ptr
+        # What the watchdog saw last: which collective is the oldest, whether the GPU is at it, and since when.
+        self._oldest = 0
+        self._is_at_it = False
+        self._since = math.inf
+        self._failure = ""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `begin` has to wait until something is over."""
+        return self._under_way() >= MOST
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that was given is done; asks CUDA."""
+        return bool(self._last.done)
+
+    @property
+    def is_in_one(self) -> bool:
+        """Whether the GPU has come to a collective and has not ended it, or is about to; asks nobody."""
+        ended = int(self._reached[_ENDED])
+        return int(self._reached[_BEGUN]) != ended
+
+    def begin(self, entry: Entry | None, limit: float | None = None) -> None:
+        """Note that the next thing on the current stream is a collective.
+
+        Args:
+            entry: that of the flight record.
+            limit: how long it may take, in seconds; None: as long as the strategy's may.
+        """
+        stream = self._cupy.cuda.get_current_stream()
+        if stream.ptr != self._stream:
+            stream.wait_event(self._last)  # one after the other, whatever streams the program uses
+            self._stream = stream.ptr
+        self._given = (self._given + 1) % _RING
+        self._entries[self._given], self._limits[self._given] = entry, limit
+        self._note(_BEGUN, stream)
+
+    def given(self) -> None:
+        """Note that the collective that was begun is on the stream."""
+        stream = self._cupy.cuda.get_current_stream()
+        self._note(_ENDED, stream)
+        self._last.record(stream)
+
+    def _note(self, which: int, stream: Any) -> None:
+        self._cupy.cuda.runtime.memcpyAsync(
+            self._reached.ctypes.data + which * _NUMBER_BYTES,
+            self._numbers.data.ptr + self._given * _NUMBER_BYTES,
+            _NUMBER_BYTES,
+            _TO_HOST,
+            stream.ptr,
+        )
+
+    def _under_way(self) -> int:
+        ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile
+        return (self._given - ended) % _RING
+
+    def look(self, now: float) -> None:
+        """Look how far the GPU has come; as the watchdog."""
+        ended = int(self._reached[_ENDED])
+        begun, given = int(self._reached[_BEGUN]), self._given
+        if ended == given:
+            self._oldest, self._since, self._failure = 0, math.inf, ""
+            return
+        oldest, is_at_it = (ended + 1) % _RING, begun != ended
+        if (oldest, is_at_it) != (self._oldest, self._is_at_it) or self._since == math.inf:
+            self._oldest, self._is_at_it, self._since = oldest, is_at_it, now
+        try:
+            self._check()
+        except Exception as error:  # of the library's own type
+            self._failure = str(error)
+
+    @property
+    def entry(self) -> Entry | None:
+        """The collective whose result is missing, as of the last look; None without one."""
+        return None if self._since == math.inf else self._entries[self._oldest]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the library says that the result will never come."""
+        return bool(self._failure) and self._since < math.inf
+
+    def waited(self, now: float, not_before: float) -> float:
+        """Return for how long the GPU has been at the oldest collective: 0 before it has come to it."""
+        if self._since == math.inf or not self._is_at_it:
+            return 0.0
+        return max(0.0, now - max(self._since, not_before))
+
+    def limit(self, usual: float) -> float:
+        """Return how long the oldest collective may take, in seconds."""
+        seconds = None if self._since == math.inf else self._limits[self._oldest]
+        return usual if seconds is None else seconds
+
+    def in_words(self, now: float) -> str:
+        """Return where the GPU is; "" when nothing is missing."""
+        entry = self.entry
+        if self._since == math.inf:
+            return ""
+        what = "a collective" if entry is None else in_words(entry)
+        if not self._is_at_it:
+            return f"on its way: its GPU is still at what comes before {what}"
+        failed = f"{FAILED}{self._failure}" if self._failure else ""
+        return f"in {what} on its GPU for {now - self._since:.1f} s{failed}"

@@ -1,0 +1,154 @@
+"""Small files through which the watchdogs of several nodes hear of each other; and where records are written.
+
+Nothing here may stop or slow the job: what cannot be written is not written, after one warning.  Only the user can
+write to the directory, and what somebody else has put in its place is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+
+from mpistrategy import own_files
+
+#: The environment variable that says where run directories are made: a folder that all nodes see.
+VARIABLE = "MPISTRATEGY_RUN_DIR"
+#: How their names begin.
+PREFIX = "mpistrategy-run-"
+#: What is in them: what a node tells the others, and the records that stay after a collective was late.
+NODE_FILE = re.compile(r"node-([0-9]{1,9})\.json")
+RECORD = re.compile(r"rank-([0-9]{1,9})\.txt")
+ROLL_CALL = "roll-call.txt"
+MOST_BYTES = 2**24
+_PATIENCE_SECONDS = 1.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def proposal() -> str:
+    """Return a new run directory for this job, which is not made yet: rank 0's is everybody's."""
+    from mpistrategy.mpi.watchdog.earlier_runs import name_of_this_run  # here: that module uses this one
+
+    try:
+        return os.path.join(place(), name_of_this_run())
+    except OSError:  # the current folder is gone
+        return ""
+
+
+def place() -> str:
+    """Return the folder in which run directories are made; OSError when it is gone."""
+    return os.path.abspath(os.environ.get(VARIABLE) or os.getcwd())
+
+
+class RunDirectory:
+    """The files of one communicator's ranks.  Made when something is first written.
+
+    Args:
+        path: where; "" for nowhere.
+        title: what warnings begin with; "" for none: another rank warns.
+    """
+
+    def __init__(self, path: str, title: str = "") -> None:
+        self.path = path
+        self._title = title
+        self._works = bool(path)
+        self._written: set[str] = set()
+        #: Whom the directory belongs to, if that is this user under another number.
+        self._owner = -1
+        # The watchdog writes while the program closes its strategies; a file system that hangs must keep neither.
+        self._lock = threading.Lock()
+
+    def write(self, name: str, text: str) -> bool:
+        """Write a file as a whole, or warn once; return whether it is there."""
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            return False
+        try:
+            return self._works and self._write(name, text)
+        finally:
+            self._lock.release()
+
+    def _write(self, name: str, text: str) -> bool:
+        try:
+            try:
+                self._put(name, text.encode(errors="replace"))
+            except FileNotFoundError:  # another start has just taken it away, while nothing was in it
+                self._put(name, text.encode(errors="replace"))
+        except OSError as error:
+            self._works = False
+            if self._title:
+                self._warn(error)
+            return False
+        self._written.add(name)
+        return True
+
+    def _put(self, name: str, data: bytes) -> None:
+        if not os.path.isdir(self.path):
+            own_files.make_folders(self.path)
+        temporary = f"{name}.{os.getpid()}.new"
+        with self._opened() as folder, own_files.replacing(name, folder, temporary, folder) as file:
+            self._owner = os.fstat(file.fileno()).st_uid  # root's files may belong to nobody
+            self._check_is_own(os.fstat(folder))
+            file.write(data)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the directory; OSError when it cannot be, or others can write to it."""
+        folder = os.open(self.path, _FOLDER)
+        try:
+            if own_files.others_can_write(os.fstat(folder)):
+                raise PermissionError(errno.EACCES, "others can write to it")
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _check_is_own(self, state: os.stat_result) -> None:
+        if not own_files.is_own(state) and state.st_uid != self._owner:
+            raise PermissionError(errno.EACCES, f"it belongs to {own_files.user_in_words(state.st_uid)}")
+
+    def read(self, name: str) -> str:
+        """Return the text of a file; "" where there is none."""
+        try:
+            with self._opened() as folder:
+                self._check_is_own(os.fstat(folder))
+                descriptor = own_files.open_file(name, folder)
+                try:
+                    self._check_is_own(os.fstat(descriptor))
+                    return own_files.read_all(descriptor, MOST_BYTES).decode(errors="replace")
+                finally:
+                    os.close(descriptor)
+        except (OSError, ValueError):
+            return ""
+
+    def has(self, name: str) -> bool:
+        """Return whether there is such a file."""
+        try:
+            with self._opened() as folder:
+                self._check_is_own(os.stat(name, dir_fd=folder, follow_symlinks=False))
+                return True
+        except (OSError, ValueError):
+            return False
+
+    def remove(self) -> None:
+        """Remove what this rank has written, and the directory when it is empty; nothing is written any more."""
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            return
+        self._works = False
+        for name in self._written:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.path, name))
+        if self._written:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.path)
+        self._written.clear()
+        self._lock.release()
+
+    def _warn(self, error: OSError) -> None:
+        sys.stderr.write(
+            f"{self._title}mpistrategy cannot write to its run directory {self.path}: {error.strerror or error}. "
+            "The job goes on; should a collective hang, the report is less complete. "
+            f"{VARIABLE} names another folder.\n"
+        )

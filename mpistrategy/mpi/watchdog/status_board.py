@@ -1,0 +1,136 @@
+"""What each rank of a node lets its peers' watchdogs read, in memory that all of them see.
+
+A line is written by its own rank's watchdog, which never calls MPI: the peers can read it when that rank hangs, is
+stopped, or has died.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
+
+BYTES = 1024
+_NUMBERS = 16
+_TEXT_FROM = 8 * _NUMBERS
+_LONGEST_TEXT = BYTES - _TEXT_FROM
+
+#: How far a rank has come with a late collective: it has found or heard of it; its record and its stacks are written;
+#: the roll call is out.
+WELL, ALARMED, ANSWERED, CALLED = range(4)
+
+_STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH, _STRATEGY, _WHOLE = range(12)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One rank, as its watchdog last described it.
+
+    Attributes:
+        rank: its number in the job.
+        process: its process id; 0 while it has no watchdog yet.
+        state: WELL, ALARMED, ANSWERED or CALLED.
+        beat: when this was written; seconds of time.monotonic().
+        expected: until when it said that it would be busy (`expect_long`); seconds of time.monotonic(), or 0.
+        waited: how long it had waited in a collective, in seconds; 0 when it was in none.
+        limit: the timeout of that collective, in seconds.
+        signal: which signal makes the process show its stacks; 0 without one.
+        text: where it was.
+        strategy: a number for the strategy in which it waited; 0 for none.
+        is_whole: whether that has all ranks of the job.
+    """
+
+    rank: int
+    process: int
+    state: int
+    beat: float
+    expected: float
+    waited: float
+    limit: float
+    signal: int
+    text: str
+    strategy: int = 0
+    is_whole: bool = False
+
+
+class Lines:
+    """The lines of the ranks of one node.
+
+    Args:
+        memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.local_rank = memory.local_rank
+        self.count = len(memory.segments)
+        self._fence = memory.fence
+        self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
+        self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in memory.segments]
+        self._mine = self._numbers[self.local_rank]
+
+    def write(self, line: Line) -> None:
+        """Replace this rank's line, but for its state, which only ever rises."""
+        mine, text = self._mine, line.text.encode()[:_LONGEST_TEXT]
+        mine[_VERSION] += 1  # odd: being written
+        self._order()
+        mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = line.rank, line.process, line.signal
+        mine[_BEAT], mine[_EXPECTED] = _to_ns(line.beat), _to_ns(line.expected)
+        mine[_WAITED], mine[_LIMIT] = _to_ns(line.waited), _to_ns(line.limit)
+        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), line.strategy, line.is_whole
+        self._texts[self.local_rank][: len(text)] = text
+        mine[_STATE] = max(mine[_STATE], line.state)
+        self._order()
+        mine[_VERSION] += 1
+
+    def expect(self, until: float) -> None:
+        """Say at once until when this rank is busy."""
+        self._mine[_EXPECTED] = _to_ns(until)
+
+    def set_state(self, state: int) -> None:
+        """Say at once how far this rank has come."""
+        self._order()
+        self._mine[_STATE] = state
+
+    def state(self) -> int:
+        """Return the highest state of the node's ranks."""
+        return max(numbers[_STATE] for numbers in self._numbers)
+
+    def expected(self) -> float:
+        """Return until when some rank of the node is busy; seconds of time.monotonic()."""
+        return max(numbers[_EXPECTED] for numbers in self._numbers) / 1e9
+
+    def read(self) -> list[Line]:
+        """Return all lines, by local rank; of a rank that writes its line all the time, a line that may be mixed."""
+        return [self._read(local) for local in range(self.count)]
+
+    def _read(self, local: int) -> Line:
+        numbers = self._numbers[local]
+        for _ in range(100):
+            before = numbers[_VERSION]
+            self._order()
+            found = list(numbers)
+            text = bytes(self._texts[local][: max(0, min(found[_LENGTH], _LONGEST_TEXT))]).decode(errors="replace")
+            self._order()
+            if before == numbers[_VERSION] and not before & 1:
+                break
+        return Line(
+            found[_RANK],
+            found[_PROCESS],
+            found[_STATE],
+            found[_BEAT] / 1e9,
+            found[_EXPECTED] / 1e9,
+            found[_WAITED] / 1e9,
+            found[_LIMIT] / 1e9,
+            found[_SIGNAL],
+            text,
+            found[_STRATEGY],
+            bool(found[_WHOLE]),
+        )
+
+    def _order(self) -> None:
+        if self._fence is not None:
+            self._fence()
+
+
+def _to_ns(seconds: float) -> int:
+    return int(min(seconds, 2.0**32) * 1e9)

@@ -1,0 +1,221 @@
+"""The watchdog: one thread that never calls MPI, and finds out when a collective is late.
+
+It looks now and then where this rank is, and says so in a line that its peers can read.  When the rank has waited in a
+collective for longer than its timeout, or a peer says that it has, the alarm is answered (`watchdog.alarm`):
+records, stacks, roll call, and the end of the job.
+
+Time in which the whole process stood still (a suspended job, a sleeping machine) does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.watchdog import alarm, crossed_waits, local_process
+from mpistrategy.mpi.watchdog.group import Watched
+from mpistrategy.mpi.watchdog.status_board import WELL, Line
+
+_SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
+_STOOD_STILL_SECONDS = 1.0
+#: How often `Watchdog.moves_on` tells the peers.
+_MOVES_SECONDS = 0.25
+_JOIN_SECONDS = 1.0
+
+
+class Watchdog:
+    """Watches over the collectives of this process.
+
+    Args:
+        rank: this process's number in the job.
+        size: how many there are.
+        end: see `mpistrategy.mpi.watchdog.alarm.answer`.
+    """
+
+    def __init__(self, rank: int, size: int, end: Callable[[int], object] | None = None) -> None:
+        self._end = end
+        self.rank = rank
+        self.size = size
+        self.pid = os.getpid()
+        self._watched: dict[Guard, Watched] = {}
+        self._expected = 0.0
+        #: Until when, for each `expect` that lasts.
+        self._busy: list[float] = []
+        self._resumed = 0.0
+        self._reminded = self._failed = False
+        self._changed = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, watched: Watched) -> None:
+        """Watch over one more communicator."""
+        with self._lock:
+            self._watched[watched.guard] = watched
+            self._changed.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
+                self._thread.start()
+
+    def watched(self, guard: Guard) -> Watched | None:
+        """Return what is watched of the communicator of `guard`; None where nothing is."""
+        return self._watched.get(guard)
+
+    def remove(self, guard: Guard) -> None:
+        """Watch over the communicator of `guard` no longer; the thread ends after the last one."""
+        with self._lock:
+            watched = self._watched.pop(guard, None)
+            thread = None if self._watched else self._thread
+            self._changed.set()
+        if watched is not None:
+            watched.directory.remove()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)
+
+    @contextlib.contextmanager
+    def expect(self, seconds: float) -> Iterator[None]:
+        """Tell the peers that this rank is busy for so many seconds; they wait longer, by that much."""
+        until = time.monotonic() + seconds
+        self._busy.append(until)
+        self._set_expected(max(self._busy))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # in a child that was forked inside
+                self._busy.remove(until)
+            self._set_expected(max(self._busy, default=time.monotonic()))
+
+    def moves_on(self) -> None:
+        """Tell the peers that this rank is at work that nobody could say the end of, and gets on with it."""
+        now = time.monotonic()
+        if now > self._expected + _MOVES_SECONDS:
+            self._set_expected(now)
+
+    def _set_expected(self, until: float) -> None:
+        if os.getpid() != self.pid:
+            return  # a child of the rank speaks for itself alone, but sees the lines
+        self._expected = until
+        for watched in list(self._watched.values()):
+            watched.lines.expect(until)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._is_over():
+            tick = self._tick()
+            self._changed.wait(tick)
+            self._changed.clear()
+            now = time.monotonic()
+            if now - last > tick + _STOOD_STILL_SECONDS:
+                self._resumed = now
+            last = now
+            try:
+                self._look(now)
+            except Exception as error:  # a mistake in here must not end the job, nor keep a hang from being found
+                if not self._failed:
+                    sys.stderr.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
+                self._failed = True
+
+    def _is_over(self) -> bool:
+        """Return whether nothing is watched any more; another thread is started for what comes after that."""
+        with self._lock:
+            if not self._watched:
+                self._thread = None
+            return not self._watched
+
+    def _tick(self) -> float:
+        limits = [watched.limit for watched in list(self._watched.values())]
+        return min(max(min(limits, default=math.inf) / 10, _SHORTEST_TICK), _LONGEST_TICK)
+
+    def _look(self, now: float) -> None:
+        everything = list(self._watched.values())
+        if not everything:
+            return
+        line = self._line(now, everything)
+        for watched in everything:
+            watched.look()
+            watched.lines.write(line)
+            watched.exchange(now)
+        crossed = crossed_waits.find(everything, self.rank, now)
+        if crossed is not None:
+            crossed[0].guard.stop_waiting(crossed[1])
+        contained = [watched for watched in everything if watched.guard.contains_errors]
+        for watched in contained:
+            if not watched.guard.is_told_late and (watched.is_alarmed() or self._is_late(now, [watched])):
+                alarm.contain(watched, lambda: self._line(time.monotonic(), everything), self.rank, self.size)
+        ending = [watched for watched in everything if not watched.guard.contains_errors]
+        if any(watched.is_alarmed() for watched in ending) or self._is_late(now, ending):
+            alarm.answer(ending, lambda: self._line(time.monotonic(), everything), self.rank, self.size, self._end)
+        self._remind(now, everything)
+
+    def _is_late(self, now: float, everything: list[Watched]) -> bool:
+        if any(watched.has_failed for watched in everything):
+            return True
+        late = [watched for watched in everything if watched.is_late(now, self._resumed)]
+        if not late:
+            return False
+        limit = min(watched.limit for watched in late)
+        return not any(watched.is_excused(now, limit) for watched in everything)
+
+    def _line(self, now: float, everything: list[Watched]) -> Line:
+        longest = max(everything, key=lambda watched: watched.waited(now, self._resumed) / watched.limit)
+        text = local_process.now_doing(watched.guard for watched in everything)
+        waited, limit = longest.waited(now, self._resumed), longest.limit
+        alone = crossed_waits.only_wait(everything, now)
+        where, is_whole = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
+        return Line(self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, is_whole)
+
+    def _remind(self, now: float, everything: list[Watched]) -> None:
+        """Say once that this rank has come to its end and waits: others may be at work, which is nobody's fault."""
+        waiting = [watched for watched in everything if watched.guard.leaving]
+        if self._reminded or not any(now - watched.guard.since > watched.guard.timeout for watched in waiting):
+            return
+        self._reminded = True
+        widest = max(waiting, key=lambda watched: len(watched.ranks))
+        others = [line for line in widest.lines.read() if line.rank != self.rank and "at its end" not in line.text]
+        told = "".join(f"\n  rank {line.rank}: {line.text}" for line in others)
+        sys.stderr.write(f"[rank {self.rank}/{self.size}] has come to its end and waits for the other ranks.{told}\n")
+
+
+_watchdog: Watchdog | None = None
+#: The signal that makes this process show its stacks, whatever it is doing; 0 without one.
+stack_signal = 0
+
+
+def of_this_process(rank: int, size: int, end: Callable[[int], object] | None = None) -> Watchdog:
+    """Return the watchdog of this process, made by the first call; a child of a rank gets one of its own."""
+    global _watchdog
+    if _watchdog is None or _watchdog.pid != os.getpid():
+        _watchdog = Watchdog(rank, size, end)
+    return _watchdog
+
+
+def in_this_process() -> Watchdog | None:
+    """Return the watchdog of this process, if it has one: from the first communicator of several ranks on."""
+    return _watchdog if _watchdog is not None and _watchdog.pid == os.getpid() else None
+
+
+def forget(guard: Guard) -> None:
+    """Watch over the communicator of `guard` no longer."""
+    if _watchdog is not None and _watchdog.pid == os.getpid():  # the files are not a forked child's
+        _watchdog.remove(guard)
+
+
+def moves_on() -> None:
+    """Do `Watchdog.moves_on`, if there is one: called now and then by work that may take long."""
+    if _watchdog is not None:
+        _watchdog.moves_on()
+
+
+@contextlib.contextmanager
+def expect_long(seconds: float) -> Iterator[None]:
+    """Do `Watchdog.expect`, if there is one."""
+    if _watchdog is None:
+        yield
+        return
+    with _watchdog.expect(seconds):
+        yield

@@ -1,0 +1,1 @@
+"""Every reduction, whoever asks for it: plans, and the routes that the data take."""

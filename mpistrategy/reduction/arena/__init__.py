@@ -1,0 +1,1 @@
+"""Arenas: nests of arrays in memory that the ranks of a node share, reduced where they lie."""

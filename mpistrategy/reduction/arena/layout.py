@@ -1,0 +1,137 @@
+"""Where the arrays of an arena lie: one bucket for each dtype, in order, each array on a cache line of its own."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.devices import gpu_of
+from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.gpu import is_on_device, reducible
+from mpistrategy.arrays.values import contribution
+from mpistrategy.errors import DTypeError, MpiStrategyError
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.routes.in_place import Replicas, joined, typed
+
+Layout: TypeAlias = "tuple[np.dtype[Any], tuple[int, ...]]"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one array of an arena lies.
+
+    Attributes:
+        bucket: the number of its bucket.
+        start: its first element there; on a cache line.
+        stop: one past its last element.
+        shape: its shape.
+    """
+
+    bucket: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    def view(self, flat: Array) -> Array:
+        """Return the array's view of a flat array of its bucket."""
+        return flat[self.start : self.stop].reshape(self.shape)
+
+
+def layouts_of(leaves: Sequence[Any], like: Any, where: str) -> list[Layout]:
+    """Return the dtype and the shape of every leaf.
+
+    Raises:
+        DTypeError, LeafError: for a leaf that cannot be reduced.
+    """
+    try:
+        return [_layout(contribution(leaf), where) for leaf in leaves]
+    except MpiStrategyError:  # once more, to say which leaf it is
+        paths = nest.leaf_paths(like)
+        return [_layout(contribution(leaf), where, path) for leaf, path in zip(leaves, paths, strict=True)]
+
+
+def _layout(leaf: Any, where: str, path: str = "") -> Layout:
+    array = reducible(leaf, where, path)
+    return array.dtype, array.shape
+
+
+def belongs_on_device(communicator: Communicator, leaves: Sequence[Any]) -> bool:
+    """Return whether an arena of these leaves is in GPU memory: this rank drives a GPU, or one of them is there."""
+    return gpu_of(communicator.devices, communicator.rank) is not None or any(map(is_on_device, leaves))
+
+
+def laid_out(layouts: Sequence[Layout]) -> tuple[tuple[Place, ...], list[np.dtype[Any]], list[int]]:
+    """Return each array's place, and each bucket's dtype and number of elements."""
+    numbers: dict[np.dtype[Any], int] = {}
+    sizes: list[int] = []
+    places = []
+    for dtype, shape in layouts:
+        number = numbers.setdefault(dtype, len(numbers))
+        if number == len(sizes):
+            sizes.append(0)
+        line = max(1, ALIGNMENT // dtype.itemsize)
+        start = -(-sizes[number] // line) * line
+        sizes[number] = start + int(np.prod(shape, dtype=np.int64))
+        places.append(Place(number, start, sizes[number], shape))
+    return tuple(places), list(numbers), sizes
+
+
+def buckets_for(
+    communicator: Communicator,
+    dtypes: Sequence[np.dtype[Any]],
+    sizes: Sequence[int],
+    shared_result: bool,
+    on_device: bool = False,
+) -> tuple[Replicas, ...]:
+    """Return zeroed arrays of these dtypes and sizes for every rank, and one result for the node where it is asked for.
+
+    Collective.
+    """
+    if on_device:
+        from mpistrategy.reduction.arena.gpu import device_buckets  # here, for the quick import
+
+        return device_buckets(communicator, dtypes, sizes, shared_result)
+    starts, total = [], 0
+    for dtype, size in zip(dtypes, sizes, strict=True):
+        starts.append(total)
+        total += aligned(size * dtype.itemsize)
+    memory = communicator.shared(total)
+    is_shared, result = memory.is_shared, None
+    if shared_result:
+        # Each rank brings its part of the one result: the parts lie side by side.
+        if is_shared:
+            pages = -(-total // (len(memory.segments) * mmap.PAGESIZE))
+            parts = communicator.shared(max(1, pages) * mmap.PAGESIZE)
+            is_shared, result = parts.is_shared, joined(parts)
+        if not is_shared:
+            result = private_memory(total).mine
+    buckets = []
+    for dtype, size, start in zip(dtypes, sizes, starts, strict=True):
+        arrays = typed(memory, start, size, dtype)
+        one = None if result is None else result[start : start + size * dtype.itemsize].view(dtype)
+        if not is_shared:
+            arrays = (arrays[memory.local_rank],)
+        buckets.append(Replicas(arrays, memory.local_rank if is_shared else 0, is_shared, one))
+    return tuple(buckets)
+
+
+def check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
+    """Raise DTypeError for a MEAN of integers, which does not fit where they are, and an order of complex numbers."""
+    for bucket in buckets:
+        dtype = bucket.mine.dtype
+        if op is ReduceOp.MEAN and dtype.kind in "iu":
+            raise DTypeError.at(
+                where,
+                found=f"MEAN of {dtype_name(dtype)} in an arena",
+                expected="a floating dtype: a mean of integers is none, and does not fit where they are",
+                fix="Reduce with SUM, or pass arena.values without out=.",
+            )
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
+            raise DTypeError.at(where, found=f"{op.name} of {dtype_name(dtype)}", expected="numbers that have an order")

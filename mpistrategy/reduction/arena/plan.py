@@ -1,0 +1,191 @@
+"""The collectives of an arena: reductions and broadcasts where the arrays are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce, NcclAllReduce
+from mpistrategy.errors import OptionError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.reduction.arena.layout import check_dtypes
+from mpistrategy.reduction.arena.unchanged import IntactNest
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, resolve
+from mpistrategy.reduction.routes.in_place import Replicas, broadcast_replicas, reduce_replicas
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.arena.gpu import BucketReduction
+    from mpistrategy.strategy.extended import StrategyExtended
+
+#: Algorithms whose result is that of a sum in rank order; what others do is their own business.
+_OWN_ALGORITHMS = (MpiAllReduce, HierarchicalCopyAllReduce, NcclAllReduce)
+
+
+class ArenaReductions(ABC):
+    """What `Arena` does together with the other ranks; its attributes are described there."""
+
+    communicator: Communicator
+    buckets: tuple[Replicas, ...]
+    leaves: list[Array]
+    in_place: bool
+    on_device: bool
+    result: Any
+    _structure: nest.Structure
+    _nest: IntactNest
+    _values: Any
+    _number: int
+    _summary: tuple[Any, ...]
+
+    @abstractmethod
+    def check(self, extended: StrategyExtended, where: str) -> None:
+        """Raise unless a strategy can reduce the arena as it is."""
+
+    def all_reduce(
+        self,
+        extended: StrategyExtended,
+        reduce_op: Any,
+        call: Call,
+        *,
+        options: CommunicationOptions | None = None,
+        weight: Any = None,
+        out: Any = None,
+        destination: str = "",
+    ) -> Any:
+        """Reduce over all replicas, to all of them; the caller has entered the guard's call.
+
+        Args:
+            extended: that of the strategy in use.
+            reduce_op: a ReduceOp, or its name.
+            call: the guard's call.
+            options: hints.
+            weight: for MEAN, the weight of this rank's values.
+            out: None, the arena or its `values`, which asks for the result in place.
+            destination: what the ranks must agree on besides; in words.
+
+        Returns:
+            `values`, which hold the result, or with shared_result read-only views of the node's one result.
+
+        Raises:
+            ContextError, OptionTypeError, StructureError: for an arena that is closed, of other ranks, or whose nest
+                has been given other arrays.
+            DTypeError: for a MEAN of integers, which has another dtype than they, and MIN and MAX of complex numbers.
+        """
+        op = ReduceOp.parse(reduce_op, call.where)
+        self.check(extended, call.where)
+        in_place = self.in_place or out is not None
+        if not (out is None or out is self or out is self._values or self._nest.is_like(out)):
+            raise OptionError.at(
+                call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
+            )
+        call.structure = self._structure.text
+        ordinary = weight is not None or self.is_ordinary(extended)
+        if in_place or not ordinary:
+            check_dtypes(self.buckets, op, call.where)
+        if ordinary:
+            results = extended.all_reduce_leaves(
+                call.where,
+                op,
+                self.leaves,
+                lambda: nest.leaf_paths(self._values),
+                options=options,
+                weight=weight,
+                targets=self.leaves if in_place else None,
+            )
+            return self._values if in_place else self._structure.pack(results)
+        chosen = extended.options.merge(options)
+        call.wait_as(chosen.timeout_seconds)
+        sent = chosen.wire
+        reduced_precision.check(sent)
+        path = self.path(extended, chosen)
+        on_device = self._device_reduction(path, into_result=not in_place) if self.on_device else None
+        call.agree_on(
+            self.signature(
+                op,
+                call.where,
+                call.place,
+                in_place=in_place,
+                destination=destination,
+                sent=sent,
+                path=path,
+                name=call.name,
+            ),
+            sparingly=True,
+        )
+        communicator = reduced_precision.on(self.communicator, sent)
+        if on_device is not None:
+            on_device.run(communicator, op, call)
+            return self._values if in_place else self.result
+        divisor = communicator.size if op is ReduceOp.MEAN else 1
+        for bucket in self.buckets:
+            reduce_replicas(communicator, bucket, op.on_the_wire, divisor, into_result=not in_place)
+        communicator.node_barrier()
+        return self._values if in_place else self.result
+
+    def path(self, extended: StrategyExtended, options: CommunicationOptions) -> str:
+        """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
+        return path_word(options, getattr(extended.cross_device_ops, "device_path", "")) if self.on_device else ""
+
+    def _device_reduction(self, path: str, *, into_result: bool) -> BucketReduction:
+        from mpistrategy.reduction.arena.gpu import BucketReduction  # here, for the quick import
+
+        return BucketReduction(self.communicator, self.buckets, path, into_result=into_result)
+
+    def signature(
+        self,
+        op: ReduceOp,
+        where: str,
+        place: str,
+        *,
+        in_place: bool,
+        destination: str = "",
+        sent: str | None = None,
+        path: str = "",
+        name: str = "",
+    ) -> Signature:
+        """Return what the ranks compare before they reduce the arena."""
+        options = f"arena {self._number}, {in_place=}, wire={sent}{path and f', path={path}'}"
+        text = self._structure.text
+        return Signature("reduce an arena", op.value, text, self._summary, destination, options, name, where, place)
+
+    def reduce_to(
+        self,
+        extended: StrategyExtended,
+        reduce_op: Any,
+        destinations: Any,
+        call: Call,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Do `all_reduce`, wherever the result is wanted: what is on every rank is there, too."""
+        destination = self._destination(destinations, call.where)
+        return self.all_reduce(extended, reduce_op, call, options=options, destination=destination)
+
+    def broadcast(self, extended: StrategyExtended, destinations: Any, call: Call) -> Any:
+        """Write replica 0's arrays into everybody's, and return `values`; the caller has entered the guard's call."""
+        destination = self._destination(destinations, call.where)
+        self.check(extended, call.where)
+        call.structure = self._structure.text
+        call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
+        if self.on_device:
+            from mpistrategy.reduction.arena.gpu import broadcast_buckets
+
+            broadcast_buckets(self.communicator, self.buckets)
+            return self._values
+        for bucket in self.buckets:
+            broadcast_replicas(self.communicator, bucket)
+        self.communicator.node_barrier()
+        return self._values
+
+    def is_ordinary(self, extended: StrategyExtended) -> bool:
+        """Return whether the strategy's algorithm gets the arrays like any others."""
+        return type(extended.cross_device_ops) not in _OWN_ALGORITHMS
+
+    def _destination(self, destinations: Any, where: str) -> str:
+        if destinations is self or destinations is self._values:
+            return EVERY_RANK.text
+        return resolve(destinations, self.communicator, where).text

@@ -1,0 +1,237 @@
+"""All-reduces that go on while the step computes: `ReplicaContext.all_reduce_async` and its handle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import is_on_device
+from mpistrategy.arrays.values import Mirrored, contribution
+from mpistrategy.context import current_frame
+from mpistrategy.errors import OptionTypeError, UnsupportedError
+from mpistrategy.mpi.contract.call_sites import call_site
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.faults.injection import collective
+from mpistrategy.mpi.interface import current
+from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.pickling import NotPickled
+from mpistrategy.reduction.arena.arena import Arena, resident
+from mpistrategy.reduction.plans import QuickAllReduce
+from mpistrategy.reduction.routes.quick_cells import NOT_QUICK
+
+if TYPE_CHECKING:
+    from mpistrategy.strategy.extended import StrategyExtended
+
+_WHERE = "ReplicaContext.all_reduce_async"
+_CALL = "ReplicaContext.all_reduce"
+
+
+class AllReduceHandle(NotPickled):
+    """An all-reduce that was started; `ReplicaContext.all_reduce_async` makes it."""
+
+    instead_of_pickling = "Send what wait() returns."
+
+    def __init__(self, job: Job, engine: AtOnce, guard: Guard) -> None:
+        self._job = job
+        self._number = engine.submitted
+        self._engine = engine
+        self._guard = guard
+
+    def done(self) -> bool:
+        """Return whether `wait` would find a result or an error at once on this rank; never waits.
+
+        The answer differs from rank to rank: do not let it decide about a collective call.
+        """
+        return self._job.is_over()
+
+    @collective("wait")
+    def wait(self) -> Any:
+        """Return what `all_reduce` would have returned.  Collective: every rank waits, having started equally many.
+
+        A second call returns the same again, and is no collective.  On several nodes, sums below 256 KiB may have
+        been added in another order than by `all_reduce`: still the same bits on all ranks, and in equal runs.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or one of them
+                does something else than wait.
+            MpiStrategyError: on every rank, for bad input on any rank; of the kind raised there.
+        """
+        engine, guard = self._engine, self._guard
+        # A peer that comes elsewhere may never start its part, which is found out where it does come.  Once all ranks
+        # have said how many they have started, each of these comes to an end.
+        if self._number > engine.known_to_all and not guard.closed:
+            started = engine.submitted
+            with guard.call("AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
+                call.agree("wait", patiently=True)
+            engine.known_to_all = started
+        return self._job.result()
+
+    def __repr__(self) -> str:
+        return f"<AllReduceHandle number {self._number}, {'over' if self.done() else 'under way'}>"
+
+
+def start_all_reduce(
+    extended: StrategyExtended,
+    reduce_op: Any,
+    value: Any,
+    options: CommunicationOptions | None,
+    name: str | None,
+    out: Any,
+    checked_targets: Callable[[nest.Structure], list[Array] | None],
+) -> AllReduceHandle:
+    """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
+    communicator = extended.communicator
+
+    def agree() -> None:
+        with communicator.guard.call(_WHERE) as call:
+            call.agree("the first all_reduce_async")
+
+    engine = engine_of(communicator, agree)
+    if _is_on_device(value):
+        engine = AtOnce(communicator)  # another thread has another stream, and would not see what is put on ours
+    site = call_site()
+    try:
+        mine = _on(extended, engine)
+        work = _prepared(mine, mine is extended, reduce_op, value, options, name, out, checked_targets)
+    except Exception as error:  # the peers start theirs: they must hear of it there
+        work = _failing(engine, error)
+
+    # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
+    in_step = current_frame() if engine.communicator is not communicator else None
+
+    def with_site() -> Any:
+        guard = engine.communicator.guard
+        guard.site = site
+        try:
+            with in_step or nullcontext():
+                return work()
+        finally:
+            guard.site = None
+
+    job = Job(with_site)
+    engine.submit(job)
+    return AllReduceHandle(job, engine, communicator.guard)
+
+
+def _is_on_device(value: Any) -> bool:
+    if isinstance(value, Arena):
+        return value.on_device
+    try:
+        return any(is_on_device(contribution(leaf)) for leaf in nest.flatten(value)[0])
+    except Exception:  # of other libraries, too: an array that was deleted, say
+        return False  # the job raises it, so that the peers hear of it
+
+
+def _prepared(
+    extended: StrategyExtended,
+    at_once: bool,
+    reduce_op: Any,
+    value: Any,
+    options: CommunicationOptions | None,
+    name: str | None,
+    out: Any,
+    checked_targets: Callable[[nest.Structure], list[Array] | None],
+) -> Callable[[], Any]:
+    """Look at the arguments in the caller's thread and context; return the rest of the work."""
+    if name is not None and not isinstance(name, str):
+        raise OptionTypeError.at(_WHERE, found=f"name={name!r}", expected="a string")
+    arena = resident(value, out)
+    if arena is not None:
+        return _of_arena(extended, at_once, arena, reduce_op, options, name, out)
+    given, structure = nest.flatten(value)
+    leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
+    targets = checked_targets(structure)
+    op = ReduceOp.parse(reduce_op, _WHERE)
+    communicator = extended.communicator
+    kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
+
+    def work() -> Any:
+        if options is None and name is None:
+            result = extended.quick.run(reduce_op, kept, out, None, None)
+            if result is not NOT_QUICK:
+                return result
+        with (
+            current.working_on(communicator),
+            communicator.guard.call(_CALL, structure.text, called=name) as call,
+        ):
+            results = extended.all_reduce_leaves(
+                call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
+            )
+        return structure.pack(results)
+
+    return work
+
+
+def _of_arena(
+    extended: StrategyExtended,
+    at_once: bool,
+    arena: Arena,
+    reduce_op: Any,
+    options: CommunicationOptions | None,
+    name: str | None,
+    out: Any,
+) -> Callable[[], Any]:
+    """Return the work for a whole arena: without a copy within a node, and bucket by bucket in the background."""
+    communicator = extended.communicator
+    op = ReduceOp.parse(reduce_op, _WHERE)
+    values = arena.values
+    if not arena.in_place and out is None:
+        raise UnsupportedError.at(
+            _WHERE,
+            found="an arena with shared_result=True",
+            expected="a reduction in place",
+            fix="Pass out=arena, or use all_reduce.",
+        )
+    if at_once:
+
+        def work() -> Any:
+            with (
+                current.working_on(communicator),
+                communicator.guard.call(_CALL, called=name) as call,
+            ):
+                return arena.all_reduce(extended, op, call, options=options, out=arena)
+
+        return work
+    buckets = [bucket.mine for bucket in arena.buckets]
+    structure = nest.flatten(values)[1].text
+
+    def work_on_buckets() -> Any:
+        with (
+            current.working_on(communicator),
+            communicator.guard.call(_CALL, structure, called=name) as call,
+        ):
+            extended.all_reduce_leaves(
+                call.where, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
+            )
+        return values
+
+    return work_on_buckets
+
+
+def _failing(engine: AtOnce, error: Exception) -> Callable[[], Any]:
+    def work() -> Any:
+        with engine.communicator.guard.call(_CALL):
+            raise error
+
+    return work
+
+
+def _on(extended: StrategyExtended, engine: AtOnce) -> StrategyExtended:
+    """Return `extended` with the engine's communicator."""
+    if engine.communicator is extended.communicator:
+        return extended
+    other: StrategyExtended | None = engine.views.get(extended)
+    if other is None:
+        other = engine.views[extended] = copy.copy(extended)
+        other.communicator = engine.communicator
+        other.quick = QuickAllReduce(other.communicator, other.cross_device_ops, other.options)
+    if other.cross_device_ops is not extended.cross_device_ops:
+        other.cross_device_ops = extended.cross_device_ops
+    if other.options is not extended.options:
+        other.options = extended.options
+    return other

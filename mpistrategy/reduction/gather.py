@@ -1,0 +1,75 @@
+"""Gather: the replicas' arrays side by side along one axis, in rank order, on every rank."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, dtype_name, to_array
+from mpistrategy.arrays.gpu import like_given
+from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.reduction.sparse import gather_rows
+
+
+def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: Call) -> list[Array]:
+    """Return, for each of the values, all ranks' arrays concatenated along `axis`; arrays on GPUs go by the host.
+
+    Args:
+        communicator: the ranks.
+        values: this rank's arrays; dtypes and all axes but `axis` are equal on all ranks, the length along `axis` may
+            differ and may be 0.
+        axis: an int; negative counts from the end.
+        call: the guard's call that all ranks make.
+
+    Raises:
+        ShapeError: for scalars and for an axis out of range.
+        OptionTypeError: for an axis that is no int.
+        UnsupportedError: for IndexedSlices.
+    """
+    arrays = [_checked(value, call.where) for value in values]
+    positions = [checked_axis(axis, array.ndim, call.where) for array in arrays]
+    moved = [np.moveaxis(array, position, 0) for array, position in zip(arrays, positions, strict=True)]
+    layouts = tuple((dtype_name(array.dtype), array.shape[1:]) for array in moved)
+    call.agree("gather", op=f"axis {positions}", values=layouts, sparingly=True)
+    lengths = communicator.allgather_text(" ".join(str(array.shape[0]) for array in moved))
+    rows = list(zip(*(map(int, text.split()) for text in lengths), strict=True))
+    gathered = [gather_rows(communicator, array, list(n)) for array, n in zip(moved, rows, strict=True)]
+    return [
+        like_given(np.ascontiguousarray(np.moveaxis(array, 0, position)), contribution(value))
+        for array, position, value in zip(gathered, positions, values, strict=True)
+    ]
+
+
+def _checked(value: Any, where: str) -> Array:
+    value = contribution(value)
+    if isinstance(value, IndexedSlices):
+        raise UnsupportedError.at(
+            where, found="IndexedSlices", expected="an array", fix="Gather its values and indices."
+        )
+    return to_array(value, where)
+
+
+def checked_axis(axis: Any, ndim: int, where: str) -> int:
+    """Return `axis` as an index from 0 on.
+
+    Raises:
+        OptionTypeError: when it is no int.
+        ShapeError: when there is no such axis.
+    """
+    if axis is None:
+        raise ShapeError.at(where, found="axis=None", expected="an int", fix="Pass axis=0 for the first axis.")
+    try:
+        index = operator.index(axis)
+    except TypeError as error:
+        raise OptionTypeError.at(where, found=f"axis={axis!r}", expected="an int") from error
+    if not -ndim <= index < ndim:
+        expected = "an array with at least one axis" if ndim == 0 else f"an axis from {-ndim} to {ndim - 1}"
+        fix = "Make it an array of one element first: np.atleast_1d(x)." if ndim == 0 else ""
+        raise ShapeError.at(where, found=f"axis={index} of an array with {ndim} axes", expected=expected, fix=fix)
+    return index % ndim

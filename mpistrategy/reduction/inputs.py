@@ -1,0 +1,78 @@
+"""What is looked at before it is reduced or handed to a function: leaves, targets, arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import dtype_name, is_python_number, mean_dtype
+from mpistrategy.arrays.gpu import check_places, is_on_device, reducible
+from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, local_component
+from mpistrategy.errors import MpiStrategyError, PlacementError, ShapeError, UnsupportedError
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.destinations import EVERY_RANK
+
+
+def checked_leaves(
+    values: Sequence[DistributedValues], paths: Callable[[], list[str]], dense: bool, where: str
+) -> list[Any]:
+    """Return the array of every leaf, or its IndexedSlices unless `dense` ones are needed.
+
+    Raises:
+        LeafError, DTypeError, UnsupportedError: for what cannot be reduced; names the leaf.
+    """
+    try:
+        return [_checked(value, "", dense, where) for value in values]
+    except MpiStrategyError:
+        pass  # once more, to say which leaf it is
+    return [_checked(value, path, dense, where) for value, path in zip(values, paths(), strict=True)]
+
+
+def _checked(value: DistributedValues, path: str, dense: bool, where: str) -> Any:
+    """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
+    component = local_component(value)
+    if not isinstance(component, IndexedSlices):
+        return reducible(component, where, path)
+    if dense:
+        raise UnsupportedError.at(
+            where, found=f"IndexedSlices at leaf {path} with out= or weight=", expected="arrays", fix="Use to_dense()."
+        )
+    return component
+
+
+def unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+    """Replace the containers among the arguments by this rank's components; leave arguments without any alone."""
+
+    def component(argument: Any) -> Any:
+        leaves, structure = nest.flatten(argument)
+        for leaf in leaves:
+            if isinstance(leaf, Mirrored) and leaf.lives_on != EVERY_RANK.text:
+                raise PlacementError.at(
+                    "an argument", found=f"a value that lives on {leaf.lives_on} only", expected="one on every rank"
+                )
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return argument
+        return structure.pack([local_component(leaf) for leaf in leaves])
+
+    return [component(argument) for argument in args], {key: component(value) for key, value in (kwargs or {}).items()}
+
+
+def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
+    if is_on_device(target) or is_on_device(value):
+        check_places([value, target], where)
+    dtype = mean_dtype(value.dtype) if op is ReduceOp.MEAN else value.dtype
+    if target.shape != value.shape or target.dtype.newbyteorder("=") != dtype:
+        raise ShapeError.at(
+            where,
+            found=f"{dtype_name(target.dtype)}{list(target.shape)}",
+            expected=f"{dtype_name(dtype)}{list(value.shape)}, as the result",
+        )
+
+
+def as_given(result: Any, value: Any) -> Any:
+    """Return a 0-d result as a NumPy scalar where the input was a scalar or a number."""
+    scalar = isinstance(value, np.generic) or is_python_number(value)
+    return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result

@@ -1,0 +1,1 @@
+"""How values are laid out for a reduction, and what becomes of the sums."""

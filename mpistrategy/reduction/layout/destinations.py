@@ -1,0 +1,85 @@
+"""Where a reduced value goes: the ranks that a device string, a value, a variable or a list of devices names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import devices
+from mpistrategy.arrays.foreign import is_foreign
+from mpistrategy.arrays.gpu import is_on_device
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices
+from mpistrategy.errors import DestinationError, DeviceError
+from mpistrategy.mpi.interface.communicator import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The ranks on which a result lives.
+
+    Attributes:
+        ranks: in rising order; None means every rank.
+    """
+
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """The same words on every rank."""
+        return "every rank" if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"
+
+    @property
+    def only_rank(self) -> int | None:
+        """The single rank on which the result lives, or None when there are several."""
+        return self.ranks[0] if self.ranks is not None and len(self.ranks) == 1 else None
+
+    def includes(self, rank: int) -> bool:
+        """Return whether the result lives on `rank`."""
+        return self.ranks is None or rank in self.ranks
+
+
+EVERY_RANK = Destination()
+
+
+def resolve(destinations: Any, communicator: Communicator, where: str) -> Destination:
+    """Return the ranks that `destinations` names.
+
+    Args:
+        destinations: a device string (``"task:1"``, ``"CPU:0"``, a full one), a list of them, or a value or variable,
+            which stands for every rank and is never changed.
+
+    Raises:
+        DestinationError: for anything else, None and the empty string among it.
+        DeviceError: for a device that no rank of this communicator drives.
+    """
+    kinds = (ArrayLike, IndexedSlices, np.ndarray, np.generic)
+    is_value = isinstance(destinations, kinds) or is_on_device(destinations) or is_foreign(destinations)
+    if is_value and not isinstance(destinations, str):  # np.str_ is both
+        return EVERY_RANK
+    texts = [destinations] if isinstance(destinations, str) else destinations
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise DestinationError.at(
+            where,
+            found=f"destinations={destinations!r}",
+            expected="a device string, a list of device strings, a value or a variable",
+            fix="Pass the value itself to have the result on every rank, or 'task:0' to have it on rank 0.",
+        )
+    named = {rank for text in texts for rank in ranks_of(text, communicator, where)}
+    return EVERY_RANK if len(named) == communicator.size else Destination(tuple(sorted(named)))
+
+
+def ranks_of(text: str, communicator: Communicator, where: str) -> list[int]:
+    """Return the ranks whose device matches a device string.
+
+    Raises:
+        DeviceError: when there are none, or the string cannot be read.
+    """
+    pattern = devices.parse(text)
+    ranks = [rank for rank, device in enumerate(communicator.devices) if pattern.matches(device)]
+    if not ranks:
+        there = sorted({str(device) for device in communicator.devices})
+        shown = ", ".join(there[:4]) + (f", ... ({len(there)} in all)" if len(there) > 4 else "")
+        raise DeviceError.at(where, found=f"device {text!r}", expected=f"one of {shown}")
+    return ranks

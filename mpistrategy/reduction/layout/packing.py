@@ -1,0 +1,173 @@
+"""Many small arrays become few large buffers: grouped by dtype, in order, up to a number of bytes.
+
+A pack is summed in one call, and the results are views of it: fresh memory that nobody else holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer, wire_dtype
+from mpistrategy.errors import OptionError, OptionTypeError
+
+#: What bytes_per_pack=0 stands for.
+DEFAULT_BYTES_PER_PACK = 32 * 2**20
+#: Larger packs would be new memory each time.
+_MOST_JOINED_BYTES = 4 * 2**20
+
+Layout = tuple[np.dtype[Any], tuple[int, ...]]
+_Entry = tuple[int, np.dtype[Any], tuple[int, ...]]
+_Wire = Callable[[np.dtype[Any]], np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One array's place in a pack."""
+
+    index: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One buffer: its dtype on the wire, the arrays in it, and whether some of them have another dtype."""
+
+    dtype: np.dtype[Any]
+    size: int
+    members: tuple[Member, ...]
+    converts: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the buffer in bytes."""
+        return self.size * self.dtype.itemsize
+
+    def is_array(self, arrays: Sequence[Array]) -> bool:
+        """Return whether the buffer can be the one array in it as it is."""
+        array = arrays[self.members[0].index]
+        return len(self.members) == 1 and array.dtype == self.dtype and is_buffer(array)
+
+    def in_one_piece(self, arrays: Sequence[Array]) -> Array | None:
+        """Return the arrays' values one after the other, to be read only; None where some need more than that.
+
+        Python joins buffers in a third of the time that NumPy takes to concatenate small arrays.
+        """
+        if self.is_array(arrays):
+            return arrays[self.members[0].index].reshape(-1)
+        chosen = self.chosen(arrays)
+        if self.converts or len(chosen) == 1 or self.nbytes > _MOST_JOINED_BYTES:
+            return None
+        try:
+            return np.frombuffer(b"".join(chosen), self.dtype)  # type: ignore[arg-type]  # they have buffers
+        except TypeError:  # one is not contiguous
+            return None
+
+    def chosen(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return those of `arrays` that are in the pack."""
+        return arrays if len(self.members) == len(arrays) else [arrays[member.index] for member in self.members]
+
+    def fill(self, arrays: Sequence[Array], buffer: Array | None = None) -> Array:
+        """Return a buffer, `buffer` or a new one, with the arrays' values, converted to the wire dtype."""
+        filled = np.empty(self.size, self.dtype) if buffer is None else buffer
+        np.concatenate(self.chosen(arrays), axis=None, out=filled, casting="unsafe")
+        return filled
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the pack holds the first arrays of the list, in order, and all of them have one axis."""
+        return all(m.index == at and len(m.shape) == 1 for at, m in enumerate(self.members))
+
+    @cached_property
+    def slices(self) -> list[slice]:
+        """Where the arrays are."""
+        return [slice(m.start, m.stop) for m in self.members]
+
+    @cached_property
+    def starts(self) -> Array:
+        """Where the arrays begin; as addresses are, uint64."""
+        return np.array([m.start for m in self.members], np.uint64)
+
+    def views(self, buffer: Array) -> list[tuple[int, Array]]:
+        """Return (index, view of `buffer` with the array's shape) for every member."""
+        return [
+            (m.index, buffer[m.start : m.stop] if len(m.shape) == 1 else buffer[m.start : m.stop].reshape(m.shape))
+            for m in self.members
+        ]
+
+
+def checked_num_packs(num_packs: Any, where: str) -> Any:
+    """Return a number of packs that somebody asked for.
+
+    Raises:
+        OptionError, OptionTypeError: unless it is a finite number from 0 on.
+    """
+    if isinstance(num_packs, bool) or not isinstance(num_packs, (int, float)):
+        raise OptionTypeError.at(where, found=f"num_packs={num_packs!r}", expected="an int >= 0")
+    if not 0 <= num_packs < math.inf:
+        raise OptionError.at(where, found=f"num_packs={num_packs!r}", expected="an int >= 0")
+    return num_packs
+
+
+def plan(
+    arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 0, wire: _Wire = wire_dtype
+) -> tuple[Pack, ...]:
+    """Return the packs for these arrays; equal on every rank for equal dtypes and shapes.
+
+    Args:
+        bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
+        num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
+        wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
+    """
+    return _plan(tuple((array.dtype, array.shape) for array in arrays), int(bytes_per_pack), int(num_packs), wire)
+
+
+def plan_layouts(layouts: Sequence[Layout], indices: Sequence[int], bytes_per_pack: float) -> tuple[Pack, ...]:
+    """Return the packs for some arrays on the host with these layouts, which are named by their index."""
+    by_dtype = _by_dtype(layouts, indices, host_wire_dtype)
+    return tuple(pack for dtype, entries in by_dtype.items() for pack in _split(dtype, entries, int(bytes_per_pack)))
+
+
+@lru_cache(maxsize=256)
+def _plan(layouts: tuple[Layout, ...], bytes_per_pack: int, num_packs: int, wire: _Wire) -> tuple[Pack, ...]:
+    packs: list[Pack] = []
+    for dtype, entries in _by_dtype(layouts, range(len(layouts)), wire).items():
+        limit = bytes_per_pack or DEFAULT_BYTES_PER_PACK
+        if num_packs:
+            total = sum(prod(shape) for _, _, shape in entries) * dtype.itemsize
+            limit = max(1, -(-total // num_packs))
+        packs.extend(_split(dtype, entries, limit))
+    return tuple(packs)
+
+
+def _by_dtype(layouts: Sequence[Layout], indices: Sequence[int], wire: _Wire) -> dict[np.dtype[Any], list[_Entry]]:
+    """Return the arrays by the dtype in which they travel, in order."""
+    found: dict[np.dtype[Any], list[_Entry]] = {}
+    for index in indices:
+        dtype, shape = layouts[index]
+        found.setdefault(wire(dtype), []).append((index, dtype, shape))
+    return found
+
+
+def _split(dtype: np.dtype[Any], entries: list[_Entry], limit: int) -> list[Pack]:
+    packs: list[Pack] = []
+    members: list[Member] = []
+    size, converts = 0, False
+    for index, own_dtype, shape in entries:
+        count = prod(shape)
+        if members and (size + count) * dtype.itemsize > limit:
+            packs.append(Pack(dtype, size, tuple(members), converts))
+            members, size, converts = [], 0, False
+        members.append(Member(index, size, size + count, shape))
+        size += count
+        converts |= own_dtype != dtype
+    packs.append(Pack(dtype, size, tuple(members), converts))
+    return packs

@@ -1,0 +1,229 @@
+"""The all-reduce of a list of arrays to every rank, laid out once for their dtypes and shapes and run many times.
+
+Small lists travel in the ranks' cells together with the check of the call.  Of other lists, small arrays are packed by
+dtype, and large ones go as they are: no array is copied that need not be, and results are in memory that is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.finish import finish, rounded
+from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
+from mpistrategy.reduction.routes.in_place import combine
+from mpistrategy.reduction.routes.mailboxes import CellProgram, fits
+from mpistrategy.reduction.routes.result_buffers import BlockReduction, Combination
+
+_REMEMBERED = 512
+_FEW_ELEMENTS = 64
+
+
+def dense_reduction(
+    communicator: Communicator,
+    layouts: tuple[Layout, ...],
+    op: ReduceOp,
+    bytes_per_pack: float = 0,
+    kind: type[DenseReduction] | None = None,
+) -> DenseReduction:
+    """Return the reduction of arrays of these layouts, of a `kind`; the same object the next time."""
+    key = (layouts, op, bytes_per_pack, kind)
+    known: DenseReduction | None = communicator.compiled.get(key)
+    if known is None:
+        if len(communicator.compiled) >= _REMEMBERED:
+            communicator.compiled.clear()
+        known = communicator.compiled[key] = (kind or DenseReduction)(communicator, layouts, op, bytes_per_pack)
+    return known
+
+
+class DenseReduction:
+    """See `dense_reduction`.
+
+    Attributes:
+        program: how a small list travels in the cells; None for others.
+        packs: the buffers of the others: several small arrays, or one large one.
+    """
+
+    #: Whether small lists travel in the cells, where they are combined in rank order.
+    uses_cells = True
+    #: How the ranks' blocks are combined.
+    combination: Combination = staticmethod(combine)
+
+    def __init__(
+        self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float = 0
+    ) -> None:
+        self._communicator = communicator
+        self._op = op
+        self._dtypes = [dtype for dtype, _ in layouts]
+        #: Whether results leave the wire as they are: no other dtype, no division of integers.
+        self._exact = all(
+            dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
+            for dtype in self._dtypes
+        )
+        self.program: CellProgram | None = None
+        self.packs: tuple[Pack, ...] = ()
+        cells = communicator.cells
+        if self.uses_cells and cells is not None and fits(cells, layouts):
+            self.program = CellProgram(cells, layouts, op.on_the_wire)
+        else:
+            self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
+        self._nbytes = sum(pack.nbytes for pack in self.packs)
+        #: What is done instead of the window once there are blocks; None for what takes other ways.
+        self._blocks: BlockReduction | None = None
+        if communicator.blocks is not None and set(self._ways()) == {"window"}:
+            divisors = [self._divisor(pack.dtype) for pack in self.packs]
+            self._blocks = BlockReduction(communicator, self.packs, op.on_the_wire, divisors, self.combination)
+        #: Memory for each pack, between `prepare` and `run`: short memory must show before the ranks agree.
+        self._memory: list[Array] | None = None
+        #: Lone numbers in blocks, and in packs: their results must not keep so much memory.
+        self._numbers = [m.index for p in self.packs for m in p.members if m.stop - m.start == 1]
+        self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
+
+    def ways(self) -> list[Way]:
+        """Return the way of each of `packs`."""
+        if self._blocks is not None and self._blocks.is_possible:
+            return ["blocks"] * len(self.packs)
+        return self._ways()
+
+    def _divisor(self, dtype: np.dtype[Any]) -> int:
+        """Return what sums of a dtype of the wire are divided by before they leave it."""
+        return self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
+
+    def _ways(self) -> list[Way]:
+        """Return the ways without blocks: all go through the window together, or each by itself."""
+        ranks, op = self._communicator, self._op.on_the_wire
+        return [
+            "window" if ranks.way(self._nbytes, pack.dtype, op) == "window" else ranks.way(pack.nbytes, pack.dtype, op)
+            for pack in self.packs
+        ]
+
+    def prepare(self, arrays: Sequence[Any], targets: Sequence[Array | None] | None = None) -> None:
+        """Do what must be done before the ranks agree on the call; the arguments are those of `run`."""
+        if self.program is not None:
+            self.program.write(arrays)
+            return
+        self.prepare_blocks(arrays, targets)
+        self._memory = None if self.has_block else self._taken(targets)
+
+    def prepare_blocks(self, arrays: Sequence[Any], targets: Sequence[Array | None] | None = None) -> None:
+        """Do the part of `prepare` that `run_in_blocks` needs."""
+        if self._blocks is not None:
+            self._blocks.prepare(arrays, wanted=targets is None or not any(target is not None for target in targets))
+
+    @property
+    def has_block(self) -> bool:
+        """Whether `prepare` has brought this rank's arrays into blocks, which have room for the results, too."""
+        return self._blocks is not None and self._blocks.is_prepared
+
+    def only_array(self) -> Callable[[Array, Array], None] | None:
+        """Return what reduces one contiguous array into another of its dtype; None for other lists and ways.
+
+        It is the short way of `run`: much of the time of a reduction of 1 MiB is Python that other work has driven out
+        of the caches.
+        """
+        if len(self.packs) != 1 or not self._exact:
+            return None
+        ranks, op, pack = self._communicator, self._op.on_the_wire, self.packs[0]
+        if len(pack.members) > 1 or ranks.way(pack.nbytes, pack.dtype, op) not in ("window", "mpi"):
+            return None
+        divisor = self._divisor(pack.dtype)
+        return lambda source, target: ranks.allreduce(target, op, source, divisor)
+
+    def run(self, arrays: Sequence[Array], targets: Sequence[Array | None] | None = None) -> list[Array]:
+        """Return the results, after the agreement.
+
+        Args:
+            arrays: this rank's, of the layouts.
+            targets: for each array memory that a result in its own dtype may be written to, contiguous and sharing
+                none with another array; or None.
+        """
+        if self.program is not None:
+            results = self.program.read()
+            size = self._communicator.size
+            return [finish(r, dtype, self._op, size) for r, dtype in zip(results, self._dtypes, strict=True)]
+        found = self.run_in_blocks()
+        if found is not None:
+            return found
+        results = [np.empty(0)] * len(arrays)
+        pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
+        memory, self._memory = self._memory or self._taken(targets), None
+        for pack, taken in zip(self.packs, memory, strict=True):
+            if len(pack.members) == 1:
+                results[pack.members[0].index] = taken
+                source, target = self._one(pack, arrays, taken)
+            else:
+                source = target = pack.fill(arrays, taken)
+                for index, view in pack.views(target):
+                    results[index] = view
+            if pack.size:
+                pairs.setdefault(pack.dtype, []).append((source, target))
+        for dtype, those in pairs.items():
+            self.reduce_pairs(those, dtype)
+        return self._finished(results, self._lone)
+
+    def reduce_pairs(self, pairs: Sequence[tuple[Array, Array]], dtype: np.dtype[Any]) -> None:
+        """Write the combination of each source into its target: pairs of flat arrays of one dtype."""
+        self._communicator.allreduce_many(pairs, self._op.on_the_wire, self._divisor(dtype), self._nbytes)
+
+    def run_in_blocks(self) -> list[Array] | None:
+        """Do what `run` does where all ranks have brought their arrays into blocks; None elsewhere, on all ranks."""
+        sums = None if self._blocks is None else self._blocks.run()
+        if sums is None:
+            return None
+        results: list[Array] = [np.empty(0)] * len(self._dtypes)
+        for pack, total in sums:
+            if pack.is_plain and len(sums) == 1:
+                results = [total[part] for part in pack.slices]
+                break
+            for index, view in pack.views(total):
+                results[index] = view
+        return self._finished(results, self._numbers)
+
+    def _taken(self, targets: Sequence[Array | None] | None) -> list[Array]:
+        """Return memory for each pack: the target of a lone array, or memory that is used again."""
+        return [self._place(pack, targets) for pack in self.packs]
+
+    def _place(self, pack: Pack, targets: Sequence[Array | None] | None) -> Array:
+        if len(pack.members) > 1:
+            return self._communicator.pool.take(pack.dtype, (pack.size,))
+        (member,) = pack.members
+        given = targets[member.index] if targets is not None else None
+        if given is not None and given.dtype == pack.dtype:
+            return given
+        return self._communicator.pool.take(pack.dtype, member.shape)
+
+    def _one(self, pack: Pack, arrays: Sequence[Array], result: Array) -> tuple[Array, Array]:
+        target = result.reshape(-1)
+        array = arrays[pack.members[0].index]
+        if pack.is_array(arrays):
+            return array.reshape(-1), target
+        np.copyto(result, array, casting="unsafe")
+        return target, target
+
+    def _finished(self, results: list[Array], lone: Sequence[int]) -> list[Array]:
+        for index in lone:
+            results[index] = results[index].copy()
+        if self._exact:
+            return results
+        size = self._communicator.size
+        return [
+            finish(result, dtype, self._op, size) if dtype.kind in "iu" else rounded(result, dtype)  # divided already
+            for result, dtype in zip(results, self._dtypes, strict=True)
+        ]
+
+
+def _hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
+    """Return packs of the small arrays, and one pack for each large one."""
+    small: list[int] = []
+    large: list[int] = []
+    for index, (dtype, shape) in enumerate(layouts):
+        (small if prod(shape) * host_wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
+    packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)
+    return packs + tuple(pack for index in large for pack in plan_layouts(layouts, [index], 1))

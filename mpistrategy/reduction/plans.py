@@ -1,0 +1,397 @@
+"""The common all-reduce, worked out once for each kind of value: checks, layout and digest are looked up, not redone.
+
+`QuickAllReduce` serves ``ctx.all_reduce(op, value)`` and ``ctx.all_reduce(op, value, out=...)`` of ordinary arrays
+and numbers, alone or in nests.  Whatever is not so simple it leaves to the general way in `ReplicaContext.all_reduce`,
+before anything has been sent.  Both ways make the same messages: one rank may go this way and another one that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, mean_dtype
+from mpistrategy.cross_device_ops import MpiAllReduce
+from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.arena.quick_arena import arena_in_place
+from mpistrategy.reduction.layout.destinations import EVERY_RANK
+from mpistrategy.reduction.layout.leaves import Leaves, direct_targets, leaves_of
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.quick_places import Place, Places, Run, described
+from mpistrategy.reduction.routes.quick_cells import (
+    NOT_QUICK,
+    Agreed,
+    array_in_cells,
+    lone_element_in_cells,
+    number_in_cells,
+    numbers_in_cells,
+)
+
+WHERE = "ReplicaContext.all_reduce"
+
+_REMEMBERED = 1024
+_LONG, _FEW = 64, 8
+_ndarray = np.ndarray
+_KINDS = "fiuc"
+#: Numbers whose results are NumPy scalars, by the dtype in which they travel.
+NUMBERS: dict[type, np.dtype[Any]] = {
+    float: np.dtype(np.float64),
+    int: np.dtype(np.int64),
+    **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
+}
+
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+
+
+class QuickAllReduce:
+    """The worked-out all-reduces of one strategy.
+
+    Args:
+        communicator: the ranks.
+        algorithm: the strategy's; only `MpiAllReduce` itself is served.
+        options: the strategy's.
+    """
+
+    def __init__(self, communicator: Communicator, algorithm: Any, options: CommunicationOptions) -> None:
+        self._communicator = communicator
+        self._guard = communicator.guard
+        self._places = Places(communicator.guard)
+        #: The dtypes and shapes of long lists of arrays.
+        self._long: dict[Any, list[_LongLayouts]] = {}
+        self.serve(algorithm, options)
+        # What a second thread finds that calls while this one is here; it raises ContextError then.
+        self._call = None
+        if not communicator.guard.closed:
+            self._call = communicator.guard.call(WHERE)
+            self._call.is_whole = True
+        #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or NOT_QUICK before anything
+        #: has been sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
+        #: `step` is the code of the step function.
+        self.run = self._runner()
+
+    def serve(self, algorithm: Any, options: CommunicationOptions) -> None:
+        """Serve another algorithm, or other options, from now on."""
+        served = type(algorithm) is MpiAllReduce and options.wire is None
+        self._options = options
+        self._settings = algorithm.settings(options) if served else None
+        self._places.clear()
+        self._long.clear()
+
+    def _runner(self) -> Callable[[Any, Any, Any, FrameType | None, Any], Any]:
+        """Return `run`: a function with all that it needs at hand, since attributes take a tenth of a small sum."""
+        guard, find, call, failed = self._guard, self._find, self._call, self._failed
+        callers: dict[int, Any] = self._places.callers
+        place_of = self._places.of
+        append, next_number, take_back = guard.record.append, guard.record.next_number, guard.record.take_back
+
+        def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
+            if guard.current is not None or guard.takes_no_short_way:
+                return NOT_QUICK
+            # What `place_of` finds is looked for here, frame by frame, since to call it takes longer than the rest.
+            place: Place | None = None
+            try:
+                caller: Any = frame
+                code, node = caller.f_code, callers[caller.f_lasti]
+                while node.code is not code:
+                    node = node.following
+                if code is not step and not node.is_module:
+                    caller = caller.f_back
+                    code, node = caller.f_code, node.callers[caller.f_lasti]
+                    while node.code is not code:
+                        node = node.following
+                    if code is not step and step is not None and not node.is_module:
+                        caller = caller.f_back
+                        code, node = caller.f_code, node.callers[caller.f_lasti]
+                        while node.code is not code:
+                            node = node.following
+                place = node.found
+            except (KeyError, AttributeError):  # there is no such node, or no frame, yet
+                pass
+            if place is None:
+                place = place_of(frame, step)
+            kind = type(value)
+            # Most places in a program only ever see one kind of value.
+            if kind is not place.kind or reduce_op is not place.op:
+                known = find(place, reduce_op, value)
+            elif (
+                (value.dtype is place.dtype and value.shape == place.shape)
+                if kind is _ndarray
+                else kind is not dict or ([*value] == place.names and [*map(type, value.values())] == place.kinds)
+            ):
+                known = place.run
+            else:
+                known = find(place, reduce_op, value)
+            if known is None:
+                return NOT_QUICK
+            # The record first: the watchdog must not take the collective before for the one that this rank is in.
+            append((next_number(), known, monotonic(), None))
+            guard.current = call
+            try:
+                result = known(value, out)
+            except BaseException as error:
+                failed(known, error)
+                raise
+            finally:
+                guard.current = None
+            if result is NOT_QUICK:
+                take_back()
+            return result
+
+        return run
+
+    def _failed(self, known: Run, error: BaseException) -> None:
+        """Tell the other ranks of an error in `known`."""
+        guard = self._guard
+        if guard.is_settled(error):
+            guard.unsettled(error)  # they know: it came after the agreement
+        elif isinstance(error, MpiStrategyError):
+            pass  # it is raised on all of them
+        elif "in_cells" in known.__dict__ and guard.failures is not None:
+            guard.failures.break_off(WHERE, error)  # data and agreement are one
+        else:
+            guard.fail(WHERE, error, agreed=False)
+
+    def _find(self, place: Place, reduce_op: Any, value: Any) -> Run | None:
+        """Return the all-reduce of a value at a place, worked out now or before; None for what is not served."""
+        known, kind = place.known, type(value)
+        try:
+            if kind is np.ndarray:
+                key: Any = (reduce_op, value.dtype, value.shape)
+                run: Run | None = known.get(key, NOT_QUICK)
+            elif kind is dict:
+                names = tuple(value)
+                key = (reduce_op, names, self._same_layouts((reduce_op, names), value.values()))
+                run = known.get(key, NOT_QUICK)
+            elif kind is list or kind is tuple:
+                key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
+                run = known.get(key, NOT_QUICK)
+            elif kind is Arena:
+                known, key = value.quick, (reduce_op, place)
+                run = known.get(key, NOT_QUICK)
+            else:
+                key = (reduce_op, kind, None)
+                run = known.get(key, NOT_QUICK)
+        except (TypeError, RecursionError):  # something that cannot be a key, a list that holds itself
+            return None
+        if run is NOT_QUICK:
+            run = self._learn(place, key, reduce_op, value)
+        if run is not None and (kind is _ndarray or kind in NUMBERS):
+            place.kind, place.op, place.run = kind, reduce_op, run
+            place.dtype, place.shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        elif run is not None and kind is dict and all(map(NUMBERS.__contains__, map(type, value.values()))):
+            place.kind, place.op, place.run = kind, reduce_op, run
+            place.names, place.kinds = [*value], [*map(type, value.values())]
+        return run
+
+    def _same_layouts(self, what: Any, leaves: Any) -> Any:
+        """Return what tells leaves apart; of long lists of arrays the object that was returned for the like before.
+
+        To compare a thousand shapes takes less time than to hash them.
+        """
+        if len(leaves) <= _LONG or set(map(type, leaves)) != {np.ndarray}:
+            return _layouts(leaves)
+        found = [*map(_dtype_of, leaves)], [*map(_shape_of, leaves)]
+        before = self._long.setdefault((what, len(leaves)), [])
+        for layouts in before:
+            if layouts.found == found:
+                return layouts
+        if len(before) >= _FEW:
+            before.clear()
+        before.append(_LongLayouts(found))
+        return before[-1]
+
+    def _learn(self, place: Place, key: Any, reduce_op: Any, value: Any) -> Run | None:
+        if len(place.known) >= _REMEMBERED:
+            place.known.clear()
+            self._long.clear()
+        try:
+            op = ReduceOp.parse(reduce_op, WHERE)
+            if type(value) is Arena:
+                served = self._settings is not None
+                where = (WHERE, place.text)
+                run = value.quick[key] = arena_in_place(value, op, self._communicator, where) if served else None
+                return run
+            run = self._worked_out(op, value, place.text)
+        except MpiStrategyError:
+            return None  # the general way says what is wrong
+        place.known[key] = run
+        return run
+
+    def _worked_out(self, op: ReduceOp, value: Any, place: str) -> Run | None:
+        leaves, structure = nest.flatten(value)
+        kinds = {type(leaf) for leaf in leaves}
+        if (
+            self._settings is None
+            or not leaves
+            or not _only_text_keys(value)
+            or not all(kind is np.ndarray or kind in NUMBERS for kind in kinds)
+        ):
+            return None
+        layouts = tuple(
+            (leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else (NUMBERS[type(leaf)], ()) for leaf in leaves
+        )
+        if not all(_is_simple(dtype, op) for dtype, _ in layouts):
+            return None
+        where = leaves_of(value)
+        if where is None:
+            return None
+        signature = Signature(
+            "reduce",
+            op.value,
+            structure.text,
+            tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
+            EVERY_RANK.text,
+            self._settings,
+            "",
+            WHERE,
+            place,
+        )
+        return described(self._way(op, layouts, kinds, where, signature), signature)
+
+    def _way(
+        self, op: ReduceOp, layouts: tuple[Layout, ...], kinds: set[type], where: Leaves, signature: Signature
+    ) -> Run:
+        agreed = (self._guard, self._guard.digest(signature), signature)
+        reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
+        program = reduction.program
+        if program is not None and program.cells.fence is None and len(program.packs) == 1:
+            pack, adds = program.packs[0], op in (ReduceOp.SUM, ReduceOp.MEAN)
+            if where.single and kinds == {np.ndarray} and layouts[0][0] == pack.dtype:
+                is_lone = adds and pack.size == 1 and pack.dtype.char in "fd"
+                return _in_cells((lone_element_in_cells if is_lone else array_in_cells)(program, op, agreed))
+            if kinds in ({float}, {np.float64}) and where.single and adds:
+                return _in_cells(number_in_cells(program, op, agreed))
+            if len(kinds) == 1 and kinds <= NUMBERS.keys():
+                return _in_cells(numbers_in_cells(program, op, agreed, where))
+        dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
+        general = _arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
+        only = reduction.only_array() if where.single and kinds == {np.ndarray} else None
+        return general if only is None else _one_array(reduction, only, self._communicator, agreed, layouts[0], general)
+
+
+def _in_cells(run: Run) -> Run:
+    run.__dict__["in_cells"] = True
+    return run
+
+
+class _LongLayouts:
+    """The dtypes and the shapes of many arrays; as a key, itself and no other."""
+
+    def __init__(self, found: tuple[list[Any], list[Any]]) -> None:
+        self.found = found
+
+
+def _layouts(leaves: Any) -> tuple[Any, ...]:
+    """Return what tells leaves apart: type, dtype and shape."""
+    return tuple([(leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else _layout(leaf) for leaf in leaves])
+
+
+def _layout(leaf: Any) -> Any:
+    kind = type(leaf)
+    if kind is dict:
+        return (kind, tuple(leaf), _layouts(leaf.values()))
+    return (kind, _layouts(leaf)) if kind is list or kind is tuple else kind
+
+
+def _only_text_keys(value: Any) -> bool:
+    """Return whether no dictionary in a nest has keys that are equal but not the same in words, as 1 and True."""
+    if type(value) is dict:
+        return all(type(key) is str for key in value) and all(map(_only_text_keys, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(_only_text_keys, value))
+
+
+def _is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+    ordered = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
+    return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and ordered
+
+
+def _one_array(
+    reduction: DenseReduction,
+    reduce: Callable[[Array, Array], None],
+    communicator: Communicator,
+    agreed: Agreed,
+    layout: Layout,
+    general: Run,
+) -> Run:
+    """Return the all-reduce of one large array; what is no buffer, or overlaps, goes the `general` way."""
+    guard, digest, signature = agreed
+    dtype, shape = layout
+    take = communicator.pool.take
+
+    def run(value: Array, out: Any) -> Any:
+        if not is_buffer(value):
+            return general(value, out)
+        if out is not None and out is not value:
+            fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and is_buffer(out)
+            if not fits or not out.flags.writeable or np.may_share_memory(out, value):
+                return general(value, out)
+        elif out is not None and not out.flags.writeable:
+            return NOT_QUICK
+        reduction.prepare_blocks((value,), None if out is None else (out,))
+        target = take(dtype, shape) if out is None and not reduction.has_block else out
+        guard.compare_digest(digest, signature)
+        try:
+            found = reduction.run_in_blocks()
+            if found is not None:
+                return found[0]
+            if target is None:  # another rank had no block
+                target = take(dtype, shape)
+            reduce(value, target)
+            return target
+        except BaseException as error:
+            guard.fail_after_agreement(WHERE, error)
+            raise
+
+    return run
+
+
+def _arrays(
+    reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: list[np.dtype[Any]], only_arrays: bool
+) -> Run:
+    guard, digest, signature = agreed
+    some_go_alone = any(len(pack.members) == 1 for pack in reduction.packs)
+
+    def run(value: Any, out: Any) -> Any:
+        leaves = where.take(value)
+        try:
+            arrays = (
+                leaves
+                if only_arrays
+                else [leaf if type(leaf) is np.ndarray else np.asarray(leaf, NUMBERS[type(leaf)]) for leaf in leaves]
+            )
+        except OverflowError:  # an int that has no such dtype
+            return NOT_QUICK
+        targets: Sequence[Array | None] | None = None
+        if out is not None:
+            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
+            if targets is None:
+                return NOT_QUICK
+        reduction.prepare(arrays, targets)
+        guard.compare_digest(digest, signature)
+        try:
+            results = reduction.run(arrays, targets)
+        except BaseException as error:
+            guard.fail_after_agreement(WHERE, error)
+            raise
+        if out is not None:
+            for target, result in zip(where.take(out), results, strict=True):
+                if result is not target:
+                    target[...] = result
+            return out
+        if only_arrays:
+            return where.build(results)
+        given = zip(leaves, results, strict=True)
+        return where.build([result if type(leaf) is np.ndarray else result[()] for leaf, result in given])
+
+    return run

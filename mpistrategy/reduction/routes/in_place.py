@@ -1,0 +1,252 @@
+"""Reduction of arrays that live in memory which the ranks of a node share: one pass, and no copies.
+
+Every rank owns a share of the elements.  It combines its share of all ranks' arrays, in rank order and in chunks that
+stay in the cache, and writes each chunk into all of them, or into one result for the whole node.  One rank computes
+each element, so that the bits are the same everywhere.
+
+When a call begins on one node, all ranks have written their arrays (the guard's agreement comes first).  On several
+nodes the ranks may not have met before, and each looks at its own array alone.  Nobody may read the result or write its
+array again before `communicator.node_barrier()`, which the caller calls after its last reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node.two_level import across_nodes, is_rounded
+from mpistrategy.mpi.shared_memory.bounce_buffers import share
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
+
+#: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
+_CACHE_BYTES = 512 * 2**10
+_LEAST_CHUNK_BYTES = 16 * 2**10
+#: Where memory is not shared and the dtype is not the one that travels, so many elements are converted at a time.
+_CONVERTED_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """One flat array of each rank of a node, of one dtype and size.
+
+    Attributes:
+        arrays: by local rank; where `is_shared` is False only this rank's own.
+        local_rank: this rank's index among them.
+        is_shared: whether they are the peers' own memory.
+        result: one array for the whole node that a result can be written to; None without such.
+    """
+
+    arrays: tuple[Array, ...]
+    local_rank: int = 0
+    is_shared: bool = False
+    result: Array | None = None
+
+    @property
+    def mine(self) -> Array:
+        """This rank's own array."""
+        return self.arrays[self.local_rank]
+
+    @property
+    def my_share(self) -> tuple[int, int]:
+        """Where the elements begin and end that this rank computes."""
+        mine = self.mine
+        return share(mine.size, self.local_rank, len(self.arrays), mine.itemsize)
+
+
+def typed(memory: SharedMemory, start: int, count: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+    """Return `count` elements from byte `start` on, of every segment."""
+    return tuple(segment[start : start + count * dtype.itemsize].view(dtype) for segment in memory.segments)
+
+
+def joined(memory: SharedMemory) -> Array:
+    """Return the segments of all ranks as one flat array; each must be a whole number of pages."""
+    nbytes, count = memory.mine.nbytes, len(memory.segments)
+    addresses = [segment.ctypes.data for segment in memory.segments]
+    assert addresses == [addresses[0] + rank * nbytes for rank in range(count)]
+    return np.lib.stride_tricks.as_strided(memory.segments[0], (count * nbytes,), (1,))
+
+
+def is_in_place(communicator: Communicator, replicas: Replicas) -> bool:
+    """Return whether `reduce_replicas` combines the ranks' arrays where they are; else they are sent."""
+    return replicas.is_shared and max(communicator.node_of) == 0
+
+
+def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
+    """Return whether `reduce_replicas` combines a node's arrays where they are, and sends the sums to other nodes.
+
+    Smaller buffers are left to one call of MPI, and others travel in another dtype.
+    """
+    mine = replicas.mine
+    return (
+        replicas.is_shared
+        and len(replicas.arrays) > 1
+        and hasattr(communicator, "links")
+        and host_wire_dtype(mine.dtype) == mine.dtype
+        and communicator.way(mine.nbytes, mine.dtype, op) == "across"
+    )
+
+
+def reduce_replicas(
+    communicator: Communicator, replicas: Replicas, op: str = "SUM", divisor: int = 1, *, into_result: bool = False
+) -> None:
+    """Combine all ranks' arrays, on all nodes; to be called inside an agreed call by all ranks.
+
+    Args:
+        communicator: the ranks.
+        replicas: the arrays of this node.
+        op: "SUM", "MIN", "MAX" or "PROD"; 16-bit floats are combined in float32 and rounded once, integers wrap.
+        divisor: the result is divided by it; floating dtypes only.
+        into_result: write `replicas.result` and leave the arrays as they are; else write every array.
+    """
+    if replicas.mine.size == 0:
+        return  # on all ranks; which way is made ready for the first time must not depend on how many are on a node
+    # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
+    with np.errstate(all="ignore"):
+        targets = (_result(replicas),) if into_result else replicas.arrays
+        if is_in_place(communicator, replicas):
+            combine(replicas.arrays, targets, op, divisor, replicas.my_share)
+        elif (within := _within_node(communicator, replicas, targets, op, divisor)) is not None:
+            mine = replicas.mine
+            across_nodes(communicator).allreduce(mine, mine, op, is_rounded(communicator, mine.dtype, op), within)
+        elif not into_result:
+            _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
+        else:
+            if replicas.is_shared:
+                communicator.node_barrier()  # until the peers are here they may read the result of the call before
+            # All ranks take part in the exchange between nodes; the first of each shows its node what came out.
+            shown = replicas.local_rank == 0 or not replicas.is_shared
+            target = _result(replicas) if shown else np.empty_like(replicas.mine)
+            _allreduce(communicator, replicas.mine, target, op, divisor)
+
+
+def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
+    """Write rank 0's array into everybody's; to be called inside an agreed call by all ranks.
+
+    As after `reduce_replicas`, `communicator.node_barrier()` comes before anybody writes again.
+    """
+    if not replicas.is_shared:
+        communicator.bcast(replicas.mine, 0)
+        return
+    if max(communicator.node_of) > 0:
+        leaders = communicator.node().leaders
+        if leaders is not None:
+            leaders.bcast(replicas.mine, 0)
+        communicator.node_barrier()
+    if replicas.local_rank != 0:
+        replicas.mine[...] = replicas.arrays[0]
+
+
+def combine(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int]) -> None:
+    """Combine a part of all arrays of the node, and write it into each of `targets`.
+
+    Args:
+        arrays: flat, by local rank.
+        targets: flat, of the same size and dtype, by local rank; may be the arrays themselves.
+        op: "SUM", "MIN", "MAX" or "PROD".
+        divisor: the result is divided by it; floating dtypes only.
+        part: where the elements begin and end.
+    """
+    dtype = arrays[0].dtype
+    begin, end = part
+    step = chunk_elements(len(arrays), dtype.itemsize)
+    if dtype != host_wire_dtype(dtype):
+        _combine_rounded(arrays, targets, op, divisor, (begin, end, step))
+        return
+    add, first = COMBINE[op], targets[0]
+    scale = _scale(dtype, divisor)
+    if len(arrays) == 2 and len(targets) == 1 and scale is None:
+        step = max(1, end - begin)  # nothing is looked at twice
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
+        total = first[start:stop]
+        if len(arrays) > 1:
+            # The first target may be the first array: it has been read by then.
+            add(arrays[0][start:stop], arrays[1][start:stop], out=total)
+        elif first is not arrays[0]:
+            total[...] = arrays[0][start:stop]
+        for array in arrays[2:]:
+            add(total, array[start:stop], out=total)
+        if scale is not None:
+            scale[0](total, scale[1], out=total)
+        for target in targets[1:]:
+            target[start:stop] = total
+
+
+def chunk_elements(ranks: int, itemsize: int) -> int:
+    """Return how many elements make a chunk of which all ranks' arrays fit the cache."""
+    return max(_LEAST_CHUNK_BYTES, _CACHE_BYTES // ranks) // itemsize
+
+
+def _combine_rounded(
+    arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int, int]
+) -> None:
+    begin, end, step = part
+    combine = COMBINE[op]
+    wide = np.empty((2, min(step, max(0, end - begin))), host_wire_dtype(arrays[0].dtype))
+    scale = _scale(wide.dtype, divisor)
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
+        total, operand = wide[:, : stop - start]
+        total[...] = arrays[0][start:stop]
+        for array in arrays[1:]:
+            operand[...] = array[start:stop]
+            combine(total, operand, out=total)
+        if scale is not None:
+            scale[0](total, scale[1], out=total)
+        targets[0][start:stop] = total
+        for target in targets[1:]:
+            target[start:stop] = targets[0][start:stop]
+
+
+def _scale(dtype: np.dtype[Any], divisor: int) -> tuple[np.ufunc, Any] | None:
+    """Return how to divide by `divisor`: the bits are those of a division."""
+    if divisor == 1:
+        return None
+    if dtype.kind == "f" and divisor & (divisor - 1) == 0:
+        return np.multiply, dtype.type(1 / divisor)  # exact, and faster
+    return np.true_divide, dtype.type(divisor)
+
+
+def _within_node(communicator: Any, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int) -> Any:
+    """Return how `AcrossNodes` combines the arrays of this node where they are; None where it does not."""
+    if not is_seen_across(communicator, replicas, op):
+        return None
+    scale = _scale(replicas.mine.dtype, divisor)
+
+    def finish(part: Array) -> None:
+        if scale is not None:
+            scale[0](part, scale[1], out=part)
+
+    return across_nodes(communicator).within(replicas.arrays, targets, finish)
+
+
+def _allreduce(communicator: Communicator, source: Array, target: Array, op: str, divisor: int) -> None:
+    """Write the combination of all ranks' `source` into `target`, which may be the same, through the communicator."""
+    if communicator.size == 1:
+        if target is not source:
+            target[...] = source
+        return
+    wire = host_wire_dtype(target.dtype)
+    step = target.size if wire == target.dtype else _CONVERTED_ELEMENTS
+    scale = _scale(wire, divisor)
+    for start in range(0, target.size, max(1, step)):
+        part = target[start : start + step]
+        total = part if wire == target.dtype else source[start : start + step].astype(wire)
+        if total is part and source is not target:
+            communicator.allreduce(total, op, source[start : start + step])
+        else:
+            communicator.allreduce(total, op)
+        if scale is not None:
+            scale[0](total, scale[1], out=total)
+        if total is not part:
+            part[...] = total.astype(target.dtype)
+
+
+def _result(replicas: Replicas) -> Array:
+    assert replicas.result is not None
+    return replicas.result

@@ -1,0 +1,63 @@
+"""Reduction of IndexedSlices: values and indices of all replicas, one after another in replica order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, dtype_name, to_array, to_reducible
+from mpistrategy.arrays.gpu import host_array
+from mpistrategy.arrays.values import IndexedSlices
+from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.finish import divide
+
+
+def checked(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:
+    """Return `slices` with arrays for values and indices.
+
+    Raises:
+        ShapeError: when there is not one index for each row of values.
+        DTypeError: for indices that are no integers.
+        UnsupportedError: for an operation other than SUM and MEAN.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise UnsupportedError.at(
+            where, found=f"{op.name} of IndexedSlices", expected="SUM or MEAN", fix="Use to_dense()."
+        )
+    values = to_reducible(slices.values, where, ".values")
+    indices = to_array(slices.indices, where, ".indices")
+    if indices.dtype.kind not in "iu":
+        raise DTypeError.at(where, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices")
+    if values.ndim == 0 or indices.shape != values.shape[:1]:
+        raise ShapeError.at(
+            where,
+            found=f"IndexedSlices with values {values.shape} and indices {indices.shape}",
+            expected="one index for each row of values",
+        )
+    return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def layout(slices: IndexedSlices) -> tuple[str, tuple[int, ...]]:
+    """Return what must be equal on all ranks: dtypes and the rows' shape, not the number of rows."""
+    dense = "?" if slices.dense_shape is None else str([int(n) for n in host_array(slices.dense_shape)])
+    kinds = f"IndexedSlices<{dtype_name(slices.values.dtype)},{dtype_name(slices.indices.dtype)},{dense}>"
+    return kinds, slices.values.shape[1:]
+
+
+def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
+    """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
+    rows = [int(text) for text in communicator.allgather_text(str(slices.values.shape[0]))]
+    values = gather_rows(communicator, slices.values, rows)
+    indices = gather_rows(communicator, slices.indices, rows)
+    return IndexedSlices(
+        divide(values, communicator.size) if op is ReduceOp.MEAN else values, indices, slices.dense_shape
+    )
+
+
+def gather_rows(communicator: Communicator, block: Array, rows: list[int]) -> Array:
+    """Return the blocks of all ranks along the first axis; ``rows[r]`` is the length of rank r's block."""
+    result = np.empty((sum(rows), *block.shape[1:]), block.dtype)
+    communicator.allgatherv(np.ascontiguousarray(block), np.split(result, np.cumsum(rows)[:-1]))
+    return result

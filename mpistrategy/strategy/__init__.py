@@ -1,0 +1,1 @@
+"""Strategy, StrategyExtended and ReplicaContext: the objects of tf.distribute."""

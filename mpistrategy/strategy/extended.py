@@ -1,0 +1,379 @@
+"""StrategyExtended: what library authors use below `Strategy`: destinations, updates, placement."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from mpistrategy import context
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.devices import gpu_of
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import as_target, check_device, hand_back, is_on_device
+from mpistrategy.arrays.values import DistributedValues, Mirrored, PerReplica, contribution, local_component
+from mpistrategy.context import Frame, Mode
+from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpistrategy.errors import DeviceError, EmptyBatchError, OptionTypeError, StructureError
+from mpistrategy.mpi.contract import call_sites, timeouts
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.faults.injection import collective, own_mirrored
+from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.pickling import NotPickled
+from mpistrategy.reduction.arena.arena import Arena, has_arenas
+from mpistrategy.reduction.gather import gather
+from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, unwrapped
+from mpistrategy.reduction.layout.finish import WeightedMean
+from mpistrategy.reduction.plans import QuickAllReduce
+from mpistrategy.reduction.routes.gpu_batch import in_kind, write
+from mpistrategy.reduction.weights import weights_of_all
+from mpistrategy.strategy.outside_steps import OF_DEFAULT, note_ranks, warn_if_alone
+from mpistrategy.strategy.replica_context import ReplicaContext
+from mpistrategy.variables.registry import Placement
+from mpistrategy.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.strategy.strategy import Strategy
+
+
+class StrategyExtended(Placement, NotPickled):
+    """The part of a strategy that algorithms and other libraries build on; found as `strategy.extended`.
+
+    Args:
+        container_strategy: the strategy it belongs to.
+        communicator: the ranks; None means this rank alone.
+        cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
+        options: the default communication options.
+    """
+
+    instead_of_pickling = "Make a strategy there: this is a part of one."
+
+    def __init__(
+        self,
+        container_strategy: Strategy,
+        communicator: Communicator | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        super().__init__(container_strategy)
+        self.communicator: Communicator = communicator or SingleCommunicator()
+        self._cross_device_ops = cross_device_ops or MpiAllReduce()
+        self._options = options or CommunicationOptions()
+        note_ranks(self.communicator)
+        #: The common all-reduces, worked out.
+        self.quick = QuickAllReduce(self.communicator, self._cross_device_ops, self._options)
+        #: Whether variables belong to this rank alone (one replica, no synchronization).
+        self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
+        self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        #: How many datasets of global batches were distributed.
+        self.datasets_made = 0
+        #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
+        self.bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
+
+    def copy_for(self, container_strategy: Strategy) -> Self:
+        """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
+        result = copy.copy(self)
+        result._container_strategy = container_strategy
+        result.quick = QuickAllReduce(result.communicator, result._cross_device_ops, result._options)
+        result._colocated_with = []
+        result._variables = WeakValueDictionary()
+        result.bucket_orders = {}
+        result.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        return result
+
+    # -------------------------------------------------------------------------------------------- settings
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The reduction algorithm.  May be set, on all ranks alike; it holds from the next call on.
+
+        Raises:
+            OptionTypeError: when it is set to something that is no CrossDeviceOps.
+        """
+        return self._cross_device_ops
+
+    @cross_device_ops.setter
+    def cross_device_ops(self, algorithm: CrossDeviceOps) -> None:
+        if not isinstance(algorithm, CrossDeviceOps):
+            raise OptionTypeError.at(
+                "StrategyExtended.cross_device_ops", found=f"{algorithm!r}", expected="a CrossDeviceOps"
+            )
+        self._cross_device_ops = algorithm
+        self.quick.serve(algorithm, self._options)
+
+    @property
+    def options(self) -> CommunicationOptions:
+        """The default communication options.  May be set, on all ranks alike; they hold from the next call on.
+
+        A `timeout_seconds` of None leaves the timeout as it is.
+
+        Raises:
+            OptionTypeError: when they are set to something that is no CommunicationOptions.
+        """
+        return self._options
+
+    @options.setter
+    def options(self, options: CommunicationOptions) -> None:
+        if not isinstance(options, CommunicationOptions):
+            raise OptionTypeError.at(
+                "StrategyExtended.options", found=f"{options!r}", expected="a CommunicationOptions"
+            )
+        self._options = options
+        if options.timeout_seconds is not None:
+            self.communicator.guard.timeout = timeouts.limit(options.timeout_seconds)
+        self.quick.serve(self._cross_device_ops, options)
+
+    # ------------------------------------------------------------------------------------------- reductions
+
+    @collective("reduce", own=own_mirrored("value"))
+    def reduce_to(
+        self,
+        reduce_op: Any,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+    ) -> Any:
+        """Reduce one value over the replicas to `destinations`.  Collective; cross-replica context.
+
+        Args:
+            reduce_op: a ReduceOp, or "SUM" / "MEAN".
+            value: this rank's value; containers in a nest are reduced leaf by leaf.  Of an `Arena` the result is in
+                place, on every rank, and its `values` are returned.
+            destinations: a value or a variable (result on every rank; a variable is not changed), a device string
+                such as ``"task:0"`` (result on that rank), or a list of device strings.
+            options: hints.
+            name: is compared between the ranks instead of the place of the call.
+
+        Returns:
+            A Mirrored; on ranks that are no destination, reading it raises PlacementError.
+
+        Raises:
+            ContextError: in a step function.
+            ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
+        """
+        self._require_collective("reduce_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to", called=name) as call:
+            if isinstance(value, Arena):
+                return value.reduce_to(self, reduce_op, destinations, call, options)
+            chosen = self.options.merge(options)
+            leaves, structure = nest.flatten(value)
+            if structure is nest.LEAF or not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+                return self.cross_device_ops.reduce(reduce_op, value, destinations, chosen)
+            call.structure = structure.text
+            pairs = [(leaf, leaf if destinations is value else destinations) for leaf in leaves]
+            return structure.pack(self.cross_device_ops.batch_reduce(reduce_op, pairs, chosen))
+
+    @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
+    def batch_reduce_to(
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+    ) -> list[Any]:
+        """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
+        self._require_collective("batch_reduce_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.batch_reduce_to", called=name):
+            pairs = value_destination_pairs
+            if has_arenas(pairs):
+                return [self.reduce_to(reduce_op, value, where, options) for value, where in pairs]
+            return self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
+
+    @collective("broadcast", own=own_mirrored("tensor"))
+    def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
+        """Send replica 0's value to `destinations`.  Collective; cross-replica context.
+
+        Returns:
+            A Mirrored, as in `reduce_to`.
+        """
+        self._require_collective("broadcast_to")
+        with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to", called=name) as call:
+            if isinstance(tensor, Arena):
+                return tensor.broadcast(self, destinations, call)
+            return self.cross_device_ops.broadcast(tensor, destinations)
+
+    def all_reduce_leaves(
+        self,
+        where: str,
+        op: ReduceOp,
+        leaves: list[Any],
+        paths: Callable[[], list[str]],
+        *,
+        options: CommunicationOptions | None = None,
+        weight: Any = None,
+        targets: list[Any] | None = None,
+    ) -> list[Any]:
+        """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call.
+
+        `paths` says how each leaf is reached; it is called for errors only.
+        """
+        if not leaves and self.is_local:
+            return []  # alone, a structure without leaves is its own reduction
+        if not leaves:
+            raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
+        chosen = self.options.merge(options)
+        values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
+        places: list[Any] = []
+        dense = weight is not None or targets is not None
+        arrays = checked_leaves(values, paths, dense, where)
+        if targets is not None:
+            if len({id(target) for target in targets}) < len(targets):
+                raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
+            places = [as_target(target, where, "out") for target in targets]
+            for place, array, path in zip(places, arrays, paths(), strict=True):
+                check_target(place, array, op, f"{where}: out{path}")
+        if weight is None:
+            reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], chosen)
+            results = [local_component(result) for result in reduced]
+        else:
+            mine = gpu_of(self.communicator.devices, self.communicator.rank)
+            check_device([array for array in arrays if is_on_device(array)], mine, where)
+            mean = WeightedMean(weight, op, where)
+            weights = weights_of_all(self.communicator, mean.weight, where)
+            parts = [PerReplica((part,)) for part in mean.contributions(arrays, weights)]
+            reduced = self.cross_device_ops.batch_reduce(ReduceOp.SUM, [(part, part) for part in parts], chosen)
+            means = mean.finish([local_component(total) for total in reduced], arrays)
+            results = [in_kind(result, local_component(value)) for result, value in zip(means, values, strict=True)]
+        if targets is None:
+            return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
+        write(results, places)
+        for place, target in zip(places, targets, strict=True):
+            hand_back(place, target)
+        return list(targets)
+
+    def sum_or_mean(self, reduce_op: Any, array: Array) -> Array:
+        """Return the reduction of one array on every rank, in any context."""
+        with self._entered():
+            value = PerReplica((array,))
+            reduced = self.cross_device_ops.reduce(reduce_op, value, value, self.options)
+            result = local_component(reduced)
+            return result if is_on_device(result) else np.asarray(result)
+
+    def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
+        """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
+        leaves, structure = nest.flatten(value)
+        call.structure = structure.text
+        return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
+
+    @collective("barrier")
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank has come here with the same `name`.  Collective.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when another rank makes another call.
+        """
+        if self._container_strategy.is_default:
+            warn_if_alone(self._container_strategy, "barrier", *OF_DEFAULT)
+        with self.communicator.guard.call("barrier", called=name) as call:
+            call.agree("barrier")
+
+    # ---------------------------------------------------------------------------------------------- updates
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(var, *args, **kwargs)`` in update context, where writes to `var` are local.
+
+        Args:
+            var: a variable of this strategy.
+            fn: the function.
+            args: Mirrored and PerReplica values are unwrapped to this rank's component.
+            kwargs: likewise.
+            group: False puts every leaf of the result into a tuple of one: this rank's.
+
+        Returns:
+            What fn returned, arrays wrapped in Mirrored.
+
+        Raises:
+            ContextError: in another strategy's context.
+            OptionTypeError: when `var` is no variable of this strategy.
+        """
+        frame = context.current_frame()
+        if frame is not None:
+            context.require_same_strategy(frame, self._container_strategy, "StrategyExtended.update")
+        context.check_call("StrategyExtended.update", fn, args, kwargs)
+        if not self.variable_created_in_scope(var):
+            raise OptionTypeError.at(
+                "StrategyExtended.update", found=f"var={var!r}", expected="a variable created in this strategy's scope"
+            )
+        return self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` in update context, on the devices that `non_slot_devices` returned.
+
+        Raises:
+            ContextError: in a step function.
+            DeviceError: when `colocate_with` is not what `non_slot_devices` returned.
+        """
+        self._require_cross_replica("update_non_slot")
+        context.check_call("StrategyExtended.update_non_slot", fn, args, kwargs)
+        devices = isinstance(colocate_with, tuple) and all(isinstance(device, str) for device in colocate_with)
+        if not self._container_strategy.is_default and not (devices and colocate_with == self.worker_devices):
+            raise DeviceError.at(
+                "StrategyExtended.update_non_slot",
+                found=f"colocate_with={colocate_with!r}",
+                expected=f"what non_slot_devices returned, {self.worker_devices}",
+            )
+        return self._in_update(fn, args, kwargs, group)
+
+    def _in_update(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None, group: bool
+    ) -> Any:
+        plain_args, plain_kwargs = unwrapped(args, kwargs)
+        with Frame(self._container_strategy, Mode.UPDATE):
+            result = fn(*plain_args, **plain_kwargs)
+        if not group:
+            return nest.map_structure(lambda leaf: (leaf,), result)
+        return nest.map_structure(lambda leaf: Mirrored((leaf,)) if _is_array(leaf) else leaf, result)
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
+        self._require_cross_replica("call_for_each_replica")
+        context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)
+        plain_args, plain_kwargs = unwrapped(args, kwargs)
+        on_gpu = self.communicator.guard.on_gpu
+        replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
+        with Frame(self._container_strategy, Mode.REPLICA, replica_context, call_sites.code_of(fn)):
+            if on_gpu is None:
+                return fn(*plain_args, **plain_kwargs)
+            with on_gpu():  # whatever thread this is
+                return fn(*plain_args, **plain_kwargs)
+
+    def _require_cross_replica(self, method: str) -> None:
+        context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
+
+    def _require_collective(self, method: str) -> None:
+        self._require_cross_replica(method)
+        if self._container_strategy.is_default:
+            warn_if_alone(self._container_strategy, f"StrategyExtended.{method}", *OF_DEFAULT)
+
+    def _entered(self) -> Frame:
+        return context.cross_replica(self._container_strategy)
+
+
+call_sites.calls_steps(StrategyExtended.call_for_each_replica)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or is_on_device(leaf)

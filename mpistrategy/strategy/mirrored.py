@@ -1,0 +1,130 @@
+"""MirroredStrategy: one replica on every MPI rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy.cross_device_ops import CrossDeviceOps
+from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
+from mpistrategy.mpi import over_threads
+from mpistrategy.mpi.contract import check_level, timeouts
+from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
+from mpistrategy.mpi.job.launcher import no_mpi
+from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.options import CommunicationOptions
+from mpistrategy.strategy.extended import StrategyExtended
+from mpistrategy.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+
+
+class MirroredStrategy(Strategy):
+    """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
+
+    Make it early: some MPIs (MPICH's under ``srun --mpi=pmi2``) fail to start after large packages were imported.
+    Started without a launcher (plain ``python``), it has one replica.
+
+    Args:
+        devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": GPUs, for each rank one of its own, the one
+            that is nearest to its cores; who else uses it, outside the communicator, is not looked at.  "shared": the
+            same, and where there are not enough, ranks share.  "auto": GPUs where "gpu" finds one for each rank, else
+            CPUs.  A list: one device string for each rank of this node, in order.  CuPy and the NVIDIA driver are
+            looked for where the words "auto", "gpu", "shared" or a string of a GPU ask for it, never otherwise.  On
+            GPUs variables are CuPy arrays, and the rank's GPU becomes CuPy's current device.
+        cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
+        communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
+            Dup of it.  Disjoint sub-communicators give independent groups.
+        communication_options: the default options of every collective.
+        check: how often calls are compared between nodes, before their data moves: "always"; "first", when a call is
+            new, and at every 32nd call; "off".  None means what MPISTRATEGY_CHECK says, else "first".  Under "first"
+            calls in the wrong order are found at the next comparison, late, and an error on one rank only ends the
+            job.  Within a node the comparison rides with the data, and is always made.
+        on_error: what becomes of an error that a rank's program does not catch.  "abort" ends the whole job: all of
+            COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
+            communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  All calls are
+            compared then.  A late collective raises RemoteError, too, where the rank that waits can leave it.
+
+    Raises:
+        LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
+            when the ranks run different versions of Python or of this package.
+        ForkedProcessError: in a forked child of a rank.
+        DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks; for GPUs, where
+            a rank sees none, and where two would share one unasked.
+        OptionTypeError: for arguments of the wrong type.
+        OptionError: for an unknown `check` or `on_error`; for a malformed plan in MPISTRATEGY_INJECT, level in
+            MPISTRATEGY_CHECK or number in MPISTRATEGY_TIMEOUT.
+        All on every rank.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | str | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        communicator: Any = None,
+        communication_options: CommunicationOptions | None = None,
+        check: str | None = None,
+        on_error: str = "abort",
+    ) -> None:
+        where = "MirroredStrategy"
+        contains_errors = on_error == "raise"
+        ranks = _connect(communicator, contains_errors)
+        try:
+            local_rank, local_size = ranks.local_rank_and_size()
+            with ranks.guard.call(where) as call:
+                if not isinstance(ranks, SimulatedCommunicator):
+                    injection.arm(*ranks.place_in_job)
+                if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+                    raise OptionTypeError.at(
+                        where, found=f"cross_device_ops={cross_device_ops!r}", expected="a CrossDeviceOps"
+                    )
+                if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
+                    raise OptionTypeError.at(
+                        where,
+                        found=f"communication_options={communication_options!r}",
+                        expected="a CommunicationOptions",
+                    )
+                if on_error not in ("abort", "raise"):
+                    raise OptionError.at(where, found=f"on_error={on_error!r}", expected='"abort" or "raise"')
+                several_nodes = max(ranks.node_of) > 0
+                level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
+                if contains_errors and check is None:
+                    level = check_level.ALWAYS
+                if contains_errors and level != check_level.ALWAYS:
+                    raise OptionError.at(
+                        where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
+                    )
+                limit = timeouts.chosen(communication_options and communication_options.timeout_seconds)
+                request = requested(devices, local_rank, local_size)
+                call.agree(
+                    "create a strategy",
+                    op=getattr(cross_device_ops, "configuration", type(cross_device_ops).__name__),
+                    destination=str(communication_options),
+                    options=f"devices={request}, check={level}, on_error={on_error}",
+                )
+                device = choose_device(request, ranks)
+                ranks.guard.check_as(level)
+                ranks.guard.timeout = limit
+                ranks.share_device(device)
+                activate(device, ranks.guard)
+        except MpiStrategyError:
+            ranks.free()
+            raise
+        super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
+
+
+def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCommunicator:
+    replicas = over_threads.world()
+    if replicas is not None and comm is None:
+        return replicas.duplicate()
+    try:
+        from mpistrategy.mpi.job import world
+        from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+    except (ImportError, RuntimeError) as error:
+        raise no_mpi("MirroredStrategy", error) from error
+    world.refuse_child("MirroredStrategy", comm)
+    with world.joining("MirroredStrategy", comm):
+        return MpiCommunicator(comm, contains_errors=contains_errors)

@@ -1,0 +1,32 @@
+"""OneDeviceStrategy: one replica, no MPI."""
+
+from __future__ import annotations
+
+from mpistrategy.arrays import devices
+from mpistrategy.errors import OptionTypeError
+from mpistrategy.mpi.gpu.device_selection import activate, check_exists
+from mpistrategy.mpi.interface.communicator import SingleCommunicator
+from mpistrategy.strategy.extended import StrategyExtended
+from mpistrategy.strategy.strategy import Strategy
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica on one device of this rank; never starts MPI.  The specification of every other strategy.
+
+    Args:
+        device: a device string such as ``"CPU:0"`` or ``"GPU:0"``; a GPU becomes CuPy's current device.
+
+    Raises:
+        DeviceError: for a device that does not exist.
+        OptionTypeError: when `device` is no string.
+    """
+
+    def __init__(self, device: str = "CPU:0") -> None:
+        if not isinstance(device, str):
+            raise OptionTypeError.at("OneDeviceStrategy", found=f"device={device!r}", expected="a device string")
+        wanted = devices.parse(device)
+        complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
+        check_exists(complete, "OneDeviceStrategy")
+        only = SingleCommunicator((complete,))
+        activate(complete, only.guard)
+        super().__init__(StrategyExtended(self, only))

@@ -1,0 +1,310 @@
+"""ReplicaContext: how a step function talks to the other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from sys import _getframe
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.gpu import as_target
+from mpistrategy.context import (
+    Frame,
+    Mode,
+    check_call,
+    check_strategy,
+    cross_replica,
+    current_frame,
+    entered,
+    get_strategy,
+    in_words,
+    require_same_strategy,
+)
+from mpistrategy.errors import ContextError, OptionError, StructureError
+from mpistrategy.mpi.faults.injection import collective, own_value
+from mpistrategy.options import ReduceOp
+from mpistrategy.pickling import NotPickled
+from mpistrategy.reduction.arena.arena import resident, resident_values
+from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
+from mpistrategy.reduction.routes.quick_cells import NOT_QUICK
+from mpistrategy.strategy.outside_steps import warn_if_alone
+
+if TYPE_CHECKING:
+    from mpistrategy.options import CommunicationOptions
+    from mpistrategy.strategy.strategy import Strategy
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+#: What to call outside a step in place of a collective of the context.
+_OUTSIDE_STEPS = {
+    "all_reduce": "strategy.reduce",
+    "all_reduce_async": "strategy.reduce",
+    "all_gather": "strategy.gather",
+}
+
+
+class ReplicaContext(NotPickled):
+    """What a step function knows about its replica, and how it talks to the others.
+
+    `get_replica_context()` returns it inside `strategy.run`; entering one with `with` puts the thread into replica
+    context.
+
+    Args:
+        strategy: the strategy.
+        replica_id_in_sync_group: the number of this replica; None when it is not known.
+
+    Raises:
+        OptionError: for a replica id that is no int.
+    """
+
+    instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
+
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
+        check_strategy(strategy, "ReplicaContext")
+        if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
+            raise OptionError.at(
+                "ReplicaContext",
+                found=f"replica_id_in_sync_group={replica_id_in_sync_group!r}",
+                expected="an int or None",
+            )
+        self._strategy = strategy
+        self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
+        self._entered: list[Frame] = []
+        self._quick: Callable[[Any, Any, Any, FrameType, Any], Any] | None = None
+
+    def __enter__(self) -> ReplicaContext:
+        frame = current_frame()
+        if frame is not None:
+            require_same_strategy(frame, self._strategy, "ReplicaContext.__enter__")
+        self._entered.append(Frame(self._strategy, Mode.REPLICA, self).__enter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose step function this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, from 0 on; the rank in the strategy's communicator."""
+        if self._replica_id is None:
+            raise OptionError.at(
+                "ReplicaContext.replica_id_in_sync_group", found="no id", expected="a context made with an id"
+            )
+        return self._replica_id
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """This replica's device: a tuple of one device string."""
+        return self._strategy.extended.worker_devices
+
+    @collective("allreduce", own=own_value("value"))
+    def all_reduce(
+        self,
+        reduce_op: Any,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+        weight: Any = None,
+    ) -> Any:
+        """Reduce a nested structure over all replicas.  Collective.
+
+        Args:
+            reduce_op: a ReduceOp, or its name in any letter case: "SUM", "MEAN", "MIN", "MAX", "PROD".
+            value: arrays, numbers, variables or IndexedSlices, alone or in any nest of dict, list, tuple, namedtuple
+                and dataclass; structure, dtypes and shapes are equal on all ranks.
+            options: hints; None for the strategy's own.
+            name: is compared between the ranks instead of the place of the call; for branches that differ by rank.
+            weight: for MEAN, the weight of this replica's values, e.g. its number of rows; the result is
+                sum(weight * value) / sum(weight).
+            out: a structure like `value` of arrays to write the result into; may be `value` itself.  An array in GPU
+                memory takes the result of one in GPU memory.
+
+        Returns:
+            A structure like `value`, equal on every rank: a NumPy scalar for a scalar or a number, else an ndarray
+            (`out`, where it is given).  A MEAN of integers is float32 (8 and 16 bits) or float64.
+
+        Raises:
+            ContextError: outside this context's step function.
+            ReduceOpError, DTypeError, LeafError, EmptyBatchError: for bad input on any rank, raised on every rank.
+            CollectiveMismatchError: on every rank, before data moves, when structures, dtypes, shapes or calls differ.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> def step():
+        ...     return ms.get_replica_context().all_reduce("SUM", {"loss": 2.0, "grads": [np.ones(2)]})
+        >>> strategy.run(step)
+        {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
+        """
+        if options is None and weight is None and name is None:
+            frames = entered.frames
+            in_arena = out is not None and id(value) in resident_values
+            if frames and (frame := frames[-1]).replica_context is self and not in_arena:
+                quick = self._quick
+                if quick is None:
+                    quick = self._quick = self._strategy.extended.quick.run
+                result = quick(reduce_op, value, out, _getframe(1), frame.step)
+                if result is not NOT_QUICK:
+                    return result
+        extended = self._strategy.extended
+        guard = extended.communicator.guard
+        with (
+            self._required("all_reduce"),
+            guard.call("ReplicaContext.all_reduce", called=name) as call,
+        ):
+            if (arena := resident(value, out)) is not None:
+                return arena.all_reduce(extended, reduce_op, call, options=options, weight=weight, out=out)
+            leaves, structure = nest.flatten(value)
+            call.structure = structure.text
+            targets = None if out is None else _checked_targets(out, structure, call.where)
+            op = ReduceOp.parse(reduce_op, call.where)
+            results = extended.all_reduce_leaves(
+                call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
+            )
+        return structure.pack(results)
+
+    @collective("allreduce_async")
+    def all_reduce_async(
+        self,
+        reduce_op: Any,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+    ) -> AllReduceHandle:
+        """Start `all_reduce` and return at once; the handle's `wait` returns the result.  Collective.
+
+        On several nodes the values travel while the step goes on computing.  Several may be under way; every rank
+        starts them, and waits for them, in the same order.  On a single node, and where the MPI was not started for
+        several threads, the reduction is done before this returns: the ranks have no core to spare for it.
+
+        Args:
+            reduce_op: as in `all_reduce`.
+            value: as in `all_reduce`; leave its arrays and variables as they are until `wait` has returned.
+            options: hints; None for the strategy's own.
+            name: is compared between the ranks instead of the place of the call.
+            out: a structure like `value` of arrays to write the result into; may be `value` itself.  Not to be read
+                before `wait` has returned.
+
+        Returns:
+            A handle; `wait` also raises what `all_reduce` would have raised, on every rank.
+
+        Raises:
+            ContextError: outside this context's step function.
+            CollectiveMismatchError: on every rank, when this is the first such call and another rank makes another.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> def step():
+        ...     total = ms.get_replica_context().all_reduce_async("SUM", np.ones(2))
+        ...     other_work = 6 * 7
+        ...     return total.wait()
+        >>> strategy.run(step)
+        array([1., 1.])
+        """
+        where = "ReplicaContext.all_reduce_async"
+        with self._required("all_reduce_async"):
+            return start_all_reduce(
+                self._strategy.extended,
+                reduce_op,
+                value,
+                options,
+                name,
+                out,
+                lambda structure: None if out is None else _checked_targets(out, structure, where),
+            )
+
+    @collective("gather", own=own_value("value"))
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None, *, name: str | None = None
+    ) -> Any:
+        """Concatenate the replicas' arrays along `axis`, in rank order.  Collective.
+
+        Args:
+            value: an array or a nest of arrays; the length along `axis` may differ between ranks, and may be 0.
+            axis: an int; negative counts from the end.
+            options: hints; None for the strategy's own.
+            name: is compared between the ranks instead of the place of the call.
+
+        Returns:
+            A structure like `value`; the same on every rank.
+
+        Raises:
+            ContextError: outside this context's step function.
+            ShapeError: for scalars and for an axis out of range.
+            CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
+        """
+        extended = self._strategy.extended
+        guard = extended.communicator.guard
+        with self._required("all_gather"), guard.call("ReplicaContext.all_gather", called=name) as call:
+            call.wait_as(extended.options.merge(options).timeout_seconds)
+            return extended.gather_nest(value, axis, call)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context and return what it returns.
+
+        Every rank calls its own merge_fn once, with its own arguments; nothing communicates unless merge_fn does.
+
+        Raises:
+            ContextError: outside this context's step function.
+            OptionTypeError: when merge_fn cannot be called, or args is no sequence.
+        """
+        self._required("merge_call")
+        check_call("ReplicaContext.merge_call", merge_fn, args, kwargs)
+        with cross_replica(self._strategy):
+            return merge_fn(self._strategy, *args, **(kwargs or {}))
+
+    def _required(self, method: str) -> AbstractContextManager[Any]:
+        """Raise ContextError unless this thread is in this context; return what must be entered to communicate."""
+        frame = current_frame()
+        if frame is not None and frame.replica_context is self:
+            return _NOTHING
+        if frame is None and self._strategy is get_strategy():
+            if method in _OUTSIDE_STEPS:
+                cure = f"Call it in the function given to strategy.run; outside a step use {_OUTSIDE_STEPS[method]}."
+                warn_if_alone(self._strategy, f"ReplicaContext.{method}", "was called outside every step", cure)
+            return Frame(self._strategy, Mode.REPLICA, self)
+        where = f"ReplicaContext.{method}"
+        if frame is not None and frame.mode is not Mode.REPLICA:
+            raise ContextError.at(
+                where,
+                found=f"a call in {in_words(frame)}",
+                expected="a call in replica context (inside a step function)",
+                fix="Call it in the function given to `strategy.run`; here, use strategy.reduce or strategy.extended.",
+            )
+        raise ContextError.at(
+            where,
+            found="a call through a context that this thread is not in",
+            expected="a call through the context of the running step function",
+            fix="Call get_replica_context() anew in each step instead of keeping its result.",
+        )
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
+
+
+def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Any]:
+    targets, found = nest.flatten(out)
+    if found.text != structure.text:
+        raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
+    for path, target in zip(nest.leaf_paths(out), targets, strict=True):
+        as_target(target, where, f"out{path}")
+    return targets

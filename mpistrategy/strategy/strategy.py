@@ -1,0 +1,396 @@
+"""Strategy: the object that a program holds, and the default strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from mpistrategy import context
+from mpistrategy.arrays import extremes, nest
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, to_reducible
+from mpistrategy.arrays.gpu import like_given
+from mpistrategy.arrays.values import DistributedValues, IndexedSlices, PerReplica, contribution, local_component
+from mpistrategy.context import Frame, Mode
+from mpistrategy.cross_device_ops.built_in import refuse_mirrored_sum
+from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError, ShapeError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.faults.injection import collective, own_value
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.explain import Explained
+from mpistrategy.reduction.gather import checked_axis
+from mpistrategy.reduction.inputs import as_given
+from mpistrategy.reduction.layout.finish import finish
+from mpistrategy.strategy.extended import StrategyExtended
+from mpistrategy.strategy.input_methods import InputMethods
+from mpistrategy.strategy.legacy_names import OldNames
+from mpistrategy.strategy.outside_steps import OF_DEFAULT, warn_if_alone
+from mpistrategy.strategy.random_streams import Streams
+from mpistrategy.variables.mirrored_check import MirroredCheck
+
+
+class _Scope:
+    """The context manager that `Strategy.scope` returns; may be entered several times."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Strategy:
+        strategy, frame = self._strategy, context.current_frame()
+        if frame is not None:
+            context.require_cross_replica(strategy, "Strategy.scope")
+        inner: contextlib.AbstractContextManager[Any] = Frame(strategy, Mode.CROSS_REPLICA)
+        if strategy.is_default:
+            inner = contextlib.nullcontext()
+        inner.__enter__()
+        self._entered.append(inner)
+        return strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What the function given to `experimental_distribute_values_from_function` is told.
+
+    Attributes:
+        replica_id_in_sync_group: the replica whose value is asked for: this rank's.
+        num_replicas_in_sync: how many replicas there are.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
+    """Runs one program on all replicas and keeps their variables together.
+
+    Args:
+        extended: what does the work; see `StrategyExtended`.
+
+    Raises:
+        OptionTypeError: when `extended` is none.
+    """
+
+    is_default = False
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        if not isinstance(extended, StrategyExtended):
+            raise OptionTypeError.at("Strategy", found=f"extended={extended!r}", expected="a StrategyExtended")
+        self._extended = extended
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The part for library authors: destinations, updates, placement."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part: the number of ranks."""
+        return self.extended.communicator.size
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this rank's replica, in any context; ours, for printing on one rank only and the like."""
+        return self.extended.communicator.rank
+
+    @property
+    def devices_by_rank(self) -> tuple[str, ...]:
+        """The device of every replica, in rank order."""
+        return tuple(str(device) for device in self.extended.communicator.devices)
+
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
+        """Return a context manager that puts the thread into this strategy's cross-replica context.
+
+        Variables created inside belong to the strategy.  May be nested in itself, not in another strategy's scope.
+
+        Raises:
+            ContextError: on entering, in a step function or in another strategy's scope.
+        """
+        return _Scope(self)
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; return this rank's result.
+
+        Args:
+            fn: the step function.
+            args: PerReplica and Mirrored values, in any nest, are replaced by this rank's component; dataset elements
+                are this rank's part already.
+            kwargs: likewise.
+
+        Raises:
+            ContextError: inside a step function, or in another strategy's scope.
+            OptionTypeError: when fn cannot be called, or args is no sequence.
+        """
+        context.check_call("Strategy.run", fn, args, kwargs)
+        context.require_cross_replica(self, "Strategy.run")
+        return self.extended.call_for_each_replica(fn, args, kwargs)
+
+    @collective("reduce", own=own_value("value"))
+    def reduce(
+        self, reduce_op: Any, value: Any, axis: Any = None, *, weight: Any = None, name: str | None = None
+    ) -> Any:
+        """Reduce a value over the replicas, and along `axis` of each replica's array.  Collective.
+
+        Args:
+            reduce_op: a ReduceOp, or its name: "SUM", "MEAN", "MIN", "MAX", "PROD".
+            value: this rank's value, e.g. what `run` returned; without axis also a nest of values, or an `Arena`,
+                which is reduced in place.
+            axis: None reduces over the replicas only, and shapes must be equal.  An int (or a tuple of ints) also
+                reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
+                number of elements along it over all ranks.
+            weight: for MEAN without axis, the weight of this rank's value.
+            name: is compared between the ranks instead of the place of the call; for branches that differ by rank.
+
+        Returns:
+            The result, equal on every rank; NumPy scalars for scalars.
+
+        Raises:
+            ContextError: in a step function.
+            ShapeError, OptionTypeError: for an axis that does not exist, or is no int.
+            ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
+        """
+        context.require_cross_replica(self, "Strategy.reduce")
+        if self.is_default:
+            warn_if_alone(self, "Strategy.reduce", *OF_DEFAULT)
+        communicator, algorithm = self.extended.communicator, self.extended.cross_device_ops
+        options = self.extended.options
+        with context.cross_replica(self), communicator.guard.call("Strategy.reduce", called=name) as call:
+            if isinstance(value, Arena):
+                if axis is not None:
+                    raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
+                return value.all_reduce(self.extended, reduce_op, call, weight=weight)
+            leaves, structure = nest.flatten(value)
+            call.structure = structure.text
+            op = ReduceOp.parse(reduce_op, call.where)
+            if axis is not None:
+                if weight is not None:
+                    raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
+                return self._reduce_along(op, value, axis, call)
+            if weight is not None:
+                reduced = self.extended.all_reduce_leaves(
+                    call.where, op, leaves, lambda: nest.leaf_paths(value), weight=weight
+                )
+                return structure.pack(reduced)
+            if not leaves:
+                raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
+            pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
+            if len(pairs) == 1:
+                reduced = [algorithm.reduce(op, *pairs[0], options)]
+            else:
+                reduced = algorithm.batch_reduce(op, pairs, options)
+            results = [local_component(result) for result in reduced]
+            return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
+
+    def _reduce_along(self, op: ReduceOp, value: Any, axis: Any, call: Call) -> Any:
+        where = call.where
+        if call.structure != nest.LEAF.text:
+            raise OptionTypeError.at(
+                where, found=f"a structure {call.structure} with axis={axis!r}", expected="a single array"
+            )
+        refuse_mirrored_sum(value, op, where)
+        given = contribution(value)
+        array = to_reducible(given, where)
+        axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
+        if len(set(axes)) != len(axes):
+            raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
+        call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
+        # 16-bit floats are rounded once, at the end: what is summed here stays in the wire dtype.
+        here = _combine_along(array, axes, op)
+        length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))
+        algorithm, options = self.extended.cross_device_ops, self.extended.options
+        if op in (ReduceOp.SUM, ReduceOp.MEAN):
+            pairs = [(PerReplica((part,)), PerReplica((0,))) for part in (here, length)]
+            total, count = map(local_component, algorithm.batch_reduce(ReduceOp.SUM, pairs, options))
+            return like_given(finish(np.asarray(total), array.dtype, op, int(count)), given)
+        if op is not ReduceOp.PROD:
+            rows = algorithm.reduce(ReduceOp.SUM, PerReplica((length,)), PerReplica((0,)), options)
+            if int(local_component(rows)) == 0:
+                raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
+        extreme = algorithm.reduce(op, PerReplica((here,)), PerReplica((0,)), options)
+        return like_given(finish(np.asarray(local_component(extreme)), array.dtype, op, 1), given)
+
+    @collective("gather", own=own_value("value"))
+    def gather(self, value: Any, axis: int, *, name: str | None = None) -> Any:
+        """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
+
+        Args:
+            value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.
+            axis: an int; negative counts from the end.
+            name: is compared between the ranks instead of the place of the call.
+
+        Returns:
+            The same on every rank.
+
+        Raises:
+            ContextError: in a step function.
+            ShapeError: for scalars and an axis out of range.
+            UnsupportedError: for IndexedSlices.
+        """
+        context.require_cross_replica(self, "Strategy.gather")
+        if self.is_default:
+            warn_if_alone(self, "Strategy.gather", *OF_DEFAULT)
+        with self.extended.communicator.guard.call("Strategy.gather", called=name) as call:
+            return self.extended.gather_nest(value, axis, call)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return this rank's components of a value: a tuple of one (empty where the value does not live)."""
+        if isinstance(value, DistributedValues):
+            return value.values
+        return (nest.map_structure(local_component, value),)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Call `value_fn` for this rank's replica and wrap what it returns in PerReplica, leaf by leaf; in any context.
+
+        Raises:
+            OptionTypeError: when `value_fn` is no function.
+        """
+        context.check_call("Strategy.experimental_distribute_values_from_function", value_fn)
+        communicator = self.extended.communicator
+        value = value_fn(ValueContext(communicator.rank, communicator.size))
+        return nest.map_structure(lambda leaf: PerReplica((leaf,), communicator), value)
+
+    def rng(self, seed: int) -> Streams:
+        """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""
+        return Streams(seed, self.extended.communicator.rank)
+
+    def arena(self, like: Any, shared_result: bool = False) -> Arena:
+        """Lay out a nest of arrays so that reducing it copies nothing.  Collective.
+
+        Args:
+            like: arrays, numbers or variables in any nest; only structure, shapes and dtypes count.
+            shared_result: give all ranks of a node one result, read-only, and leave what they bring as it is.
+
+        Returns:
+            An `Arena`: fill its `values` in place, then ``context.all_reduce(op, arena)``.
+
+        Raises:
+            EmptyBatchError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> arena = strategy.arena({"w": np.ones((2, 2)), "b": np.ones(2)})
+        >>> arena.values["b"][...] = 1
+        >>> strategy.reduce("SUM", arena)["b"]
+        array([1., 1.])
+        """
+        return Arena(self, like, shared_result)
+
+    @collective("barrier")
+    def barrier(self, name: str = "") -> None:
+        """Wait until every rank has come here with the same `name`.  Collective.
+
+        Raises:
+            CollectiveMismatchError: on every rank, when another rank makes another call.
+        """
+        self.extended.barrier(name)
+
+    def expect_long(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Say that this rank is about to work for so long that the others must wait; rank-local, sends nothing.
+
+        A rank that waits in a collective ends the job after `CommunicationOptions.timeout_seconds`.  While some rank is
+        in this block they wait as many seconds longer.
+
+        Args:
+            seconds: how long the work may take.
+
+        Raises:
+            OptionError: for anything but a number of seconds above 0.
+
+        >>> import mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> with strategy.expect_long(1800):
+        ...     pass  # rank 0 writes a large file
+        """
+        given: Any = seconds
+        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < float(given) < math.inf:
+            raise OptionError.at("Strategy.expect_long", found=f"seconds={seconds!r}", expected="a number above 0")
+        from mpistrategy.mpi.watchdog import watchdog  # here, for the quick import
+
+        return watchdog.expect_long(float(seconds))
+
+    @collective("close")
+    def close(self) -> None:
+        """Give the communicator back.  Collective; the strategy cannot be used afterwards.
+
+        Done at the end of the program, too, and by ``with MirroredStrategy() as strategy:``.
+        """
+        communicator = self.extended.communicator
+        guard = communicator.guard
+        if guard.closed:
+            communicator.free()
+        else:
+            with guard.call("Strategy.close", anywhere=True) as call:
+                try:
+                    call.agree("close")
+                except RemoteError:
+                    if not guard.is_broken:  # else it takes no more calls
+                        raise
+                communicator.free()
+        while guard.at_close:
+            guard.at_close.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an exception the peers may never come to a collective close.
+        if error is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        device = self.extended.worker_devices[0]
+        rank = self.extended.communicator.rank
+        return f"<{type(self).__name__} replica {rank} of {self.num_replicas_in_sync} on {device}>"
+
+
+class _DefaultStrategy(Strategy):
+    """The strategy of a thread that has entered none: one replica, here."""
+
+    is_default = True
+
+    def __init__(self) -> None:
+        super().__init__(StrategyExtended(self))
+
+    def close(self) -> None:
+        """Do nothing: the default strategy is always there."""
+
+
+def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
+    """Combine `array` along `axes`, in its wire dtype; a rank without elements gives the neutral one."""
+    dtype = host_wire_dtype(array.dtype)
+    wide = array.astype(dtype, copy=False)
+    with np.errstate(all="ignore"):  # as in sums between the replicas
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+            if op is ReduceOp.MIN:
+                return extremes.minimum.reduce(wide, axes, limits.max if limits else np.inf)
+            return extremes.maximum.reduce(wide, axes, limits.min if limits else -np.inf)
+        add = np.multiply if op is ReduceOp.PROD else np.add
+        return np.asarray(add.reduce(wide, axis=axes, dtype=dtype))
+
+
+def _contribution(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, (DistributedValues, IndexedSlices)) else PerReplica((contribution(leaf),))
+
+
+@cache
+def _default_strategy() -> Strategy:
+    return _DefaultStrategy()
+
+
+context.set_default_strategy_factory(_default_strategy)

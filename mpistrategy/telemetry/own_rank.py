@@ -1,0 +1,27 @@
+"""Which rank of the job this process is, asked at any time: before there is a strategy, and after the last."""
+
+from __future__ import annotations
+
+import os
+
+from mpistrategy.mpi import over_threads
+from mpistrategy.mpi.job.launcher import ALONE, claim_in
+from mpistrategy.mpi.watchdog import watchdog
+
+
+def own_place() -> tuple[int, int]:
+    """Return this process's number in its job, and how many processes the job has; asks no MPI, and starts none.
+
+    MPI's word counts from the first strategy of several ranks on, before that what the launcher said; (0, 1) where
+    there is neither.  In a simulated replica: its number among the replicas.
+    """
+    replica = over_threads.world()
+    if replica is not None:
+        return replica.rank, replica.size
+    dog = watchdog.in_this_process()
+    if dog is not None:
+        return dog.rank, dog.size
+    if os.environ.get(ALONE, "") not in ("", "0"):
+        return 0, 1
+    claim = claim_in(os.environ)
+    return (0, 1) if claim is None else (claim.rank, claim.tasks)

@@ -1,0 +1,1 @@
+"""Recordings of what each rank did, and the timeline of all of them."""

@@ -1,0 +1,143 @@
+"""What one does to gradients before an optimizer sees them: accumulate them, limit their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, wire_dtype
+from mpistrategy.arrays.gpu import host_array, on_device_of_any, placed_as, reducible
+from mpistrategy.arrays.values import IndexedSlices
+from mpistrategy.creation_order import Created
+from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
+
+
+def global_norm(arrays: Sequence[Any]) -> float:
+    """Return the Euclidean norm of all elements of all arrays, summed in float64."""
+    dense = [reducible(array, "global_norm") for array in arrays]
+    with on_device_of_any(dense):
+        squares = [np.square(np.abs(array), dtype=np.float64).sum() for array in dense]
+    return float(np.sqrt(sum(float(square) for square in squares)))
+
+
+def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[Array], float]:
+    """Scale arrays so that their `global_norm` is at most `clip_norm`; local.
+
+    Clip gradients that all replicas have reduced (or pass ``global_clipnorm`` to the optimizer, which does): the norm
+    of a sum is not the sum of the norms.
+
+    Args:
+        arrays: floating arrays.
+        clip_norm: a positive number.
+
+    Returns:
+        The scaled arrays, in their dtypes, and the norm before.  When the norm is not finite, all become NaN.
+
+    Raises:
+        OptionTypeError, OptionError: for a clip_norm that is no number, or not positive.
+        LeafError, DTypeError: for what are no numeric arrays.
+    """
+    if not isinstance(clip_norm, (int, float, np.integer, np.floating)):
+        raise OptionTypeError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a number")
+    if not clip_norm > 0:
+        raise OptionError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a positive number")
+    scaled = [reducible(array, "clip_by_global_norm") for array in arrays]
+    norm = global_norm(scaled)
+    scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
+    with on_device_of_any(scaled):
+        return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
+
+
+class GradientAccumulator(Created):
+    """Adds up gradients over several steps without communication, so that one reduction serves them all.
+
+    Args:
+        steps: how many steps make one update; 1 or more.
+
+    Raises:
+        OptionTypeError, OptionError: for steps that are no int, or below 1.
+
+    >>> accumulator = GradientAccumulator(steps=2)
+    >>> accumulator.add([np.ones(2)])
+    >>> accumulator.add([np.ones(2)])
+    [array([2., 2.])]
+    """
+
+    def __init__(self, steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise OptionTypeError.at("GradientAccumulator", found=f"steps={steps!r}", expected="an int")
+        if steps < 1:
+            raise OptionError.at("GradientAccumulator", found=f"steps={steps}", expected="1 or more")
+        self.steps = steps
+        self._count = 0
+        self._sums: list[Array] = []
+        self._dtypes: list[np.dtype[Any]] = []
+
+    def add(self, gradients: Sequence[Any]) -> list[Array] | None:
+        """Add one step's gradients; local.
+
+        Returns:
+            None, or at every `steps`-th call the sums, to be given to an optimizer; then it starts again.
+
+        Raises:
+            ShapeError: when number or shapes differ from the step before.
+            LeafError, DTypeError: for what are no numeric arrays.
+            Nothing has been added then.
+        """
+        given = [reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
+        # 16-bit floats add up in 32 bits, as they do between replicas.
+        with on_device_of_any(given):
+            arrays = [array.astype(wire_dtype(array.dtype), copy=False) for array in given]
+        if self._count and [array.shape for array in arrays] != [total.shape for total in self._sums]:
+            raise ShapeError.at(
+                "GradientAccumulator.add",
+                found=f"gradients of shapes {[array.shape for array in arrays]}",
+                expected=f"shapes {[total.shape for total in self._sums]}, as in the step before",
+            )
+        self._dtypes = [array.dtype for array in given]
+        with on_device_of_any(arrays):
+            if self._count:
+                # Sums that were restored are on the host.
+                self._sums = [placed_as(total, array) + array for total, array in zip(self._sums, arrays, strict=True)]
+            else:
+                self._sums = [array.copy() for array in arrays]
+        self._count += 1
+        return None if self._count < self.steps else self.take()
+
+    @property
+    def partial_sums(self) -> list[Array]:
+        """The sums so far, 16-bit floats in 32 bits; none before the first step of a group."""
+        return list(self._sums) if self._count else []
+
+    @property
+    def position(self) -> tuple[int, list[np.dtype[Any]]]:
+        """How many steps the sums are of, and the dtypes that the gradients had."""
+        return (self._count, list(self._dtypes)) if self._count else (0, [])
+
+    def go_on_with(self, count: int, sums: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> None:
+        """Take the place of an accumulator that had this `position` and these `partial_sums`."""
+        self._count, self._sums, self._dtypes = count, list(sums), list(dtypes)
+
+    def take(self) -> list[Array] | None:
+        """Return the sums so far, of the last group of steps that may be shorter, and start again; None without any."""
+        if not self._count:
+            return None
+        self._count = 0
+        with np.errstate(over="ignore"):
+            return [total.astype(dtype, copy=False) for total, dtype in zip(self._sums, self._dtypes, strict=True)]
+
+
+def as_dense(gradient: Any, like: Any) -> Array:
+    """Return a gradient as an array of the dtype of `like`; IndexedSlices become an array of its shape."""
+    if isinstance(gradient, IndexedSlices):
+        dense = np.zeros(like.shape, like.dtype)
+        np.add.at(dense, host_array(gradient.indices), host_array(gradient.values).astype(like.dtype, copy=False))
+        return _beside(dense, like)
+    return _beside(gradient, like).astype(like.dtype, copy=False)
+
+
+def _beside(gradient: Any, like: Any) -> Array:
+    """Return a gradient where its variable is."""
+    return placed_as(gradient, like.local_view if hasattr(like, "local_view") else like)

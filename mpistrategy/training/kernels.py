@@ -1,0 +1,220 @@
+"""One step of an optimizer, in place, on flat pieces that fit the cache: no temporary of the variable's size.
+
+A kernel does to every element what the optimizer's formula says, operation by operation and in its order, so that
+the bits are those of the formula applied to whole arrays, however they are cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import is_on_device, may_share_memory, on_device_of
+
+#: The most bytes of one array that a kernel is given at once.  The arrays of a step then stay in the cache between its
+#: operations; smaller pieces cost more calls and shorter streams than they save (measured, 64 KiB to 4 MiB).
+CHUNK_BYTES = 2**19
+#: How many scratch arrays a kernel may use.
+SCRATCH_ARRAYS = 2
+#: On a GPU a chunk is as large as what a kernel's launch is nothing beside.
+DEVICE_CHUNK_BYTES = 64 * 2**20
+
+
+class Kernel(Protocol):
+    """One step on flat contiguous arrays of one dtype and length.
+
+    Args:
+        parameter: changed in place.
+        gradient: read only; not overwritten, for it may be the caller's.
+        slots: changed in place, by name.
+        scratch: `SCRATCH_ARRAYS` arrays to write anything into.
+    """
+
+    def __call__(
+        self, parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]
+    ) -> None: ...
+
+
+def sgd(rate: float) -> Kernel:
+    """Return the kernel of ``p -= rate * g``."""
+
+    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+        change = scratch[0]
+        np.multiply(rate, gradient, out=change)
+        np.subtract(parameter, change, out=parameter)
+
+    return step
+
+
+def momentum(rate: float, decay: float, nesterov: bool) -> Kernel:
+    """Return the kernel of ``v = decay * v + g``, then ``p -= rate * v``, or ``rate * (g + decay * v)``."""
+
+    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+        velocity, change = slots["momentum"], scratch[0]
+        np.multiply(decay, velocity, out=velocity)
+        np.add(velocity, gradient, out=velocity)
+        if nesterov:
+            np.multiply(decay, velocity, out=change)
+            np.add(gradient, change, out=change)
+            np.multiply(rate, change, out=change)
+        else:
+            np.multiply(rate, velocity, out=change)
+        np.subtract(parameter, change, out=parameter)
+
+    return step
+
+
+def adam(size: float, beta_1: float, beta_2: float, epsilon: float) -> Kernel:
+    """Return the kernel of Adam's step, whose `size` has the correction of the bias in it."""
+
+    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+        m, v, (change, root) = slots["m"], slots["v"], scratch
+        np.multiply(1 - beta_1, gradient, out=change)
+        np.multiply(beta_1, m, out=m)
+        np.add(m, change, out=m)
+        np.multiply(1 - beta_2, gradient, out=change)
+        np.multiply(change, gradient, out=change)
+        np.multiply(beta_2, v, out=v)
+        np.add(v, change, out=v)
+        np.multiply(size, m, out=change)
+        np.sqrt(v, out=root)
+        np.add(root, epsilon, out=root)
+        np.divide(change, root, out=change)
+        np.subtract(parameter, change, out=parameter)
+
+    return step
+
+
+def after_decay(decay: float, kernel: Kernel) -> Kernel:
+    """Return a kernel that does ``p -= decay * p`` before another's step."""
+
+    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+        change = scratch[0]
+        np.multiply(decay, parameter, out=change)
+        np.subtract(parameter, change, out=parameter)
+        kernel(parameter, gradient, slots, scratch)
+
+    return step
+
+
+def has_kernel(dtype: np.dtype[Any]) -> bool:
+    """Return whether kernels take `dtype`: NumPy's own floats.
+
+    bfloat16 is none of them.  Complex products are left out since their last bits depend on where the arrays lie:
+    NumPy multiplies with fused instructions in some places only.
+    """
+    return dtype.kind == "f"
+
+
+def has_current_kernel(optimizer: object, base: type) -> bool:
+    """Return whether the `kernel` of an optimizer does what its `change` and `update` do.
+
+    Not so when one of these has been overridden in a class further down, or on the instance; nor in `base`, which has
+    no kernel.
+    """
+    classes = type(optimizer).__mro__
+    at = {
+        name: next(number for number, one in enumerate(classes) if name in vars(one))
+        for name in ("kernel", "change", "update")
+    }
+    overridden = min(at["change"], at["update"]) < at["kernel"] or not vars(optimizer).keys().isdisjoint(at)
+    return not overridden and classes[at["kernel"]] is not base
+
+
+class Scratch:
+    """Arrays to write anything into, made once for each dtype."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[np.dtype[Any], tuple[Array, ...]] = {}
+
+    def of(self, dtype: np.dtype[Any], size: int) -> tuple[Array, ...]:
+        """Return `SCRATCH_ARRAYS` and one more of `size` elements, at most a chunk's; the same memory at every call."""
+        known = self._arrays.get(dtype)
+        if known is None:
+            known = self._arrays[dtype] = tuple(np.empty((SCRATCH_ARRAYS + 1, chunk_size(dtype)), dtype))
+        return tuple(array[:size] for array in known)
+
+
+def chunk_size(dtype: np.dtype[Any]) -> int:
+    """Return how many elements of `dtype` a kernel is given at once, at most."""
+    return CHUNK_BYTES // dtype.itemsize
+
+
+def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Yield the pieces of at most `size` elements from `start` to `stop`."""
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
+
+
+def flat_update(parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> FlatUpdate:
+    """Return the update of one variable where it is: in chunks on the host, as a whole on a GPU."""
+    return (DeviceUpdate if is_on_device(parameter) else FlatUpdate)(parameter, slots, scratch)
+
+
+class FlatUpdate:
+    """One variable and its slots, cut into chunks once; `run` makes a step.
+
+    Args:
+        parameter: the variable's memory, C-contiguous.
+        slots: its slots' memory by name, of the same shape and dtype.
+        scratch: where the kernel keeps what it computes.
+    """
+
+    def __init__(self, parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> None:
+        self._memory = [parameter, *slots.values()]
+        flat, beside = parameter.reshape(-1), {name: slot.reshape(-1) for name, slot in slots.items()}
+        self._chunks = [
+            (
+                piece,
+                flat[piece],
+                {name: slot[piece] for name, slot in beside.items()},
+                scratch.of(flat.dtype, piece.stop - piece.start)[:SCRATCH_ARRAYS],
+            )
+            for piece in chunks(0, flat.size, chunk_size(flat.dtype))
+        ]
+
+    def run(self, kernel: Kernel, gradient: Array) -> None:
+        """Make one step with `gradient`, which has the variable's shape and dtype."""
+        if any(may_share_memory(gradient, array) for array in self._memory):
+            gradient = gradient.copy()  # the variable itself as its gradient, say: the step would change it halfway
+        flat = gradient.reshape(-1)
+        for piece, parameter, slots, scratch in self._chunks:
+            kernel(parameter, flat[piece], slots, scratch)
+
+
+class DeviceUpdate(FlatUpdate):
+    """The same in GPU memory: in larger chunks, and what is computed beside them is CuPy's again between the steps."""
+
+    def __init__(self, parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> None:
+        self._memory = [parameter, *slots.values()]
+        flat, beside = parameter.reshape(-1), {name: slot.reshape(-1) for name, slot in slots.items()}
+        self._chunks = [
+            (piece, flat[piece], {name: slot[piece] for name, slot in beside.items()}, ())
+            for piece in chunks(0, flat.size, DEVICE_CHUNK_BYTES // flat.dtype.itemsize)
+        ]
+
+    def run(self, kernel: Kernel, gradient: Array) -> None:
+        """Make one step with `gradient`, on the current stream."""
+        with on_device_of(self._memory[0]):
+            if any(may_share_memory(gradient, array) for array in self._memory):
+                gradient = gradient.copy()
+            flat = gradient.reshape(-1)
+            for piece, parameter, slots, _ in self._chunks:
+                kernel(parameter, flat[piece], slots, [np.empty_like(parameter) for _ in range(SCRATCH_ARRAYS)])
+
+
+def make_room(parameters: Sequence[Array]) -> list[Array]:
+    """Return memory as large as updates of these need beside them: memory that is short shows before the ranks agree.
+
+    To be let go of where the updates begin; CuPy's pool then has it ready.
+    """
+    on_device = [array for array in parameters if is_on_device(array)]
+    if not on_device:
+        return []
+    largest = max(on_device, key=lambda array: array.nbytes)
+    with on_device_of(largest):
+        piece = largest.reshape(-1)[: DEVICE_CHUNK_BYTES // largest.dtype.itemsize]
+        return [np.empty_like(piece) for _ in range(SCRATCH_ARRAYS)]

@@ -1,0 +1,150 @@
+"""Metrics over all replicas: each replica adds to its own ON_READ variables; reading the result combines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import host_array
+from mpistrategy.errors import LeafError, ShapeError
+from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.variables.variable import Variable
+
+
+class Sum:
+    """The sum of everything that all replicas added.  Create it in `strategy.scope()`.
+
+    Args:
+        name: a name for messages, equal on all ranks.
+    """
+
+    def __init__(self, name: str = "sum") -> None:
+        self._total = _per_replica_sum(f"{name}/total")
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """What it counts in; for checkpoints."""
+        return (self._total,)
+
+    def update_state(self, value: Any) -> None:
+        """Add all elements of `value`; local, for step functions.
+
+        Raises:
+            LeafError: for what is no array of real numbers.
+        """
+        self._total.assign_add(float(np.sum(_real(value, "Sum.update_state"))))
+
+    def result(self) -> float:
+        """Return the sum over all replicas.  Collective in cross-replica context."""
+        return float(self._total)
+
+    def reset_state(self) -> None:
+        """Start again from 0."""
+        self._total.assign(0.0)
+
+
+class Mean:
+    """The mean of everything that all replicas added, right for parts of unequal size.
+
+    Args:
+        name: a name for messages, equal on all ranks.
+    """
+
+    def __init__(self, name: str = "mean") -> None:
+        self._total = _per_replica_sum(f"{name}/total")
+        self._count = _per_replica_sum(f"{name}/count")
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """What it counts in; for checkpoints."""
+        return (self._total, self._count)
+
+    def update_state(self, value: Any, weight: Any = 1.0) -> None:
+        """Add the elements of `value`, each with `weight` (a number, or an array that broadcasts to its shape); local.
+
+        Raises:
+            LeafError: for what is no array of real numbers.
+            ShapeError: for a weight that does not fit; nothing has been added then.
+        """
+        where = f"{type(self).__name__}.update_state"
+        value, weights = _real(value, where), _real(weight, where)
+        try:
+            weights = np.broadcast_to(weights, value.shape)
+        except ValueError as error:
+            raise ShapeError.at(
+                where, found=f"a weight of shape {weights.shape}", expected=f"a number, or shape {value.shape}"
+            ) from error
+        self._total.assign_add(float(np.sum(value * weights)))
+        self._count.assign_add(float(np.sum(weights)))
+
+    def result(self) -> float:
+        """Return the weighted mean over all replicas; NaN when nothing was added.  Collective."""
+        total, count = float(self._total), float(self._count)
+        return total / count if count else float("nan")
+
+    def reset_state(self) -> None:
+        """Start again."""
+        self._total.assign(0.0)
+        self._count.assign(0.0)
+
+
+class Accuracy(Mean):
+    """The share of rows whose predicted class is right, over all replicas.
+
+    Args:
+        name: a name for messages, equal on all ranks.
+    """
+
+    def __init__(self, name: str = "accuracy") -> None:
+        super().__init__(name)
+
+    def update_state(self, labels: Any, predictions: Any, weight: Any = 1.0) -> None:  # type: ignore[override]
+        """Count rows; local, for step functions.
+
+        Args:
+            labels: class numbers of shape ``(rows,)``.
+            predictions: class numbers of shape ``(rows,)``, or scores of shape ``(rows, classes)``.
+            weight: a number, or one for each row.
+
+        Raises:
+            ShapeError: when there is not one prediction for each label.
+        """
+        labels, predictions = host_array(labels), host_array(predictions)
+        where = "Accuracy.update_state"
+        if predictions.ndim == labels.ndim + 1 and predictions.shape[-1] > 1:
+            predictions = predictions.argmax(axis=-1)
+        elif predictions.dtype.kind == "f" and not np.array_equal(predictions, np.rint(predictions)):
+            raise ShapeError.at(
+                where,
+                found=f"numbers that are no classes, of shape {predictions.shape}",
+                expected="class numbers, or scores of shape (rows, classes)",
+                fix="Of probabilities of one class, pass p > 0.5.",
+            )
+        if labels.ndim != 1 or predictions.shape != labels.shape:
+            raise ShapeError.at(
+                where,
+                found=f"labels of shape {labels.shape} and predictions of shape {predictions.shape}",
+                expected="labels (rows,), and predictions (rows,) or (rows, classes)",
+            )
+        super().update_state(predictions == labels, weight)
+
+
+def _real(value: Any, where: str) -> Array:
+    try:
+        array = host_array(value)
+        if array.dtype.kind in "OSUc":
+            raise TypeError(f"dtype {array.dtype}")
+        return array.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise LeafError.at(where, found=f"{value!r}", expected="real numbers") from error
+
+
+def _per_replica_sum(name: str) -> Variable:
+    return Variable(
+        np.float64(0),
+        name=name,
+        synchronization=VariableSynchronization.ON_READ,
+        aggregation=VariableAggregation.SUM,
+    )

@@ -1,0 +1,113 @@
+"""Are reduced gradients finite?  All ranks find the same, whatever each of them sees."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, wire_dtype
+from mpistrategy.arrays.gpu import host_array, is_on_device
+from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.errors import NonFiniteWarning, OptionError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import call_site
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.variables.variable import Variable
+
+#: What can be done about gradients that are not finite.
+POLICIES = ("raise", "skip", "warn", None)
+_PIECE = 2**16
+
+
+def checked_policy(where: str, policy: Any) -> str | None:
+    """Return `policy`; raise OptionError unless it is one of `POLICIES`."""
+    if not (policy is None or (isinstance(policy, str) and policy in POLICIES)):
+        raise OptionError.at(where, found=f"nonfinite={policy!r}", expected='"raise", "skip", "warn" or None')
+    return policy
+
+
+def all_finite(array: Array) -> bool:
+    """Return whether all numbers of a floating or complex array are finite; makes no temporary of its size."""
+    with np.errstate(all="ignore"):
+        # Infinities and NaN never leave a sum again.  That of large numbers may overflow: then each is looked at.
+        wide = wire_dtype(array.dtype)
+        total = array.sum(dtype=wide) if is_on_device(array) else np.add.reduce(array, axis=None, dtype=wide)
+        if np.isfinite(total):
+            return True
+    return all(np.isfinite(piece).all() for piece in _pieces(array))
+
+
+def what_is_not(array: Array) -> str:
+    """Return how many numbers of an array are not finite, in words: ``2 NaN, 1 infinite``; "" for none."""
+    nan = infinite = 0
+    for piece in _pieces(array):
+        nans = int(np.isnan(piece).sum())
+        nan += nans
+        infinite += piece.size - int(np.isfinite(piece).sum()) - nans
+    return ", ".join(text for count, text in ((nan, f"{nan} NaN"), (infinite, f"{infinite} infinite")) if count)
+
+
+def _pieces(array: Array) -> Iterator[Array]:
+    flat = array.ravel("K")  # a view of what is contiguous, in whatever order
+    for start in range(0, flat.size, _PIECE):
+        yield flat[start : start + _PIECE]
+
+
+def screen(
+    communicator: Communicator,
+    call: Call,
+    reduced: Sequence[Array],
+    norm: float,
+    variables: Sequence[Variable],
+    brought: Sequence[Any] | None,
+    policy: str,
+) -> str:
+    """Return what is not finite among reduced gradients, in words that are the same on all ranks; "" for nothing.
+
+    Collective: one number is exchanged, since ranks that were given different Mirrored gradients, or one whose memory
+    is broken, do not see the same.
+
+    Args:
+        communicator: the ranks.
+        call: the call that all ranks make.
+        reduced: the gradients, one for each variable.
+        norm: the norm of them all, by which they will be scaled; 0 where they will not.
+        variables: what they are for.
+        brought: what this rank brought to the reduction; None when that is gone.
+        policy: what will be done; "skip" needs no words.
+    """
+    call.expect_more()
+    first = next((number for number, array in enumerate(reduced) if not all_finite(array)), len(reduced))
+    if first == len(reduced) and np.isfinite(norm):
+        first += 1
+    if communicator.size > 1:
+        call.agree("screen gradients", op=policy)
+        least = np.array([first], np.int64)
+        communicator.allreduce(least, "MIN")
+        first = int(least[0])
+    if first > len(reduced):
+        return ""
+    if first == len(reduced):
+        return "a global norm of the gradients that is not finite"
+    what = f"a reduced gradient of {variables[first].key} that is not finite"
+    if policy == "skip" or brought is None:
+        return what
+    gradient = contribution(brought[first])
+    mine = what_is_not(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
+    told = [f"rank {rank} brought {text}" for rank, text in enumerate(communicator.allgather_text(mine)) if text]
+    return f"{what} ({_shortened(told) or 'no rank brought such numbers: their sum overflowed'})"
+
+
+def _shortened(texts: Sequence[str], most: int = 8) -> str:
+    return "; ".join([*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])])
+
+
+def warn_of(trouble: str, where: str, step: int, rank: int) -> None:
+    """Warn on replica 0, at the line of the program that makes the call."""
+    if rank == 0:
+        file, _, line = call_site().text.rpartition(":")
+        text = f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {step})"
+        warnings.warn_explicit(text, NonFiniteWarning, file or "?", int(line) if line.isdigit() else 1)

@@ -1,0 +1,179 @@
+"""Optimizers that use the public API only: reduce the gradients, then update each variable where it lives.
+
+They do steps 2 to 4 of the update pattern: gradients of all replicas are summed, and the sum is applied to every copy
+in update context; `mpistrategy.training.optimizer` says how.  Since gradients are summed, divide the loss by the global
+batch size, or pass ``aggregation="MEAN"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import any_array
+from mpistrategy.options import ReduceOp
+from mpistrategy.training import kernels
+from mpistrategy.training.checks import checked_number, not_negative
+from mpistrategy.training.optimizer import Optimizer
+from mpistrategy.variables.variable import Variable
+
+__all__ = ["SGD", "Adam", "AdamW", "Optimizer"]
+
+
+class SGD(Optimizer):
+    """Gradient descent: ``v = momentum * v + g``; the variable loses ``learning_rate * v`` (with nesterov,
+    ``learning_rate * (g + momentum * v)``).  A sparse gradient moves only the rows that it names, as in TensorFlow.
+
+    Args:
+        learning_rate: the step size.
+        momentum: from 0 to 1; 0 keeps no slot.
+        nesterov: look ahead by one momentum step.
+        aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
+    """
+
+    only_named_rows = True
+
+    def __init__(
+        self,
+        learning_rate: float = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        aggregation: ReduceOp | str = "SUM",
+        global_clipnorm: float | None = None,
+        check_every: int = 0,
+        nonfinite: str | None = None,
+    ) -> None:
+        super().__init__(learning_rate, aggregation, global_clipnorm, check_every, nonfinite)
+        self.momentum = checked_number(
+            type(self).__name__, "momentum", momentum, "a number from 0 to 1", lambda number: 0 <= number <= 1
+        )
+        self.nesterov = nesterov
+        self.slot_values = {"momentum": 0.0} if momentum else {}
+
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        """Update the momentum; return ``learning_rate`` times the step."""
+        rate = float(self.learning_rate)
+        if not self.momentum:
+            return any_array(rate * gradient)
+        velocity = slots["momentum"]
+        _store(velocity, self.momentum * velocity + gradient)
+        step = gradient + self.momentum * velocity if self.nesterov else velocity[...]
+        return any_array(rate * step)
+
+    def kernel(self) -> kernels.Kernel | None:
+        """Return `change` as one pass over memory."""
+        if not self.momentum:
+            return kernels.sgd(float(self.learning_rate))
+        return kernels.momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015, with the bias correction in the step size, as TensorFlow does it):
+    ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``, and the variable loses
+    ``learning_rate * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + epsilon)``.
+
+    Args:
+        learning_rate: the step size.
+        beta_1: the decay of m.
+        beta_2: the decay of v.
+        epsilon: keeps the quotient finite.
+        aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
+    """
+
+    slot_values: Mapping[str, float] = {"m": 0.0, "v": 0.0}
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        aggregation: ReduceOp | str = "SUM",
+        global_clipnorm: float | None = None,
+        check_every: int = 0,
+        nonfinite: str | None = None,
+    ) -> None:
+        super().__init__(learning_rate, aggregation, global_clipnorm, check_every, nonfinite)
+        where = type(self).__name__
+        decays = [("beta_1", beta_1), ("beta_2", beta_2)]
+        self.beta_1, self.beta_2 = (
+            checked_number(where, name, beta, "a number from 0 to below 1", lambda number: 0 <= number < 1)
+            for name, beta in decays
+        )
+        self.epsilon = checked_number(where, "epsilon", epsilon, "a number from 0 on", not_negative)
+
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        """Update m and v; return the step."""
+        m, v = slots["m"], slots["v"]
+        _store(m, self.beta_1 * m + (1 - self.beta_1) * gradient)
+        _store(v, self.beta_2 * v + (1 - self.beta_2) * gradient * np.conj(gradient))
+        return any_array(self.step_size(self.next_step()) * m / (np.sqrt(v) + self.epsilon))
+
+    def kernel(self) -> kernels.Kernel | None:
+        """Return `change` as one pass over memory."""
+        return kernels.adam(
+            self.step_size(self.next_step()), float(self.beta_1), float(self.beta_2), float(self.epsilon)
+        )
+
+    def step_size(self, t: int) -> float:
+        """Return the learning rate of step `t` (from 1 on), with the correction of the bias of m and v."""
+        return float(self.learning_rate) * float(np.sqrt(1 - self.beta_2**t)) / (1 - self.beta_1**t)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019): before Adam's step the variable loses
+    ``learning_rate * weight_decay * variable``.
+
+    Args:
+        learning_rate: the step size.
+        weight_decay: from 0 on.
+        beta_1: the decay of m.
+        beta_2: the decay of v.
+        epsilon: keeps the quotient finite.
+        aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        weight_decay: float = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        aggregation: ReduceOp | str = "SUM",
+        global_clipnorm: float | None = None,
+        check_every: int = 0,
+        nonfinite: str | None = None,
+    ) -> None:
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, aggregation, global_clipnorm, check_every, nonfinite)
+        self.weight_decay = checked_number(
+            type(self).__name__, "weight_decay", weight_decay, "a number from 0 on", not_negative
+        )
+
+    def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
+        """Let the variable decay, all of it, before Adam's step."""
+        decay = float(self.learning_rate) * self.weight_decay
+        var.assign_sub(any_array(decay * var).astype(var.dtype, copy=False))
+        super().update(var, gradient, slots, rows)
+
+    def kernel(self) -> kernels.Kernel | None:
+        """Return the decay and Adam's step as one pass over memory."""
+        adam = super().kernel()
+        return adam and kernels.after_decay(float(self.learning_rate) * float(self.weight_decay), adam)
+
+
+def _store(slot: Variable, value: Any) -> None:
+    # bfloat16 times a Python number is float32.
+    slot.assign(any_array(value).astype(slot.dtype, copy=False))

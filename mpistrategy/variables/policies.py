@@ -1,0 +1,298 @@
+"""What a variable does, in every context: one table for creation, one for reading and writing.
+
+A cell of `POLICIES` names a small function, all of which stand below the tables.  A read returns an array.  A write
+returns what this replica then applies to its own copy; it raises before anything is applied, and where it is
+collective it raises on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpistrategy import context
+from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
+from mpistrategy.arrays.gpu import host_array, placed_as
+from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
+from mpistrategy.context import Mode
+from mpistrategy.errors import AggregationError, MpiStrategyError, OptionTypeError, UnsupportedError
+from mpistrategy.options import ReduceOp
+from mpistrategy.options import VariableAggregation as Aggregation
+from mpistrategy.options import VariableSynchronization as Synchronization
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.interface.communicator import Communicator
+    from mpistrategy.variables.variable import Variable
+    from mpistrategy.variables.writes import Write
+
+Change: TypeAlias = "Array | IndexedSlices"
+
+
+class Policy(NamedTuple):
+    """One row of the table: how a variable is read and written in one context.
+
+    Attributes:
+        read: `read_value`, and with it arithmetic, comparison, indexing and conversion.
+        assign: `assign`.
+        add: `assign_add` and `assign_sub`.
+        scatter_add: `scatter_add` and `scatter_sub`.
+        scatter_set: `scatter_update` and `scatter_max`.
+    """
+
+    read: Callable[[Variable], Array]
+    assign: Callable[[Write], Change]
+    add: Callable[[Write], Change]
+    scatter_add: Callable[[Write], Change]
+    scatter_set: Callable[[Write], Change]
+
+
+class Creation(NamedTuple):
+    """What becomes of the synchronization that a variable of several replicas is created with.
+
+    Attributes:
+        kept_as: the synchronization that it has from then on; None refuses it.
+        trainable: what trainable=None means.
+    """
+
+    kept_as: Synchronization | None
+    trainable: bool
+
+
+#: Creation in the scope of a strategy of several replicas.  (Elsewhere everything is accepted and kept as it is.)
+CREATION = {
+    Synchronization.AUTO:     Creation(Synchronization.ON_WRITE, trainable=True),
+    Synchronization.ON_WRITE: Creation(Synchronization.ON_WRITE, trainable=True),
+    Synchronization.ON_READ:  Creation(Synchronization.ON_READ, trainable=False),
+    Synchronization.NONE:     Creation(None, trainable=True),
+}  # fmt: skip
+
+#: Aggregations that only real floating dtypes can be created with.
+NEEDS_FLOATING = (Aggregation.MEAN,)
+
+
+# ----------------------------------------------------------------------------------------------------- reads
+
+
+def own(variable: Variable) -> Array:
+    """This replica's copy; never communicates."""
+    return variable.local_view
+
+
+def summed(variable: Variable) -> Array:
+    """The sum or the mean of all copies.  Collective."""
+    extended = variable.strategy.extended
+    with extended.communicator.guard.call("reading a variable", name=variable.key) as call:
+        return extended.sum_or_mean(ReduceOp.parse(variable.aggregation, call.where), variable.local_view)
+
+
+def first(variable: Variable) -> Array:
+    """Replica 0's copy.  Collective."""
+    communicator = variable.strategy.extended.communicator
+    with communicator.guard.call("reading a variable", name=variable.key) as call:
+        call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
+        return _of_replica_0(variable.local_view, communicator)
+
+
+def no_read(variable: Variable) -> Array:
+    """Refused: nothing says how the copies, which may differ, become one value."""
+    raise AggregationError.at(
+        f"reading {variable.name!r}",
+        found="an ON_READ variable with aggregation NONE in cross-replica context",
+        expected="an aggregation that says how the replicas' values become one",
+        fix="Create it with an aggregation, or read it in a step function, where it is this replica's own.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- writes
+
+
+def alone(write: Write) -> Change:
+    """Each replica writes what it has; never communicates."""
+    return write.checked()
+
+
+def combined(write: Write) -> Change:
+    """The sum or the mean of what the replicas bring.  Collective."""
+    variable = write.variable
+    extended = variable.strategy.extended
+    with extended.communicator.guard.call(write.where, name=variable.key):
+        op = ReduceOp.parse(variable.aggregation, write.where)
+        mine = write.checked()
+        if not isinstance(mine, IndexedSlices):
+            return extended.sum_or_mean(op, mine)
+        value = PerReplica((mine,))
+        with context.cross_replica(variable.strategy):
+            gathered: IndexedSlices = local_component(extended.reduce_to(op, value, value))
+        return gathered
+
+
+def replica_0s(write: Write) -> Change:
+    """What replica 0 brings.  Collective."""
+    variable = write.variable
+    communicator = variable.strategy.extended.communicator
+    with communicator.guard.call(write.where, name=variable.key) as call:
+        mine = write.checked()
+        if isinstance(mine, IndexedSlices):
+            call.agree("broadcast slices", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
+            rows = np.array(mine.indices.size, np.int64)
+            communicator.bcast(rows, 0)
+            here = communicator.rank == 0
+            indices = mine.indices if here else np.empty(int(rows), np.int64)
+            values = mine.values if here else np.empty((int(rows), *variable.shape[1:]), variable.dtype)
+            parts = [np.array(part, order="C", copy=True) for part in (values, indices)]
+            for part in parts:
+                communicator.bcast(part, 0)
+            return IndexedSlices(*parts)
+        call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=True)
+        return _of_replica_0(mine, communicator)
+
+
+def _of_replica_0(mine: Array, communicator: Communicator) -> Array:
+    """Return a copy of replica 0's array, where this replica's is; by way of the host."""
+    sent = np.array(host_array(mine), order="C", copy=True)
+    communicator.bcast(sent, 0)
+    return placed_as(sent, mine)
+
+
+def alike(write: Write) -> Change:
+    """One value for all copies, which every rank has.  Collective, so that a refusal is everybody's; sends nothing."""
+    variable = write.variable
+    communicator = variable.strategy.extended.communicator
+    with communicator.guard.call(write.where, name=variable.key) as call:
+        if isinstance(write.value, PerReplica):
+            raise OptionTypeError.at(
+                write.full_name,
+                found="a PerReplica for an ON_READ variable in cross-replica context",
+                expected="one value, the same on every rank",
+                fix="To give each replica its own: strategy.run(lambda x: v.assign(x), args=(value,)).",
+            )
+        mine = write.checked()
+        layout = ((dtype_name(variable.dtype), variable.shape),)
+        call.agree("write", op=write.where, values=layout, sparingly=True)
+        return mine
+
+
+def shared(write: Write) -> Change:
+    """One value, of which every copy gets its share, so that reading their sum gives the value.  As `alike`."""
+    value = alike(write)
+    communicator = write.variable.strategy.extended.communicator
+    assert not isinstance(value, IndexedSlices)
+    return placed_as(share_of(host_array(value), communicator.rank, communicator.size), value)
+
+
+def share_of(value: Array, rank: int, size: int) -> Array:
+    """Return this rank's part of `value`, so that the parts add up to it.
+
+    Integers are kept exactly, whole units to the first ranks.  Other numbers are divided; rank 0 takes the residue.
+    """
+    dtype = value.dtype
+    if dtype.kind == "b":
+        return value if rank == 0 else np.zeros_like(value)
+    if dtype.kind in "iu":
+        wide = value if dtype.itemsize == 8 else value.astype(np.int64)
+        whole, rest = np.divmod(wide, wide.dtype.type(size))
+        return np.asarray(whole + (rest > rank)).astype(dtype)
+    total = value.astype(wire_dtype(dtype))
+    part = np.asarray((total / size).astype(dtype))
+    if rank != 0:
+        return part
+    finite = np.isfinite(part)
+    rest = total - np.where(finite, part, 0).astype(total.dtype) * (size - 1)
+    return np.asarray(np.where(finite, rest, total)).astype(dtype)
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) -> Callable[[Write], Change]:
+    def refuse(write: Write) -> Change:
+        variable = write.variable
+        policy = f"{variable.synchronization.name}/{variable.aggregation.name}"
+        raise kind.at(write.full_name, found=f"{found} ({policy})", expected=expected, fix=fix)
+
+    return refuse
+
+
+drifts = _refused(
+    AggregationError,
+    "a write in replica context to an ON_WRITE variable with aggregation NONE",
+    "an aggregation that says how the replicas' values become one",
+    "Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA', or write in cross-replica context.",
+)
+n_times = _refused(
+    AggregationError,
+    "an ON_READ variable with aggregation SUM in cross-replica context, where every copy would get it",
+    "a call in a step function, where each replica adds to its own copy",
+    "Call it inside strategy.run, or use assign to set the total.",
+)
+no_rows = _refused(
+    UnsupportedError,
+    "an ON_READ variable",
+    "an ON_WRITE variable",
+    "Write whole values: v.assign(...), v.assign_add(slices.to_dense()).",
+)
+not_sum = _refused(
+    UnsupportedError,
+    "an aggregation that adds",
+    "aggregation NONE or ONLY_FIRST_REPLICA",
+    "Use scatter_add or scatter_sub, whose updates can be summed.",
+)
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+_ON_WRITE, _ON_READ = Synchronization.ON_WRITE, Synchronization.ON_READ
+_NONE, _SUM, _MEAN, _FIRST = Aggregation.NONE, Aggregation.SUM, Aggregation.MEAN, Aggregation.ONLY_FIRST_REPLICA
+_STEP, _CROSS, _UPDATE = Mode.REPLICA, Mode.CROSS_REPLICA, Mode.UPDATE
+
+#: Each synchronization, aggregation and context.  Outside every context, a variable is used as in cross-replica
+#: context; in another strategy's context, not at all.
+POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
+    # The copies are equal.  A step function's write brings the replicas' values together; elsewhere the ranks agree
+    # already, and each writes what it has.
+    # sync., aggregation, context        read     assign      assign_add  scatter_add scatter_update
+    #                                                         assign_sub  scatter_sub scatter_max
+    (_ON_WRITE, _NONE,  _STEP):   Policy(own,     drifts,     drifts,     drifts,     drifts),
+    (_ON_WRITE, _SUM,   _STEP):   Policy(own,     combined,   combined,   combined,   not_sum),
+    (_ON_WRITE, _MEAN,  _STEP):   Policy(own,     combined,   combined,   combined,   not_sum),
+    (_ON_WRITE, _FIRST, _STEP):   Policy(own,     replica_0s, replica_0s, replica_0s, replica_0s),
+
+    (_ON_WRITE, _NONE,  _CROSS):  Policy(own,     alone,      alone,      alone,      alone),
+    (_ON_WRITE, _SUM,   _CROSS):  Policy(own,     alone,      alone,      alone,      not_sum),
+    (_ON_WRITE, _MEAN,  _CROSS):  Policy(own,     alone,      alone,      alone,      not_sum),
+    (_ON_WRITE, _FIRST, _CROSS):  Policy(own,     alone,      alone,      alone,      alone),
+
+    (_ON_WRITE, _NONE,  _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
+    (_ON_WRITE, _SUM,   _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
+    (_ON_WRITE, _MEAN,  _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
+    (_ON_WRITE, _FIRST, _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
+
+    # Every replica has its own copy.  A cross-replica read brings them together; after a cross-replica assign, that
+    # read gives what was assigned.
+    (_ON_READ,  _NONE,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _FIRST, _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
+
+    (_ON_READ,  _NONE,  _CROSS):  Policy(no_read, alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _CROSS):  Policy(summed,  shared,     n_times,    no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _CROSS):  Policy(summed,  alike,      alike,      no_rows,    no_rows),
+    (_ON_READ,  _FIRST, _CROSS):  Policy(first,   alike,      alike,      no_rows,    no_rows),
+
+    (_ON_READ,  _NONE,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _SUM,   _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _MEAN,  _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
+    (_ON_READ,  _FIRST, _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
+}  # fmt: skip
+
+#: A variable that belongs to this rank alone (of the default strategy or a OneDeviceStrategy), in every context.
+LOCAL = Policy(own, alone, alone, alone, alone)
+
+
+def policies_of(variable: Variable) -> dict[Mode, Policy]:
+    """Return the rows of one variable, by context."""
+    if variable.strategy.extended.is_local:
+        return dict.fromkeys(Mode, LOCAL)
+    return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}

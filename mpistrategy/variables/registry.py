@@ -1,0 +1,180 @@
+"""Placement: where a strategy's variables live, and which variables are its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy import context
+from mpistrategy.arrays.devices import gpu_of
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.variables.storage import Block, VariableStorage
+from mpistrategy.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.strategy.strategy import Strategy
+
+
+class Placement:
+    """The part of StrategyExtended that knows devices and variables.
+
+    Args:
+        container_strategy: the strategy it belongs to.
+    """
+
+    communicator: Communicator
+
+    def __init__(self, container_strategy: Strategy) -> None:
+        self._container_strategy = container_strategy
+        self._colocated_with: list[Variable] = []
+        self._unnamed_variables = 0
+        #: How many variables have been created; the same on every rank.
+        self.variables_made = 0
+        # By number: nothing here keeps a variable alive.
+        self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+        # One of each for all copies of a strategy: they have the same ranks.
+        self._arena_numbers = itertools.count(1)
+        self.variable_storage = VariableStorage()
+
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
+        """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
+
+        Every variable of a strategy lives on every replica, so this records a relation and checks it.
+
+        Raises:
+            ContextError: outside scope().
+            OptionError: when the argument is no variable of this strategy.
+        """
+        frame = context.current_frame()
+        if frame is None or frame.strategy is not self._container_strategy:
+            raise ContextError.at(
+                "StrategyExtended.colocate_vars_with",
+                found="a call outside scope()",
+                expected="a call inside strategy.scope()",
+            )
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise OptionError.at(
+                "StrategyExtended.colocate_vars_with",
+                found=repr(colocate_with_variable),
+                expected="a variable created in this strategy's scope",
+            )
+        return self._colocating(colocate_with_variable)
+
+    @contextlib.contextmanager
+    def _colocating(self, variable: Variable) -> Iterator[None]:
+        self._colocated_with.append(variable)
+        try:
+            yield
+        finally:
+            self._colocated_with.pop()
+
+    def next_variable_name(self) -> str:
+        """Return the name of a variable that is given none; the same on every rank, since creation is collective."""
+        return f"Variable_{self._unnamed_variables}"
+
+    def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, Block | None]:
+        """Return memory for a variable, and its place where the ranks share it.  Collective, in an agreed call."""
+        return self.variable_storage.allocate(self.communicator, dtype, shape)
+
+    def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
+        """Return GPU memory for a variable; None where its place is on the host.
+
+        That is so on strategies of CPUs, and for variables without axes (counters, totals, rates): Python looks at
+        them all the time, and would wait for the GPU each time.
+        """
+        if not shape or not self.drives_gpu:
+            return None
+        cupy = cupy_for("a variable on a GPU")
+        with cupy.cuda.Device(self.communicator.devices[self.communicator.rank].index):
+            return cupy.empty(shape, dtype)
+
+    @property
+    def drives_gpu(self) -> bool:
+        """Whether this rank's device is a GPU."""
+        return gpu_of(self.communicator.devices, self.communicator.rank) is not None
+
+    def next_arena_number(self) -> int:
+        """Return the number of an arena; the same on every rank, since creation is collective."""
+        return next(self._arena_numbers)
+
+    def register_variable(self, variable: Variable) -> None:
+        """Note a variable that was created for this strategy, and its place."""
+        # Counted only now that all ranks have made it: a creation that some refuse leaves the numbers equal.
+        self._variables[self.variables_made] = variable
+        self.variables_made += 1
+        self._unnamed_variables += variable.name == self.next_variable_name()
+        variable.colocated_with = self._colocated_with[-1] if self._colocated_with else None
+
+    def variables_alive(self) -> list[tuple[int, Variable]]:
+        """Return the variables that are still in use on this rank, with their numbers, in order of creation.
+
+        A number means the same variable on all ranks; which ones are alive may differ: ranks collect when they like.
+        """
+        return sorted(self._variables.items(), key=lambda item: item[0])
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether `v` is a variable of this strategy."""
+        return isinstance(v, Variable) and v.strategy is self._container_strategy
+
+    def value_container(self, value: Any) -> Any:
+        """Return the container of a component: here a value is its own container."""
+        return value
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
+        """Return where variables that belong to no other variable go: this rank's device."""
+        return self.worker_devices
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """This rank's device, as a tuple of one full device string."""
+        return (str(self.communicator.devices[self.communicator.rank]),)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device of this rank's copies of the variables: the same as `worker_devices`."""
+        return self.worker_devices
+
+    # ------------------------------------------------------------------ what other libraries ask of a strategy
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether every step must have arrays of the same shapes: no."""
+        return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether several processes run this program: with more than one rank."""
+        return self.communicator.size > 1
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this rank makes the initial values of variables: every rank does, and rank 0's are used."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoint files: rank 0 does."""
+        return self.communicator.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank writes logs and summaries: rank 0 does."""
+        return self.communicator.rank == 0
+
+    def read_var(self, v: Variable) -> Any:
+        """Return the value of a variable: of an ON_READ one, in cross-replica context, the aggregate (collective).
+
+        Raises:
+            OptionTypeError: when `v` is no variable.
+        """
+        if not isinstance(v, Variable):
+            raise OptionTypeError.at("StrategyExtended.read_var", found=f"v={v!r}", expected="a Variable")
+        return v.read_value()

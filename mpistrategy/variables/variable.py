@@ -1,0 +1,380 @@
+"""Variables: storage on every replica; `variable_policies` says when and how the copies meet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, TypeVar
+
+import numpy as np
+
+from mpistrategy import context
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, to_array
+from mpistrategy.arrays.gpu import copy_of, host_array, is_on_device, write_from_host
+from mpistrategy.arrays.values import ArrayLike
+from mpistrategy.context import Mode
+from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
+from mpistrategy.mpi.faults.injection import collective
+from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING, Policy, policies_of
+from mpistrategy.variables.writes import Write, converted, plain
+
+if TYPE_CHECKING:
+    import enum
+
+    from mpistrategy.strategy.strategy import Strategy
+    from mpistrategy.variables.storage import Block
+
+    E = TypeVar("E", bound=enum.Enum)
+
+
+class Variable(ArrayLike):
+    """An array that a strategy keeps on every replica.  Creation is collective.
+
+    Created in `strategy.scope()` (or in a step function), a variable belongs to the strategy; elsewhere it belongs to
+    the default strategy and lives on this rank alone.  It acts as an array: arithmetic, comparison, indexing and
+    `np.asarray` read it.  Writes go into the same memory, so that a view taken once stays true.
+
+    On a strategy of GPUs a variable is a CuPy array on its rank's GPU (one without axes stays on the host, and reads as
+    a NumPy scalar); what is assigned to it may come from either.  There a view is not protected from writes.
+
+    What reading and writing mean depends on the synchronization, the aggregation and the context; the whole table is
+    `mpistrategy.variables.policies.POLICIES`.
+
+    Args:
+        initial_value: an array, a number, or a function without arguments that returns one.  Replica 0's value is
+            sent to all replicas; shape and dtype must be equal everywhere.
+        trainable: whether optimizers should change it; None means True unless it is ON_READ.
+        dtype: the dtype; None means that of the initial value.
+        name: a name for messages and checkpoints, equal on all ranks; None means a numbered one.
+        synchronization: a VariableSynchronization or its name.  AUTO and ON_WRITE keep the copies equal at every
+            write; ON_READ lets every replica have its own and combines them when they are read in cross-replica
+            context.
+        aggregation: a VariableAggregation or its name: how the replicas' values are combined.
+
+    Raises:
+        OptionError: for an unknown synchronization or aggregation; NONE synchronization with several replicas; MEAN of
+            a dtype that is not floating.
+        DTypeError, LeafError: for initial values that are no arrays.
+        CollectiveMismatchError: when the ranks create different variables.
+    """
+
+    @collective("create")
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        dtype: Any = None,
+        name: str | None = None,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    ) -> None:
+        self._strategy = strategy = context.get_strategy()
+        communicator = strategy.extended.communicator
+        with communicator.guard.call("Variable") as call:
+            self._aggregation = _member(VariableAggregation, aggregation, "aggregation")
+            given = _member(VariableSynchronization, synchronization, "synchronization")
+            creation = CREATION[given]
+            self._synchronization = _kept_as(given, strategy)
+            self.trainable = creation.trainable if trainable is None else bool(trainable)
+            if name is not None and not isinstance(name, str):
+                raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
+            call.name = "Variable" if name is None else name
+            try:
+                with call.own_work():
+                    value = initial_value() if callable(initial_value) else initial_value
+            finally:
+                call.expect_more()  # whatever the function did together with the others, they wait at the next step
+            array = to_array(plain(value), call.where)
+            wanted = array.dtype if dtype is None else _parsed_dtype(dtype)
+            _check_dtype(wanted, self._aggregation, strategy)
+            if array.dtype != wanted:
+                array = converted(array, wanted, f"Variable {call.name!r} with dtype={dtype_name(wanted)}")
+            on_device = strategy.extended.device_memory(wanted, array.shape)
+            call.agree(
+                "create",
+                op=f"{self._synchronization.name}/{self._aggregation.name}",
+                values=((dtype_name(wanted), array.shape),),
+                destination="the host" if on_device is None else "a GPU",
+            )
+            # Placed after the agreement: a creation that some ranks refuse must leave all places equal.
+            if on_device is None:
+                self._storage, self._block = strategy.extended.storage_for(wanted, array.shape)
+                self._storage[...] = array
+                communicator.bcast(self._storage, 0)
+            else:
+                sent = np.array(array, order="C", copy=True)
+                communicator.bcast(sent, 0)
+                write_from_host(sent, on_device)
+                self._storage, self._block = on_device, None
+        # Numbered after the agreement: a creation that the ranks did not share must not make their counts differ.
+        self.name = strategy.extended.next_variable_name() if name is None else name
+        self._view = self._storage.view()
+        if not is_on_device(self._view):  # CuPy has no read-only arrays
+            self._view.flags.writeable = False
+        #: CuPy computes with NumPy's scalars, and not with its arrays of no axes.
+        self._is_scalar_beside_gpu = strategy.extended.drives_gpu and not array.shape
+        self._policies = policies_of(self)
+        #: What stands for this variable when ranks compare their calls: names need not be unique.
+        self.key = f"{self.name} (variable {strategy.extended.variables_made})"
+        #: The variable in whose `colocate_vars_with` block this one was created, if any.
+        self.colocated_with: Variable | None = None
+        strategy.extended.register_variable(self)
+
+    # ------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that keeps the copies together."""
+        return self._strategy
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the copies are brought together; AUTO has become ON_WRITE where there are several."""
+        return self._synchronization
+
+    @synchronization.setter
+    def synchronization(self, value: Any) -> None:
+        raise _fixed("synchronization", self)
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the replicas' values are combined."""
+        return self._aggregation
+
+    @aggregation.setter
+    def aggregation(self, value: Any) -> None:
+        raise _fixed("aggregation", self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape; reading it never communicates."""
+        return self._storage.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype; reading it never communicates."""
+        return self._storage.dtype
+
+    @property
+    def block(self) -> Block | None:
+        """Where the copies lie in memory that the ranks of a node share; None for memory of this rank's own."""
+        return self._block
+
+    def contribution(self) -> Array:
+        """Return this replica's own copy, which is what it brings to a reduction."""
+        return self._view
+
+    def __copy__(self) -> NoReturn:
+        raise _no_copy(self)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _no_copy(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise _no_copy(self)
+
+    def numpy(self) -> Array:
+        """Return a copy of the value on the host; ``v[...]`` is a view of it where it is, which stays true."""
+        return np.array(host_array(self._read()), copy=True)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a variable without axes")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        policy = f"{self.synchronization.name}/{self.aggregation.name}"
+        stored = np.array2string(host_array(self._storage), threshold=8, separator=", ")
+        return f"<Variable {self.name!r} shape={self.shape} dtype={dtype_name(self.dtype)} {policy}, here {stored}>"
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def read_value(self) -> Array:
+        """Return a copy of the value where it is, as reading the variable in this context gives it.
+
+        Reading an ON_READ variable in cross-replica context combines the copies and is collective; all else is local.
+
+        Raises:
+            AggregationError: for an ON_READ variable with aggregation NONE in cross-replica context.
+            ContextError: in the context of another strategy.
+        """
+        value = self._read()
+        if is_on_device(value):
+            return copy_of(value)  # type: ignore[no-any-return]
+        copied = np.array(value, copy=True)
+        return copied[()] if self._is_scalar_beside_gpu else copied
+
+    def value(self) -> Array:
+        """Return what `read_value` returns."""
+        return self.read_value()
+
+    def local_copy(self) -> Array:
+        """Return a copy of what this replica stores; never communicates."""
+        return copy_of(self._storage)  # type: ignore[no-any-return]
+
+    @property
+    def local_view(self) -> Array:
+        """What this replica stores, to look at: it follows every write.  Never communicates."""
+        return self._view
+
+    def updatable_storage(self) -> Array:
+        """Return what this replica stores, to be changed in place; ContextError outside an update of its strategy."""
+        context.require_update(self._strategy, "Variable.updatable_storage")
+        return self._storage
+
+    def _read(self) -> Array:
+        return self._policy("reading a variable").read(self)
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def assign(self, value: Any, *, read_value: bool = True) -> Any:
+        """Write `value`, as the policy of the context says; returns the variable.
+
+        In a step function an ON_WRITE variable first combines the replicas' values (its aggregation); this is
+        collective.  In cross-replica context an ON_WRITE variable's write is local: every rank writes what it has; an
+        ON_READ variable's is collective, and gives each copy its share of the value under SUM.  In an update, writes
+        are local.
+
+        Args:
+            value: an array of the variable's dtype and shape, or a number or list that fits without loss.
+            read_value: False returns None.
+
+        Raises:
+            AggregationError: in a step function, for an ON_WRITE variable with aggregation NONE.
+            DTypeError, ShapeError, LeafError: when `value` does not fit; nothing has been written then, on any
+                replica that takes part.
+            ContextError: in the context of another strategy.
+        """
+        written = self._write("assign", value)
+        return written if read_value else None
+
+    def assign_add(self, value: Any, *, read_value: bool = True) -> Any:
+        """Add `value`; otherwise as `assign`.  With SUM in a step function, the sum over the replicas is added once.
+
+        Raises:
+            AggregationError: also for an ON_READ variable with aggregation SUM in cross-replica context.
+        """
+        written = self._write("assign_add", value)
+        return written if read_value else None
+
+    def assign_sub(self, value: Any, *, read_value: bool = True) -> Any:
+        """Subtract `value`; otherwise as `assign_add`."""
+        written = self._write("assign_sub", value)
+        return written if read_value else None
+
+    def scatter_add(self, sparse_delta: Any) -> Self:
+        """Add rows: ``sparse_delta.values[i]`` to row ``sparse_delta.indices[i]``; repeated indices add up.
+
+        In a step function, all replicas' rows are added (MEAN divides them by the number of replicas).
+
+        Args:
+            sparse_delta: IndexedSlices.
+
+        Raises:
+            UnsupportedError: for an ON_READ variable.
+            AggregationError: in a step function, for an ON_WRITE variable with aggregation NONE.
+            ShapeError, DTypeError, OptionTypeError: when `sparse_delta` does not fit; nothing has been written then.
+        """
+        return self._write("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: Any) -> Self:
+        """Subtract rows; otherwise as `scatter_add`."""
+        return self._write("scatter_sub", sparse_delta)
+
+    def scatter_update(self, sparse_delta: Any) -> Self:
+        """Replace rows; otherwise as `scatter_add`.  Not for aggregations that add: SUM and MEAN."""
+        return self._write("scatter_update", sparse_delta)
+
+    def scatter_max(self, sparse_delta: Any) -> Self:
+        """Raise rows to at least the given ones; otherwise as `scatter_update`."""
+        return self._write("scatter_max", sparse_delta)
+
+    def _write(self, method: str, value: Any) -> Self:
+        write = Write(self, method, value)
+        policy = self._policy(write.where)
+        write.apply(self._storage, getattr(policy, _COLUMN[method])(write))
+        return self
+
+    def _policy(self, where: str) -> Policy:
+        frame = context.current_frame()
+        if frame is None or (frame.strategy.is_default and self._strategy is not frame.strategy):
+            return self._policies[Mode.CROSS_REPLICA]
+        if not self._strategy.extended.is_local:
+            context.require_same_strategy(frame, self._strategy, where)
+        return self._policies[frame.mode]
+
+
+#: Which column of the policy table a method is in.
+_COLUMN = {
+    "assign": "assign",
+    "assign_add": "add",
+    "assign_sub": "add",
+    "scatter_add": "scatter_add",
+    "scatter_sub": "scatter_add",
+    "scatter_update": "scatter_set",
+    "scatter_max": "scatter_set",
+}
+
+
+def _fixed(what: str, variable: Variable) -> UnsupportedError:
+    return UnsupportedError.at(
+        f"Variable.{what}",
+        found=f"an attempt to change it on {variable.name!r}",
+        expected=f"the {what} that the variable was created with",
+        fix="Create another variable.",
+    )
+
+
+def _member(kind: type[E], value: E | str, argument: str) -> E:
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    raise OptionError.at(
+        "Variable",
+        found=f"{argument}={value!r}",
+        expected=f"a {kind.__name__}: {', '.join(kind.__members__)}",
+    )
+
+
+def _kept_as(given: VariableSynchronization, strategy: Strategy) -> VariableSynchronization:
+    if strategy.extended.is_local:
+        return given
+    kept = CREATION[given].kept_as
+    if kept is None:
+        raise OptionError.at(
+            "Variable",
+            found=f"synchronization={given.name} in the scope of a strategy of several replicas",
+            expected="AUTO, ON_WRITE or ON_READ",
+            fix="Create variables that belong to one rank alone outside the scope.",
+        )
+    return kept
+
+
+def _check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation, strategy: Strategy) -> None:
+    if dtype.hasobject or dtype.kind in "SU":
+        raise DTypeError.at("Variable", found=f"dtype {dtype}", expected="a numeric or bool dtype")
+    floating = dtype.kind == "f" or is_bfloat16(dtype)
+    if aggregation in NEEDS_FLOATING and not floating and not strategy.extended.is_local:
+        raise OptionError.at(
+            "Variable",
+            found=f"aggregation={aggregation.name} of dtype {dtype_name(dtype)}",
+            expected="a floating dtype",
+            fix="Use SUM.",
+        )
+
+
+def _parsed_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        parsed: np.dtype[Any] = np.dtype(dtype)
+        return parsed
+    except TypeError as error:
+        raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
+
+
+def _no_copy(variable: Variable) -> CopyError:
+    return CopyError.at(
+        f"copying or pickling {variable.name!r}",
+        found="a copy of a variable",
+        expected="a new variable, which all ranks make together",
+        fix="Keep or send v.read_value() (an array), save it with a Checkpoint, or create another Variable from it.",
+    )

@@ -1,0 +1,192 @@
+"""One write to a variable: is the value fit for it, and what does it do to the storage?
+
+`Write.checked` raises before anything has changed; `Write.apply` cannot fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, dtype_name, to_array
+from mpistrategy.arrays.foreign import is_foreign
+from mpistrategy.arrays.gpu import as_device_array, host_array, is_on_device, may_share_memory, on_device_of, placed_as
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices, local_component
+from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from mpistrategy.variables.variable import Variable
+
+
+def _set(storage: Array, value: Array) -> None:
+    storage[...] = value
+
+
+def _set_rows(storage: Array, indices: Array, values: Array) -> None:
+    storage[indices] = values
+
+
+#: What the methods that take whole values do, given the storage and an array of its shape.
+DENSE: dict[str, Callable[[Array, Array], Any]] = {
+    "assign": _set,
+    "assign_add": lambda storage, value: np.add(storage, value, out=storage),
+    "assign_sub": lambda storage, value: np.subtract(storage, value, out=storage),
+}
+
+#: What the methods that take IndexedSlices do, given the storage, row numbers and rows.  Repeated rows all count; of
+#: several updates of one row the last stays.
+SPARSE: dict[str, Callable[[Array, Array, Array], Any]] = {
+    "scatter_add": np.add.at,
+    "scatter_sub": np.subtract.at,
+    "scatter_max": np.maximum.at,
+    "scatter_update": _set_rows,
+}
+
+#: Methods that cannot be had for the dtypes of these kinds.
+_NOT_FOR_KINDS = {
+    "assign_add": "b",
+    "assign_sub": "b",
+    "scatter_add": "b",
+    "scatter_sub": "b",
+    "scatter_max": "bc",
+}
+
+
+@dataclass(slots=True)
+class Write:
+    """One call of `Variable.assign` or of one of its relatives.
+
+    Attributes:
+        variable: the variable.
+        method: the name of the method.
+        value: what the user gave.
+    """
+
+    variable: Variable
+    method: str
+    value: Any
+
+    @property
+    def where(self) -> str:
+        """The public name of the method."""
+        return f"Variable.{self.method}"
+
+    @property
+    def full_name(self) -> str:
+        """The method and the variable, for messages."""
+        return f"{self.where} of {self.variable.name!r}"
+
+    def checked(self) -> Array | IndexedSlices:
+        """Return the value as an array (or slices) of the variable's dtype and shape.
+
+        Raises:
+            DTypeError, ShapeError, LeafError, OptionTypeError: when it is none; nothing has changed then.
+        """
+        kind = self.variable.dtype.kind
+        if kind in _NOT_FOR_KINDS.get(self.method, ""):
+            raise DTypeError.at(
+                self.full_name,
+                found=f"a variable of dtype {dtype_name(self.variable.dtype)}",
+                expected="a dtype that can be compared" if self.method == "scatter_max" else "a numeric dtype",
+            )
+        return self._array() if self.method in DENSE else self._slices()
+
+    def apply(self, storage: Array, change: Array | IndexedSlices) -> None:
+        """Change `storage` in place, with what `checked` returned or a combination of several replicas' such."""
+        with on_device_of(storage):
+            self._apply(storage, change)
+
+    def _apply(self, storage: Array, change: Array | IndexedSlices) -> None:
+        if isinstance(change, IndexedSlices):
+            where = host_array(storage)  # of one on a GPU, a copy: of repeated rows the last must stay there, too
+            SPARSE[self.method](where, host_array(change.indices), host_array(change.values))
+            if where is not storage:
+                storage[...] = placed_as(where, storage)
+        else:
+            DENSE[self.method](storage, placed_as(change, storage))
+
+    def _array(self) -> Array:
+        value = plain(self.value)
+        if isinstance(value, IndexedSlices):
+            raise UnsupportedError.at(
+                self.full_name, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense()."
+            )
+        array = self._of_dtype(value)
+        if array.shape != self.variable.shape:
+            raise ShapeError.at(self.full_name, found=f"shape {array.shape}", expected=f"shape {self.variable.shape}")
+        return placed_as(array, self._storage)
+
+    @property
+    def _storage(self) -> Array:
+        return self.variable.local_view
+
+    def _slices(self) -> IndexedSlices:
+        slices, shape = local_component(self.value), self.variable.shape
+        if not isinstance(slices, IndexedSlices):
+            raise OptionTypeError.at(
+                self.full_name, found=type(slices).__name__, expected="IndexedSlices(values, indices)"
+            )
+        indices = to_array(plain(slices.indices), f"{self.full_name}: indices")
+        if indices.dtype.kind not in "iu":
+            raise DTypeError.at(
+                self.full_name, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices"
+            )
+        values = host_array(self._of_dtype(plain(slices.values)))
+        if not shape or indices.ndim != 1 or values.shape != (*indices.shape, *shape[1:]):
+            raise ShapeError.at(
+                self.full_name,
+                found=f"values of shape {values.shape} for indices of shape {indices.shape}",
+                expected=f"one row of the variable, whose shape is {shape}, for each index",
+            )
+        outside = indices[(indices < 0) | (indices >= shape[0])]
+        if outside.size:
+            raise ShapeError.at(
+                self.full_name, found=f"index {outside[0]}", expected=f"indices from 0 to {shape[0] - 1}"
+            )
+        if may_share_memory(values, self.variable.local_view):
+            values = values.copy()
+        return IndexedSlices(values, indices.astype(np.int64))
+
+    def _of_dtype(self, value: Any) -> Array:
+        on_device = is_on_device(value) and is_on_device(self._storage)
+        array = as_device_array(value, self.full_name) if on_device else to_array(value, self.full_name)
+        if array.dtype == self.variable.dtype:
+            return array
+        if isinstance(value, np.ndarray) or is_on_device(value) or is_foreign(value):
+            raise misfit(array, self.variable.dtype, self.full_name)
+        return converted(array, self.variable.dtype, self.full_name)
+
+
+def plain(value: Any) -> Any:
+    """Return this rank's component of a container, the value of a variable; anything else unchanged."""
+    value = local_component(value)
+    return value._read() if isinstance(value, ArrayLike) else value
+
+
+def converted(array: Array, dtype: np.dtype[Any], where: str) -> Array:
+    """Convert a number or a list to `dtype` where neither its kind nor its size is lost."""
+    integers = array.dtype.kind in "iu"
+    if not np.can_cast(array.dtype, dtype, "same_kind") and not (integers and dtype.kind in "iufc"):
+        raise misfit(array, dtype, where)
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = array.astype(dtype)
+    if integers and dtype.kind in "iu":
+        fits = np.array_equal(result.astype(object), array.astype(object))
+    else:
+        fits = np.array_equal(np.isfinite(array), np.isfinite(result))
+    if not fits:
+        raise DTypeError.at(where, found=f"{array}", expected=f"numbers that {dtype_name(dtype)} can hold")
+    return result
+
+
+def misfit(array: Array, dtype: np.dtype[Any], where: str) -> DTypeMismatchError:
+    """Return the error for an array of another dtype."""
+    return DTypeMismatchError.at(
+        where,
+        found=f"dtype {dtype_name(array.dtype)}",
+        expected=f"dtype {dtype_name(dtype)}",
+        fix=f"Convert it first: x.astype({dtype_name(dtype)!r}).",
+    )
