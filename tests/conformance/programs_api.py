@@ -1,6 +1,6 @@
 """What exists, with which signature: what the recorded programs mean.
 
-tests/test_api_surface.py compares the recorded members with ours one by one.
+tests/whole/test_api_surface.py compares the recorded members with ours one by one.
 """
 
 from __future__ import annotations

@@ -290,7 +290,9 @@ with cupy_double.installed(nccl_double.made()) as cupy:
 
 @pytest.mark.parametrize("kind", ["hangs", "failed"])
 def test_a_result_that_never_comes_ends_the_job_with_a_roll_call(launch: Any, kind: str) -> None:
-    job = launch(2, HANGS.format(tests=str(Path(__file__).parent), kind=kind, seconds=3 if kind == "hangs" else 300))
+    job = launch(
+        2, HANGS.format(tests=str(Path(__file__).parents[2]), kind=kind, seconds=3 if kind == "hangs" else 300)
+    )
     assert job.returncode
     assert job.seconds < 30
     assert "went on" not in job.stdout

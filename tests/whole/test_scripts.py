@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from replicas import ALL
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RANKS = (1, 2, 3, 4) if ALL else (1, 3)
 
 Launch = Callable[..., launching.Finished]

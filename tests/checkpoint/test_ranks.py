@@ -276,7 +276,7 @@ if strategy.replica_id_in_sync_group == 0:
 
 @pytest.mark.parametrize(("p", "q"), [(1, 3), (3, 2), (4, 1), (2, 4)])
 def test_jobs_of_real_ranks(launch: Launch, tmp_path: Path, p: int, q: int) -> None:
-    tests = str(Path(__file__).parent)
+    tests = str(Path(__file__).parents[1])
     path = str(tmp_path / "with a space")
     printed = [
         launch(ranks, PROGRAM.format(tests=tests, save=save, path=path)).check().stdout

@@ -15,7 +15,7 @@ from typing import Any
 import launching
 import pytest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 HEAD = """
 import os, time
 import pytest

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from secrets_planted import PLANTED
 
 from mpistrategy.cli.doctor.checks import catalog
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
@@ -355,15 +356,6 @@ def test_worst() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ secrets
-
-
-PLANTED = {
-    "WANDB_API_KEY": "0f3c9a7be1d2",
-    "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9.payload.signature",
-    "SLURM_JOB_COMMENT": "token=s3cr3t-of-mine",
-    "MY_SECRET": "hunter2hunter2",
-    "DB_PASSWORD": "correct horse",
-}
 
 
 def test_values_of_secret_variables_are_never_shown() -> None:

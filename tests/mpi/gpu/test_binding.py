@@ -502,7 +502,7 @@ print("went on")
 
 
 def test_a_job_whose_ranks_would_share_a_gpu_ends(launch: Callable[..., launching.Finished]) -> None:
-    job = launch(3, JOB.format(tests=str(Path(__file__).parent)), timeout=30)
+    job = launch(3, JOB.format(tests=str(Path(__file__).parents[2])), timeout=30)
     assert job.returncode == 1
     assert "went on" not in job.stdout
     assert "ranks 0, 1, 2 on" in job.stderr

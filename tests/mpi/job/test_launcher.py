@@ -26,7 +26,7 @@ from mpistrategy.mpi.job.launcher import Introduction, Process, introductions, r
 Launch = Callable[..., launching.Finished]
 
 MPICH, OPEN_MPI, INTEL = "MPICH 5.0.2", "Open MPI v5.0.11", "Intel MPI Library 2021.18"
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 
 # ------------------------------------------------------------------------------------- the decision
 

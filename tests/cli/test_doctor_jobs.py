@@ -18,7 +18,7 @@ import launching
 import numpy as np
 import pytest
 from mpi4py import MPI
-from test_doctor import PLANTED
+from secrets_planted import PLANTED
 
 import mpistrategy
 from mpistrategy.cli import main
@@ -132,7 +132,7 @@ def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch
     source = f"""
         import mmap, os, sys
         {MY_RANK}
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
         from gpu_doubles import pretended
         from mpistrategy.cli import main as cli
         if rank == 1:

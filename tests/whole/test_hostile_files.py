@@ -169,8 +169,8 @@ for read in reads:
 def measured(path: Path) -> list[str]:
     """Read something in a process of its own, quickly and without much memory; return what was said."""
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED.format(tests=str(Path(__file__).parent)), str(path)],
-        env={**launching.environment(), "PYTHONPATH": str(Path(__file__).parents[1]), "MPISTRATEGY_ALONE": "1"},
+        [sys.executable, "-c", MEASURED.format(tests=str(Path(__file__).parents[1])), str(path)],
+        env={**launching.environment(), "PYTHONPATH": str(Path(__file__).parents[2]), "MPISTRATEGY_ALONE": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -291,7 +291,7 @@ def test_arrays_on_another_gpu_than_the_ranks_are_refused(gpus: ms.MirroredStrat
 
 @double_only
 def test_the_example_of_the_readme(gpus: ms.MirroredStrategy) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     source = readme.partition("## On GPUs")[2].partition("```text\n")[2].partition("```")[0]
     with pretended(*(f"GPU-{rank}" for rank in range(SIZE))):
         names: dict[str, Any] = {"ms": ms}

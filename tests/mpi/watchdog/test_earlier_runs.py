@@ -40,7 +40,7 @@ def name_of_ended(job: str = "", step: str = "", restart: str = "") -> str:
     given = dict(zip(SLURM, (job, step, restart), strict=True))
     done = subprocess.run(
         [sys.executable, "-c", TELL],
-        env={**launching.environment(), **given, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**launching.environment(), **given, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         check=True,
@@ -229,7 +229,7 @@ def test_a_file_of_a_chain_that_was_killed(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".mpistrategy-7.unfinished").touch()
     (tmp_path / ".mpistrategy-6.unfinished").touch()
-    script = Path(__file__).parents[1] / "slurm" / "chain.sbatch"
+    script = Path(__file__).parents[3] / "slurm" / "chain.sbatch"
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "node1"}
     with subprocess.Popen(["bash", script, "2", "7"], cwd=tmp_path, env=environment, start_new_session=True) as job:
         end = launching.time.monotonic() + 30

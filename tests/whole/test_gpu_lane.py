@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.one_rank
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_lane.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_lane.py"
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
 
 

@@ -26,7 +26,7 @@ from mpistrategy.testing import run_replicas
 
 Launch = Callable[..., launching.Finished]
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAST = SIZE - 1
 
 

@@ -22,7 +22,7 @@ from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.one_rank
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PORTING = README.partition("## Coming from tf.distribute")[2].partition("### Not there yet")[0]
 MISSING = README.partition("### Not there yet")[2].partition("\n## ")[0]

@@ -31,7 +31,7 @@ from mpistrategy.cli import main
 from mpistrategy.cli.slurm.render import render
 from mpistrategy.cli.slurm.spec import JobSpec
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MPI_TYPE = "pmix" if launching.IS_OPEN_MPI else "pmi2"
 WHY_NOT = slurm_bed.why_not() if MPI.COMM_WORLD.size == 1 else "runs in the session on 1 rank"
 if not WHY_NOT and not launching.LIBRARY.startswith(("Open MPI", "MPICH")):
@@ -468,7 +468,7 @@ def test_staged_env(user: User) -> None:
     (user.folder / "staged.sbatch").write_text(text)
     user.environment["PATH"] = os.environ["PATH"]
     job = user.submit("staged.sbatch")
-    # Somebody else knows the job's number, and has made a folder for it; tests/test_slurm_stage.py shows what for.
+    # Somebody else knows the job's number, and has made a folder for it; tests/cli/test_slurm_stage.py shows what for.
     squat = f"chmod 1777 {local} && mkdir -m 777 {local}/mpistrategy-{job} && chown 65534 {local}/mpistrategy-{job}"
     each_node = ("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c")
     assert user.bed.run(*each_node, squat).returncode == 0

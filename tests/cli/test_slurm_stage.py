@@ -1,6 +1,6 @@
 """staged_env.sbatch where another user is there first: nothing of theirs is run, nor taken for the job's own folder.
 
-The script runs with stand-ins for srun and sbcast on one node; tests/test_slurm_jobs.py runs it on a real Slurm.
+The script runs with stand-ins for srun and sbcast on one node; tests/cli/test_slurm_jobs.py runs it on a real Slurm.
 """
 
 from __future__ import annotations

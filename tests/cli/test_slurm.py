@@ -30,7 +30,7 @@ from mpistrategy.errors import OptionError
 
 pytestmark = pytest.mark.one_rank
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "slurm"
 FILES = all_files()
 SCRIPTS = [name for name in FILES if not name.endswith(".py")]

@@ -18,7 +18,7 @@ from replicas import ALL
 Launch = Callable[..., launching.Finished]
 
 RUN = ["-m", "mpistrategy", "run"]
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def alone(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -377,6 +377,6 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_programs_end(launch: Callable[..., launching.Finished], end: str) -> None:
     body, status, words = ENDS[end]
-    finished = launch(2, PROGRAM.format(tests=str(launching.Path(__file__).parent), body=body), timeout=60)
+    finished = launch(2, PROGRAM.format(tests=str(launching.Path(__file__).parents[1]), body=body), timeout=60)
     assert (finished.returncode == 0) == (status == 0), finished
     assert words in finished.stdout + finished.stderr, finished
