@@ -34,7 +34,24 @@ class CrossDeviceOps:
     scope is entered.  All methods are collective.  To write an algorithm of your own, override
     `reduce_implementation` and `batch_reduce_implementation` (and `broadcast_implementation` where the default, rank
     0's value by MPI Bcast, does not do).
+
+    Attributes:
+        in_rank_order, has_plans, is_built_in: see `mpistrategy.reduction.algorithm.Algorithm`.  A subclass that does
+            not say so itself has none of the first two: it may do something else.
     """
+
+    in_rank_order = False
+    has_plans = False
+    is_built_in = False
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.in_rank_order = bool(cls.__dict__.get("in_rank_order"))
+        cls.has_plans = bool(cls.__dict__.get("has_plans"))
+
+    def settings(self, options: CommunicationOptions) -> str:
+        """Return in words what must be equal on all ranks for their messages to fit together."""
+        return type(self).__name__
 
     @collective("reduce", own=own_mirrored("per_replica_value"))
     def reduce(

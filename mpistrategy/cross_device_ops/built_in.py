@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import is_on_device, layout_of, reducible
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
+from mpistrategy.arrays.gpu import is_on_device, layout_of
+from mpistrategy.arrays.values import IndexedSlices, Mirrored
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
-from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Way
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction import sparse
+from mpistrategy.reduction.inputs import checked_value, own_component
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
@@ -32,6 +32,9 @@ from mpistrategy.reduction.routes.gpu_batch import DeviceBatch, in_kind
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that sum one buffer at a time."""
 
+    is_built_in = True
+    #: Whether even an array that is a pack by itself is copied before it is reduced.
+    always_copies = True
     num_packs: float = 0
     #: Whether a list of arrays for every rank goes to `Communicator.allreduce_many` instead of `reduce_buffer`.
     reduces_lists = False
@@ -130,8 +133,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             reduced_precision.check(options.wire)
             communicator: Communicator = reduced_precision.on(ranks, options.wire)
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
-            given = [_given(value, reduce_op, call.where) for value, _ in value_destination_pairs]
-            values = [_checked(value, reduce_op, call.where) for value in given]
+            given = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
+            values = [checked_value(value, reduce_op, call.where) for value in given]
             self.check_values(values, reduce_op, call.where)
             layouts = tuple(_layout(value) for value in values)
             reduction = batch = None
@@ -174,46 +177,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 mirrored(in_kind(result, like), target, ranks)
                 for result, like, target in zip(results, given, targets, strict=True)
             ]
-
-
-def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
-    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one of each replica?"""
-    if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
-        raise OptionError.at(
-            where,
-            found=f"a Mirrored value under {op.name}",
-            expected="a value that each replica contributes",
-            fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
-            "replicas.",
-        )
-
-
-def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return what this rank brings of one value: an array, IndexedSlices, or the value itself when it is Mirrored.
-
-    Raises:
-        OptionError, LeafError, DTypeError, UnsupportedError, ShapeError: for what `op` cannot reduce.
-    """
-    return _checked(_given(value, op, where), op, where)
-
-
-def _given(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
-    refuse_mirrored_sum(value, op, where)
-    return value if isinstance(value, Mirrored) else contribution(value)
-
-
-def _checked(value: Any, op: ReduceOp, where: str) -> Any:
-    if isinstance(value, Mirrored):
-        return value
-    if isinstance(value, IndexedSlices):
-        return sparse.checked(value, op, where)
-    array = reducible(value, where)
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
-        raise DTypeError.at(
-            where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
-        )
-    return array
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:

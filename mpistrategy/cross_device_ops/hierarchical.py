@@ -31,6 +31,9 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         OptionError: for a negative num_packs.
     """
 
+    in_rank_order = True
+    always_copies = False
+
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
 

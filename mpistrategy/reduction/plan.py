@@ -12,15 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer
+from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.tuning.thresholds import Way
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
+from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
 from mpistrategy.reduction.routes.in_place import combine
 from mpistrategy.reduction.routes.mailboxes import CellProgram, fits
+from mpistrategy.reduction.routes.quick_cells import MISFIT, Agreed
 from mpistrategy.reduction.routes.result_buffers import BlockReduction, Combination
+
+#: Numbers whose results are NumPy scalars, by the dtype in which they travel.
+NUMBERS: dict[type, np.dtype[Any]] = {
+    float: np.dtype(np.float64),
+    int: np.dtype(np.int64),
+    **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
+}
+
+Run = Callable[[Any, Any], Any]
 
 _REMEMBERED = 512
 _FEW_ELEMENTS = 64
@@ -227,3 +239,90 @@ def _hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float)
         (small if prod(shape) * host_wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
     packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)
     return packs + tuple(pack for index in large for pack in plan_layouts(layouts, [index], 1))
+
+
+def described(run: Run, signature: Signature) -> Run:
+    """Return `run`, after it was told what it does: the flight record keeps it, and may have to say so."""
+    run.__dict__["signature"] = signature
+    return run
+
+
+def plan_of_one_array(
+    reduction: DenseReduction,
+    reduce: Callable[[Array, Array], None],
+    communicator: Communicator,
+    agreed: Agreed,
+    layout: Layout,
+    general: Run,
+) -> Run:
+    """Return the all-reduce of one large array; what is no buffer, or overlaps, goes the `general` way."""
+    guard, digest, signature = agreed
+    dtype, shape = layout
+    take = communicator.pool.take
+
+    def run(value: Array, out: Any) -> Any:
+        if not is_buffer(value):
+            return general(value, out)
+        if out is not None and out is not value:
+            fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and is_buffer(out)
+            if not fits or not out.flags.writeable or np.may_share_memory(out, value):
+                return general(value, out)
+        elif out is not None and not out.flags.writeable:
+            return MISFIT
+        reduction.prepare_blocks((value,), None if out is None else (out,))
+        target = take(dtype, shape) if out is None and not reduction.has_block else out
+        guard.compare_digest(digest, signature)
+        try:
+            found = reduction.run_in_blocks()
+            if found is not None:
+                return found[0]
+            if target is None:  # another rank had no block
+                target = take(dtype, shape)
+            reduce(value, target)
+            return target
+        except BaseException as error:
+            guard.fail_after_agreement(signature.call, error)
+            raise
+
+    return run
+
+
+def plan_of_arrays(
+    reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: list[np.dtype[Any]], only_arrays: bool
+) -> Run:
+    guard, digest, signature = agreed
+    some_go_alone = any(len(pack.members) == 1 for pack in reduction.packs)
+
+    def run(value: Any, out: Any) -> Any:
+        leaves = where.take(value)
+        try:
+            arrays = (
+                leaves
+                if only_arrays
+                else [leaf if type(leaf) is np.ndarray else np.asarray(leaf, NUMBERS[type(leaf)]) for leaf in leaves]
+            )
+        except OverflowError:  # an int that has no such dtype
+            return MISFIT
+        targets: Sequence[Array | None] | None = None
+        if out is not None:
+            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
+            if targets is None:
+                return MISFIT
+        reduction.prepare(arrays, targets)
+        guard.compare_digest(digest, signature)
+        try:
+            results = reduction.run(arrays, targets)
+        except BaseException as error:
+            guard.fail_after_agreement(signature.call, error)
+            raise
+        if out is not None:
+            for target, result in zip(where.take(out), results, strict=True):
+                if result is not target:
+                    target[...] = result
+            return out
+        if only_arrays:
+            return where.build(results)
+        given = zip(leaves, results, strict=True)
+        return where.build([result if type(leaf) is np.ndarray else result[()] for leaf, result in given])
+
+    return run

@@ -30,7 +30,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.pickling import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
-from mpistrategy.reduction.routes.quick_cells import NOT_QUICK
+from mpistrategy.reduction.routes.quick_cells import MISFIT
 from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
@@ -157,9 +157,9 @@ class ReplicaContext(NotPickled):
             if frames and (frame := frames[-1]).replica_context is self and not in_arena:
                 quick = self._quick
                 if quick is None:
-                    quick = self._quick = self._strategy.extended.quick.run
+                    quick = self._quick = self._strategy.extended.reducer.plans.run
                 result = quick(reduce_op, value, out, _getframe(1), frame.step)
-                if result is not NOT_QUICK:
+                if result is not MISFIT:
                     return result
         extended = self._strategy.extended
         guard = extended.communicator.guard
@@ -168,12 +168,12 @@ class ReplicaContext(NotPickled):
             guard.call("ReplicaContext.all_reduce", called=name) as call,
         ):
             if (arena := resident(value, out)) is not None:
-                return arena.all_reduce(extended, reduce_op, call, options=options, weight=weight, out=out)
+                return arena.all_reduce(extended.reducer, reduce_op, call, options=options, weight=weight, out=out)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
             targets = None if out is None else _checked_targets(out, structure, call.where)
             op = ReduceOp.parse(reduce_op, call.where)
-            results = extended.all_reduce_leaves(
+            results = extended.reducer.all_reduce_leaves(
                 call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
             )
         return structure.pack(results)
@@ -221,7 +221,7 @@ class ReplicaContext(NotPickled):
         where = "ReplicaContext.all_reduce_async"
         with self._required("all_reduce_async"):
             return start_all_reduce(
-                self._strategy.extended,
+                self._strategy.extended.reducer,
                 reduce_op,
                 value,
                 options,
@@ -254,7 +254,7 @@ class ReplicaContext(NotPickled):
         guard = extended.communicator.guard
         with self._required("all_gather"), guard.call("ReplicaContext.all_gather", called=name) as call:
             call.wait_as(extended.options.merge(options).timeout_seconds)
-            return extended.gather_nest(value, axis, call)
+            return extended.reducer.gather_nest(value, axis, call)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -19,7 +19,6 @@ from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, to_red
 from mpistrategy.arrays.gpu import like_given
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, PerReplica, contribution, local_component
 from mpistrategy.context import Frame, Mode
-from mpistrategy.cross_device_ops.built_in import refuse_mirrored_sum
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults.injection import collective, own_value
@@ -27,7 +26,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.explain import Explained
 from mpistrategy.reduction.gather import checked_axis
-from mpistrategy.reduction.inputs import as_given
+from mpistrategy.reduction.inputs import as_given, refuse_mirrored_sum
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
@@ -171,7 +170,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             if isinstance(value, Arena):
                 if axis is not None:
                     raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
-                return value.all_reduce(self.extended, reduce_op, call, weight=weight)
+                return value.all_reduce(self.extended.reducer, reduce_op, call, weight=weight)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
             op = ReduceOp.parse(reduce_op, call.where)
@@ -180,7 +179,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
                     raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
                 return self._reduce_along(op, value, axis, call)
             if weight is not None:
-                reduced = self.extended.all_reduce_leaves(
+                reduced = self.extended.reducer.all_reduce_leaves(
                     call.where, op, leaves, lambda: nest.leaf_paths(value), weight=weight
                 )
                 return structure.pack(reduced)
@@ -243,7 +242,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         if self.is_default:
             warn_if_alone(self, "Strategy.gather", *OF_DEFAULT)
         with self.extended.communicator.guard.call("Strategy.gather", called=name) as call:
-            return self.extended.gather_nest(value, axis, call)
+            return self.extended.reducer.gather_nest(value, axis, call)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's components of a value: a tuple of one (empty where the value does not live)."""

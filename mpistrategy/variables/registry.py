@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ class Placement:
         # By number: nothing here keeps a variable alive.
         self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         # One of each for all copies of a strategy: they have the same ranks.
-        self._arena_numbers = itertools.count(1)
         self.variable_storage = VariableStorage()
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
@@ -100,10 +98,6 @@ class Placement:
     def drives_gpu(self) -> bool:
         """Whether this rank's device is a GPU."""
         return gpu_of(self.communicator.devices, self.communicator.rank) is not None
-
-    def next_arena_number(self) -> int:
-        """Return the number of an arena; the same on every rank, since creation is collective."""
-        return next(self._arena_numbers)
 
     def register_variable(self, variable: Variable) -> None:
         """Note a variable that was created for this strategy, and its place."""

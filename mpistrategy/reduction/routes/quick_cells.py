@@ -1,7 +1,7 @@
 """The shortest ways through the cells: one array, one element, one number, a few numbers of one kind.
 
 Each function returns a ``run(value, out)`` that writes the value next to the digest of the call, waits for the
-peers' cells, compares, and adds up; it returns NOT_QUICK before anything has been shown, when `value` or `out` is not
+peers' cells, compares, and adds up; it returns MISFIT before anything has been shown, when `value` or `out` is not
 what it seemed.  Few lines are run a call, since a message between two cores takes half a microsecond.
 """
 
@@ -23,7 +23,7 @@ from mpistrategy.reduction.layout.leaves import Leaves
 from mpistrategy.reduction.routes.mailboxes import CellProgram
 
 #: Returned for a value that must go the general way.
-NOT_QUICK: Any = object()
+MISFIT: Any = object()
 
 Agreed = tuple[Guard, int, Signature]
 
@@ -60,7 +60,7 @@ def array_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Callab
         elif type(out) is np.ndarray and out.dtype == result_dtype and out.shape == shape and out.flags.writeable:
             total = out if result_dtype == dtype else empty(shape, dtype)
         else:
-            return NOT_QUICK
+            return MISFIT
         sequence = cells.sequence + 1
         mine, peers, place, first, second, others = slots[sequence & 1]
         mine[1] = digest  # first: its cache line, which the peers look at, is written by the next line anyway
@@ -114,7 +114,7 @@ def lone_element_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) ->
         elif type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and out.flags.writeable:
             result = out
         else:
-            return NOT_QUICK
+            return MISFIT
         sequence = cells.sequence + 1
         mine, peers, place, first, second, others = slots[sequence & 1]
         mine[1] = digest
@@ -144,7 +144,7 @@ def number_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed) -> Calla
 
     def run(value: Any, out: Any) -> Any:
         if out is not None:
-            return NOT_QUICK
+            return MISFIT
         sequence = cells.sequence + 1
         mine, peers, place, first, second, others = slots[sequence & 1]
         place[0] = value
@@ -178,13 +178,13 @@ def numbers_in_cells(program: CellProgram, op: ReduceOp, agreed: Agreed, where: 
 
     def run(value: Any, out: Any) -> Any:
         if out is not None:
-            return NOT_QUICK
+            return MISFIT
         sequence = cells.sequence + 1
         mine, peers, place, parts = slots[sequence & 1]
         try:
             write(place, 0, *take(value))
         except (struct.error, OverflowError):  # an int that has no such dtype
-            return NOT_QUICK
+            return MISFIT
         cells.sequence = sequence
         mine[1] = digest
         mine[0] = sequence

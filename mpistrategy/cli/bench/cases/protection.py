@@ -27,7 +27,7 @@ from mpistrategy.mpi.shared_memory.mailboxes import Cells
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.plan import DenseReduction, dense_reduction
-from mpistrategy.reduction.plans import QuickAllReduce
+from mpistrategy.reduction.plans import Plans
 from mpistrategy.reduction.routes.mailboxes import CellProgram
 
 #: A single element takes a way of its own, which the bare variant does not know.
@@ -36,7 +36,7 @@ BARE, UNRECORDED, WHOLE = "neither check nor record", "check, no record", "mpist
 _LOOKS = 200
 
 
-class _Unrecorded(QuickAllReduce):
+class _Unrecorded(Plans):
     """Writes nothing into the flight record."""
 
     def _runner(self) -> Callable[[Any, Any, Any, FrameType | None, Any], Any]:
@@ -71,7 +71,7 @@ def protection(bench: Bench) -> Iterator[Case]:
             variants = [
                 _variant(BARE, mine, partial(_bare, mine), MpiCommunicator()),
                 _variant(UNRECORDED, mine, partial(_through, _Unrecorded, mine), MpiCommunicator()),
-                _variant(WHOLE, mine, partial(_through, QuickAllReduce, mine), MpiCommunicator()),
+                _variant(WHOLE, mine, partial(_through, Plans, mine), MpiCommunicator()),
             ]
             yield Case("guard", f"{name} on one node", nbytes, variants)
         rank = bench.ranks.rank
@@ -79,7 +79,7 @@ def protection(bench: Bench) -> Iterator[Case]:
         for level in reversed(check_level.LEVELS):
             apart = MpiCommunicator(node_key=rank)
             apart.guard.check_as(level)
-            variants.append(_variant(f"check={level!r}", mine, partial(_through, QuickAllReduce, mine), apart))
+            variants.append(_variant(f"check={level!r}", mine, partial(_through, Plans, mine), apart))
         digest, greatest = np.zeros(2, np.int64), np.zeros(2, np.int64)
         allreduce = partial(bench.ranks.allreduce, digest, greatest)
         variants.append(Variant("a 16-byte Allreduce of mpi4py's", allreduce, [digest], [greatest]))
@@ -108,7 +108,7 @@ def _variant(
     return Variant(name, make(communicator), [mine], close=communicator.free)
 
 
-def _through(kind: type[QuickAllReduce], mine: Array, communicator: MpiCommunicator) -> Callable[[], Any]:
+def _through(kind: type[Plans], mine: Array, communicator: MpiCommunicator) -> Callable[[], Any]:
     run = kind(communicator, MpiAllReduce(), CommunicationOptions()).run
 
     def call() -> Any:
