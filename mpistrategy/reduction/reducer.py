@@ -12,7 +12,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import as_target, check_device, hand_back, is_on_device
-from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
+from mpistrategy.arrays.values import Mirrored, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, StructureError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
@@ -82,7 +82,7 @@ class Reducer:
 
     def all_reduce_leaves(
         self,
-        where: str,
+        call: Call,
         op: ReduceOp,
         leaves: list[Any],
         paths: Callable[[], list[str]],
@@ -91,10 +91,10 @@ class Reducer:
         weight: Any = None,
         targets: list[Any] | None = None,
     ) -> list[Any]:
-        """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call.
+        """Reduce the leaves of a structure to every rank, as one batch.
 
         Args:
-            where: the public name of the call.
+            call: the public call, entered by the caller.
             op: the operation.
             leaves: this rank's.
             paths: returns how each leaf is reached; called for errors only.
@@ -106,13 +106,14 @@ class Reducer:
             EmptyBatchError: when there are no leaves, on several ranks.
             LeafError, DTypeError, ShapeError, StructureError, UnsupportedError: for what cannot be reduced or written.
         """
+        where = call.where
         if not leaves and self.is_alone:
             return []  # alone, a structure without leaves is its own reduction
         if not leaves:
             raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
         chosen = self._options.merge(options)
-        values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
-        arrays = checked_leaves(values, paths, weight is not None or targets is not None, where)
+        given = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
+        arrays = checked_leaves(given, paths, weight is not None or targets is not None, where)
         memory: list[Any] = []
         if targets is not None:
             if len({id(target) for target in targets}) < len(targets):
@@ -121,10 +122,10 @@ class Reducer:
             for target, array, path in zip(memory, arrays, paths(), strict=True):
                 check_target(target, array, op, f"{where}: out{path}")
         if weight is None:
-            reduced = self._algorithm.batch_reduce(op, [(v, v) for v in values], chosen)
-            results = [local_component(result) for result in reduced]
+            call.wait_as(chosen.timeout_seconds)
+            results = self._algorithm.all_reduce_values(call, self.communicator, op, given, chosen)
         else:
-            results = self._weighted(where, op, values, arrays, weight, chosen)
+            results = self._weighted(call, op, given, arrays, weight, chosen)
         if targets is None:
             return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
         write(results, memory)
@@ -134,27 +135,32 @@ class Reducer:
 
     def _weighted(
         self,
-        where: str,
+        call: Call,
         op: ReduceOp,
-        values: list[Any],
+        given: list[Any],
         arrays: list[Any],
         weight: Any,
         options: CommunicationOptions,
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
+        where = call.where
         mine = gpu_of(self.communicator.devices, self.communicator.rank)
         check_device([array for array in arrays if is_on_device(array)], mine, where)
         mean = WeightedMean(weight, op, where)
         weights = weights_of_all(self.communicator, mean.weight, where)
-        parts = [PerReplica((part,)) for part in mean.contributions(arrays, weights)]
-        reduced = self._algorithm.batch_reduce(ReduceOp.SUM, [(part, part) for part in parts], options)
-        means = mean.finish([local_component(total) for total in reduced], arrays)
-        return [in_kind(result, local_component(value)) for result, value in zip(means, values, strict=True)]
+        call.wait_as(options.timeout_seconds)
+        parts = mean.contributions(arrays, weights)
+        means = mean.finish(
+            self._algorithm.all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options), arrays
+        )
+        return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
 
     def all_reduce_array(self, reduce_op: Any, array: Array) -> Array:
         """Return the reduction of one array on every rank."""
-        value = PerReplica((array,))
-        result = local_component(self._algorithm.reduce(reduce_op, value, value, self._options))
+        with self.communicator.guard.call(f"{type(self._algorithm).__name__}.reduce") as call:
+            op = ReduceOp.parse(reduce_op, call.where)
+            call.wait_as(self._options.timeout_seconds)
+            (result,) = self._algorithm.all_reduce_values(call, self.communicator, op, [array], self._options)
         return result if is_on_device(result) else np.asarray(result)
 
     def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:

@@ -190,7 +190,9 @@ class StrategyExtended(Placement, NotPickled):
 
     def sum_or_mean(self, reduce_op: Any, array: Array) -> Array:
         """Return the reduction of one array on every rank, in any context."""
-        with self._entered():
+        if self._cross_device_ops.is_built_in:
+            return self.reducer.all_reduce_array(reduce_op, array)
+        with self._entered():  # an algorithm of the program's own may ask for its strategy
             return self.reducer.all_reduce_array(reduce_op, array)
 
     @collective("barrier")

@@ -174,7 +174,7 @@ class ReplicaContext(NotPickled):
             targets = None if out is None else _checked_targets(out, structure, call.where)
             op = ReduceOp.parse(reduce_op, call.where)
             results = extended.reducer.all_reduce_leaves(
-                call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
+                call, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
             )
         return structure.pack(results)
 
