@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import as_target, check_device, hand_back, is_on_device
 from mpistrategy.arrays.values import Mirrored, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, StructureError
@@ -21,10 +22,15 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.gather import gather
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
+from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.finish import WeightedMean
-from mpistrategy.reduction.plans import Plans
+from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.plans import Plans, is_simple
 from mpistrategy.reduction.routes.gpu_batch import in_kind, write
 from mpistrategy.reduction.weights import weights_of_all
+
+#: So many different options keep plans.
+_MOST_OPTIONS = 16
 
 
 class Reducer:
@@ -46,6 +52,10 @@ class Reducer:
         self._algorithm = algorithm
         self._options = options
         self.plans = Plans(communicator, algorithm, options)
+        #: The plans of calls with options of their own.
+        self._others: dict[CommunicationOptions, Plans] = {}
+        #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
+        self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._arena_numbers = itertools.count(1)
 
     @property
@@ -56,6 +66,7 @@ class Reducer:
     @algorithm.setter
     def algorithm(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
+        self._others.clear()
         self.plans.serve(algorithm, self._options)
 
     @property
@@ -68,7 +79,19 @@ class Reducer:
         self._options = options
         if options.timeout_seconds is not None:
             self.communicator.guard.timeout = timeouts.limit(options.timeout_seconds)
+        self._others.clear()
         self.plans.serve(self._algorithm, options)
+
+    def plans_for(self, options: Any) -> Plans | None:
+        """Return the plans of calls with these options; None where each call is worked out anew."""
+        if type(options) is not CommunicationOptions or options.timeout_seconds is not None:
+            return None
+        plans = self._others.get(options)
+        if plans is None:
+            if len(self._others) >= _MOST_OPTIONS:
+                self._others.clear()
+            plans = self._others[options] = Plans(self.communicator, self._algorithm, self._options.merge(options))
+        return plans
 
     def copy(self) -> Reducer:
         """Return another one with the same ranks, algorithm and options, and no plans."""
@@ -155,13 +178,29 @@ class Reducer:
         )
         return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
 
-    def all_reduce_array(self, reduce_op: Any, array: Array) -> Array:
-        """Return the reduction of one array on every rank."""
-        with self.communicator.guard.call(f"{type(self._algorithm).__name__}.reduce") as call:
-            op = ReduceOp.parse(reduce_op, call.where)
-            call.wait_as(self._options.timeout_seconds)
-            (result,) = self._algorithm.all_reduce_values(call, self.communicator, op, [array], self._options)
+    def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
+        """Return the reduction of one array on every rank; inside `call`, in any context."""
+        options = self._options
+        call.wait_as(options.timeout_seconds)
+        reduction = self._planned(op, array)
+        if reduction is not None:
+            reduction.prepare((array,))
+            values = ((dtype_name(array.dtype), array.shape),)
+            settings = self.plans.settings or ""
+            call.agree(
+                "reduce", op=op.value, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
+            )
+            return reduction.run((array,))[0]
+        with nullcontext() if self._algorithm.is_built_in else self.entered():
+            (result,) = self._algorithm.all_reduce_values(call, self.communicator, op, [array], options)
         return result if is_on_device(result) else np.asarray(result)
+
+    def _planned(self, op: ReduceOp, array: Any) -> DenseReduction | None:
+        """Return the reduction of an ordinary array that was worked out once; None for what goes the general way."""
+        if self.plans.settings is None or type(array) is not np.ndarray or not is_simple(array.dtype, op):
+            return None
+        layouts = ((array.dtype, array.shape),)
+        return dense_reduction(self.communicator, layouts, op, self._options.bytes_per_pack)
 
     def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
         """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""

@@ -73,7 +73,7 @@ class ReplicaContext(NotPickled):
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
         self._entered: list[Frame] = []
-        self._quick: Callable[[Any, Any, Any, FrameType, Any], Any] | None = None
+        self._run: Callable[[Any, Any, Any, FrameType, Any], Any] | None = None
 
     def __enter__(self) -> ReplicaContext:
         frame = current_frame()
@@ -151,14 +151,17 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
-        if options is None and weight is None and name is None:
+        if weight is None and name is None:
             frames = entered.frames
             in_arena = out is not None and id(value) in resident_values
             if frames and (frame := frames[-1]).replica_context is self and not in_arena:
-                quick = self._quick
-                if quick is None:
-                    quick = self._quick = self._strategy.extended.reducer.plans.run
-                result = quick(reduce_op, value, out, _getframe(1), frame.step)
+                run = self._run
+                if run is None:
+                    run = self._run = self._strategy.extended.reducer.plans.run
+                if options is not None:
+                    others = self._strategy.extended.reducer.plans_for(options)
+                    run = _no_plan if others is None else others.run
+                result = run(reduce_op, value, out, _getframe(1), frame.step)
                 if result is not MISFIT:
                     return result
         extended = self._strategy.extended
@@ -299,6 +302,10 @@ class ReplicaContext(NotPickled):
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
+
+
+def _no_plan(reduce_op: Any, value: Any, out: Any, frame: FrameType, step: Any) -> Any:
+    return MISFIT
 
 
 def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Any]:

@@ -84,7 +84,8 @@ def summed(variable: Variable) -> Array:
     """The sum or the mean of all copies.  Collective."""
     extended = variable.strategy.extended
     with extended.communicator.guard.call("reading a variable", name=variable.key) as call:
-        return extended.sum_or_mean(ReduceOp.parse(variable.aggregation, call.where), variable.local_view)
+        op = ReduceOp.parse(variable.aggregation, call.where)
+        return extended.reducer.all_reduce_array(call, op, variable.local_view)
 
 
 def first(variable: Variable) -> Array:
@@ -117,11 +118,11 @@ def combined(write: Write) -> Change:
     """The sum or the mean of what the replicas bring.  Collective."""
     variable = write.variable
     extended = variable.strategy.extended
-    with extended.communicator.guard.call(write.where, name=variable.key):
+    with extended.communicator.guard.call(write.where, name=variable.key) as call:
         op = ReduceOp.parse(variable.aggregation, write.where)
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
-            return extended.sum_or_mean(op, mine)
+            return extended.reducer.all_reduce_array(call, op, mine)
         value = PerReplica((mine,))
         with context.cross_replica(variable.strategy):
             gathered: IndexedSlices = local_component(extended.reduce_to(op, value, value))
