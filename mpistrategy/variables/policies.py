@@ -1,6 +1,6 @@
 """What a variable does, in every context: one table for creation, one for reading and writing.
 
-A cell of `POLICIES` names a small function, all of which stand below the tables.  A read returns an array.  A write
+A mailbox of `POLICIES` names a small function, all of which stand below the tables.  A read returns an array.  A write
 returns what this replica then applies to its own copy; it raises before anything is applied, and where it is
 collective it raises on every rank.
 """
