@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.gpu import as_target
+from mpistrategy.arrays.convert import as_target
 from mpistrategy.context import (
     Frame,
     Mode,
@@ -20,17 +20,17 @@ from mpistrategy.context import (
     cross_replica,
     current_frame,
     entered,
-    get_strategy,
     in_words,
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError, StructureError
 from mpistrategy.mpi.faults.injection import collective, own_value
 from mpistrategy.options import ReduceOp
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.routes.quick_cells import MISFIT
+from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
