@@ -129,55 +129,68 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> list[Any]:
         """Reduce several values: one check for all of them, then one message for each pack."""
-        ranks = current_communicator(f"{type(self).__name__}.batch_reduce")
-        with ranks.guard.call(f"{type(self).__name__}.batch_reduce") as call:
-            reduced_precision.check(options.wire)
-            communicator: Communicator = reduced_precision.on(ranks, options.wire)
+        communicator = current_communicator(f"{type(self).__name__}.batch_reduce")
+        with communicator.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+            values = [value for value, _ in value_destination_pairs]
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
-            given = [own_component(value, reduce_op, call.where) for value, _ in value_destination_pairs]
-            values = [checked_value(value, reduce_op, call.where) for value in given]
-            self.check_values(values, reduce_op, call.where)
-            layouts = tuple(_layout(value) for value in values)
-            reduction = batch = None
-            everywhere = all(target is EVERY_RANK for target in targets)
-            if any(map(is_on_device, values)):
-                path = self.device_path if self.reduces_on_devices and everywhere else None
-                batch = DeviceBatch(ranks, values, reduce_op, options, path, self.num_packs, call.where)
-                values = batch.values
-            elif everywhere:
-                reduction = self.list_reduction(communicator, values, reduce_op, options)
-            if reduction is not None:
-                reduction.prepare(values)
-            call.agree(
-                "reduce",
-                op=reduce_op.value,
-                values=layouts,
-                destination=_in_words(targets),
-                options=self.settings(options),
-                sparingly=True,
-            )
-            if reduction is not None:
-                totals: Sequence[Any] = reduction.run(values)
-                if any(type(value) is not np.ndarray for value in given):
-                    totals = [in_kind(total, like) for total, like in zip(totals, given, strict=True)]
-                return [mirrored(total, EVERY_RANK, ranks) for total in totals]
+            results = self._reduce(call, communicator, reduce_op, values, targets, options)
+            return [mirrored(result, target, communicator) for result, target in zip(results, targets, strict=True)]
+
+    def all_reduce_values(
+        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Reduce to every rank; what a subclass has overridden is called."""
+        if type(self).batch_reduce_implementation is not PackedCrossDeviceOps.batch_reduce_implementation:
+            return super().all_reduce_values(call, communicator, op, values, options)
+        return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options)
+
+    def _reduce(
+        self,
+        call: Call,
+        ranks: Communicator,
+        op: ReduceOp,
+        given: Sequence[Any],
+        targets: Sequence[Destination],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Return the reductions in the kinds of array that were given; None on ranks that are no destination."""
+        reduced_precision.check(options.wire)
+        communicator: Communicator = reduced_precision.on(ranks, options.wire)
+        given = [own_component(value, op, call.where) for value in given]
+        values = [checked_value(value, op, call.where) for value in given]
+        self.check_values(values, op, call.where)
+        layouts = tuple(map(_layout, values))
+        reduction = batch = None
+        everywhere = all(target is EVERY_RANK for target in targets)
+        if any(map(is_on_device, values)):
+            path = self.device_path if self.reduces_on_devices and everywhere else None
+            batch = DeviceBatch(ranks, values, op, options, path, self.num_packs, call.where)
+            values = batch.values
+        elif everywhere:
+            reduction = self.list_reduction(communicator, values, op, options)
+        if reduction is not None:
+            reduction.prepare(values)
+        destination, settings = _in_words(targets), self.settings(options)
+        call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
+        if reduction is not None:
+            results: list[Any] = reduction.run(values)
+            if all(type(value) is np.ndarray for value in given):
+                return results
+        else:
             results = [None] * len(values) if batch is None else batch.run(communicator, call)
-            combination = reduce_op.on_the_wire
             for target in dict.fromkeys(targets):
                 dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
-                sums = self.reduce_arrays(communicator, [values[i] for i in dense], combination, target, options, call)
+                arrays = [values[i] for i in dense]
+                sums = self.reduce_arrays(communicator, arrays, op.on_the_wire, target, options, call)
                 for i, total in zip(dense, sums, strict=True):
                     here = target.includes(communicator.rank)
-                    results[i] = finish(total, values[i].dtype, reduce_op, communicator.size) if here else None
+                    results[i] = finish(total, values[i].dtype, op, communicator.size) if here else None
             for i, value in enumerate(values):
                 if isinstance(value, IndexedSlices):
-                    results[i] = self.reduce_slices(communicator, value, reduce_op, call)
+                    results[i] = self.reduce_slices(communicator, value, op, call)
                 elif isinstance(value, Mirrored):
                     results[i] = value.values[0] if value.values else None
-            return [
-                mirrored(in_kind(result, like), target, ranks)
-                for result, like, target in zip(results, given, targets, strict=True)
-            ]
+        return [in_kind(result, like) for result, like in zip(results, given, strict=True)]
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -188,6 +201,6 @@ def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
     return layout_of(value) if is_on_device(value) else (dtype_name(value.dtype), value.shape)
 
 
-def _in_words(targets: list[Destination]) -> str:
+def _in_words(targets: Sequence[Destination]) -> str:
     distinct = dict.fromkeys(targets)
     return next(iter(distinct)).text if len(distinct) == 1 else "; ".join(target.text for target in targets)

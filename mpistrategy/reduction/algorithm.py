@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mpistrategy.options import CommunicationOptions
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
 
 
 class Algorithm(Protocol):
@@ -27,6 +30,11 @@ class Algorithm(Protocol):
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
         """Reduce one value over the replicas."""
+
+    def all_reduce_values(
+        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`."""
 
     def batch_reduce(
         self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None

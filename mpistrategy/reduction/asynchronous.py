@@ -156,7 +156,7 @@ def _prepared(
             communicator.guard.call(_CALL, structure.text, called=name) as call,
         ):
             results = reducer.all_reduce_leaves(
-                call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
+                call, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
             )
         return structure.pack(results)
 
@@ -202,7 +202,7 @@ def _of_arena(
             communicator.guard.call(_CALL, structure, called=name) as call,
         ):
             reducer.all_reduce_leaves(
-                call.where, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
+                call, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
             )
         return values
 

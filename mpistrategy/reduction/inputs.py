@@ -17,9 +17,7 @@ from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 
 
-def checked_leaves(
-    values: Sequence[DistributedValues], paths: Callable[[], list[str]], dense: bool, where: str
-) -> list[Any]:
+def checked_leaves(values: Sequence[Any], paths: Callable[[], list[str]], dense: bool, where: str) -> list[Any]:
     """Return the array of every leaf, or its IndexedSlices unless `dense` ones are needed.
 
     Raises:
@@ -32,7 +30,7 @@ def checked_leaves(
     return [_checked(value, path, dense, where) for value, path in zip(values, paths(), strict=True)]
 
 
-def _checked(value: DistributedValues, path: str, dense: bool, where: str) -> Any:
+def _checked(value: Any, path: str, dense: bool, where: str) -> Any:
     """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
     component = local_component(value)
     if not isinstance(component, IndexedSlices):

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer
 from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.tuning.thresholds import Way
 from mpistrategy.options import ReduceOp
@@ -73,6 +74,7 @@ class DenseReduction:
     ) -> None:
         self._communicator = communicator
         self._op = op
+        self._text = op.on_the_wire
         self._dtypes = [dtype for dtype, _ in layouts]
         #: Whether results leave the wire as they are: no other dtype, no division of integers.
         self._exact = all(
@@ -143,7 +145,7 @@ class DenseReduction:
         if len(self.packs) != 1 or not self._exact:
             return None
         ranks, op, pack = self._communicator, self._op.on_the_wire, self.packs[0]
-        if len(pack.members) > 1 or ranks.way(pack.nbytes, pack.dtype, op) not in ("window", "mpi"):
+        if len(pack.members) > 1 or ranks.way(pack.nbytes, pack.dtype, op) not in ("window", "mpi", "threads"):
             return None
         divisor = self._divisor(pack.dtype)
         return lambda source, target: ranks.allreduce(target, op, source, divisor)
@@ -171,9 +173,11 @@ class DenseReduction:
                 results[pack.members[0].index] = taken
                 source, target = self._one(pack, arrays, taken)
             else:
-                source = target = pack.fill(arrays, taken)
-                for index, view in pack.views(target):
-                    results[index] = view
+                source = target = taken
+                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
+                np.concatenate(chosen, axis=None, out=target, casting="unsafe")
+                for member in pack.members:
+                    results[member.index] = target[member.start : member.stop].reshape(member.shape)
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for dtype, those in pairs.items():
@@ -182,7 +186,7 @@ class DenseReduction:
 
     def reduce_pairs(self, pairs: Sequence[tuple[Array, Array]], dtype: np.dtype[Any]) -> None:
         """Write the combination of each source into its target: pairs of flat arrays of one dtype."""
-        self._communicator.allreduce_many(pairs, self._op.on_the_wire, self._divisor(dtype), self._nbytes)
+        self._communicator.allreduce_many(pairs, self._text, self._divisor(dtype), self._nbytes)
 
     def run_in_blocks(self) -> list[Array] | None:
         """Do what `run` does where all ranks have brought their arrays into blocks; None elsewhere, on all ranks."""
@@ -204,6 +208,8 @@ class DenseReduction:
 
     def _place(self, pack: Pack, targets: Sequence[Array | None] | None) -> Array:
         if len(pack.members) > 1:
+            if pack.size * pack.dtype.itemsize < LEAST_POOLED:
+                return np.empty(pack.size, pack.dtype)
             return self._communicator.pool.take(pack.dtype, (pack.size,))
         (member,) = pack.members
         given = targets[member.index] if targets is not None else None
@@ -261,7 +267,7 @@ def plan_of_one_array(
     take = communicator.pool.take
 
     def run(value: Array, out: Any) -> Any:
-        if not is_buffer(value):
+        if not (value.flags.c_contiguous and value.flags.aligned):
             return general(value, out)
         if out is not None and out is not value:
             fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and is_buffer(out)
@@ -291,10 +297,11 @@ def plan_of_arrays(
     reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: list[np.dtype[Any]], only_arrays: bool
 ) -> Run:
     guard, digest, signature = agreed
+    nested = not where.single
     some_go_alone = any(len(pack.members) == 1 for pack in reduction.packs)
 
     def run(value: Any, out: Any) -> Any:
-        leaves = where.take(value)
+        leaves = where.take(value) if nested else (value,)
         try:
             arrays = (
                 leaves
@@ -321,7 +328,7 @@ def plan_of_arrays(
                     target[...] = result
             return out
         if only_arrays:
-            return where.build(results)
+            return where.build(results) if nested else results[0]
         given = zip(leaves, results, strict=True)
         return where.build([result if type(leaf) is np.ndarray else result[()] for leaf, result in given])
 

@@ -117,6 +117,9 @@ class Plans:
         options: of the calls.
     """
 
+    #: The algorithm and its options in words, which the ranks compare; None where there are no plans.
+    settings: str | None
+
     def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
         self._communicator = communicator
         self._guard = communicator.guard
@@ -138,7 +141,7 @@ class Plans:
         """Serve another algorithm, or other options, from now on."""
         served = algorithm.has_plans and options.wire is None
         self._options = options
-        self._settings = algorithm.settings(options) if served else None
+        self.settings = algorithm.settings(options) if served else None
         self._places.clear()
         self._long.clear()
 
@@ -272,7 +275,7 @@ class Plans:
         try:
             op = ReduceOp.parse(reduce_op, WHERE)
             if hasattr(value, "make_plan"):
-                served = self._settings is not None
+                served = self.settings is not None
                 where = (WHERE, place.text)
                 run = value.plans[key] = value.make_plan(op, self._communicator, where) if served else None
                 return run
@@ -286,7 +289,7 @@ class Plans:
         leaves, structure = nest.flatten(value)
         kinds = {type(leaf) for leaf in leaves}
         if (
-            self._settings is None
+            self.settings is None
             or not leaves
             or not _only_text_keys(value)
             or not all(kind is np.ndarray or kind in NUMBERS for kind in kinds)
@@ -295,7 +298,7 @@ class Plans:
         layouts = tuple(
             (leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else (NUMBERS[type(leaf)], ()) for leaf in leaves
         )
-        if not all(_is_simple(dtype, op) for dtype, _ in layouts):
+        if not all(is_simple(dtype, op) for dtype, _ in layouts):
             return None
         where = leaves_of(value)
         if where is None:
@@ -306,7 +309,7 @@ class Plans:
             structure.text,
             tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
             EVERY_RANK.text,
-            self._settings,
+            self.settings,
             "",
             WHERE,
             place,
@@ -369,6 +372,7 @@ def _only_text_keys(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(_only_text_keys, value))
 
 
-def _is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+    """Return whether arrays of a dtype are reduced as they are: NumPy's own, native, and ordered for MIN and MAX."""
     ordered = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
     return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and ordered

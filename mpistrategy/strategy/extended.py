@@ -12,7 +12,6 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import DistributedValues, Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
@@ -59,6 +58,7 @@ class StrategyExtended(Placement, NotPickled):
         self._cross_device_ops = cross_device_ops or MpiAllReduce()
         #: What everything of this strategy is reduced with.
         self.reducer = Reducer(self.communicator, self._cross_device_ops, options or CommunicationOptions())
+        self.reducer.entered = self._entered
         #: Whether variables belong to this rank alone (one replica, no synchronization).
         self.is_local = self.reducer.is_alone
         self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
@@ -72,6 +72,7 @@ class StrategyExtended(Placement, NotPickled):
         result = copy.copy(self)
         result._container_strategy = container_strategy
         result.reducer = self.reducer.copy()
+        result.reducer.entered = result._entered
         result._colocated_with = []
         result._variables = WeakValueDictionary()
         result.bucket_orders = {}
@@ -187,11 +188,6 @@ class StrategyExtended(Placement, NotPickled):
             if isinstance(tensor, Arena):
                 return tensor.broadcast(self.reducer, destinations, call)
             return self.cross_device_ops.broadcast(tensor, destinations)
-
-    def sum_or_mean(self, reduce_op: Any, array: Array) -> Array:
-        """Return the reduction of one array on every rank, in any context."""
-        with self._entered():
-            return self.reducer.all_reduce_array(reduce_op, array)
 
     @collective("barrier")
     def barrier(self, name: str = "") -> None:

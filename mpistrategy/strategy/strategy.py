@@ -180,7 +180,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
                 return self._reduce_along(op, value, axis, call)
             if weight is not None:
                 reduced = self.extended.reducer.all_reduce_leaves(
-                    call.where, op, leaves, lambda: nest.leaf_paths(value), weight=weight
+                    call, op, leaves, lambda: nest.leaf_paths(value), weight=weight
                 )
                 return structure.pack(reduced)
             if not leaves:

@@ -69,6 +69,8 @@ CREATION = {
 #: Aggregations that only real floating dtypes can be created with.
 NEEDS_FLOATING = (Aggregation.MEAN,)
 
+_REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}
+
 
 # ----------------------------------------------------------------------------------------------------- reads
 
@@ -82,7 +84,7 @@ def summed(variable: Replica) -> Array:
     """The sum or the mean of all copies.  Collective."""
     extended = variable.extended
     with extended.communicator.guard.call("reading a variable", name=variable.key) as call:
-        return extended.sum_or_mean(ReduceOp.parse(variable.aggregation, call.where), variable.local_view)
+        return extended.reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
 
 
 def first(variable: Replica) -> Array:
@@ -115,11 +117,11 @@ def combined(write: Write) -> Change:
     """The sum or the mean of what the replicas bring.  Collective."""
     variable = write.variable
     extended = variable.extended
-    with extended.communicator.guard.call(write.where, name=variable.key):
-        op = ReduceOp.parse(variable.aggregation, write.where)
+    op = _REDUCE_OPS[variable.aggregation]
+    with extended.communicator.guard.call(write.where, name=variable.key) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
-            return extended.sum_or_mean(op, mine)
+            return extended.reducer.all_reduce_array(call, op, mine)
         value = PerReplica((mine,))
         with context.cross_replica(variable.strategy):
             gathered: IndexedSlices = local_component(extended.reduce_to(op, value, value))

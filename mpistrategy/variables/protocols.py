@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mpistrategy.arrays.dtypes import Array
     from mpistrategy.mpi.interface.communicator import Communicator
     from mpistrategy.options import VariableAggregation, VariableSynchronization
+    from mpistrategy.reduction.reducer import Reducer
     from mpistrategy.variables.storage import Block
 
 
@@ -18,6 +19,7 @@ class Extended(Protocol):
 
     communicator: Communicator
     is_local: bool
+    reducer: Reducer
     variables_made: int
 
     @property
@@ -36,21 +38,8 @@ class Extended(Protocol):
     def register_variable(self, variable: Any) -> None:
         """Record a variable that all ranks have created."""
 
-    def sum_or_mean(self, reduce_op: Any, array: Array) -> Array:
-        """Return the reduction of one array on every rank."""
-
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any) -> Any:
         """Reduce one value over the replicas."""
-
-
-class Owner(Protocol):
-    """The strategy that a variable belongs to."""
-
-    is_default: bool
-
-    @property
-    def extended(self) -> Extended:
-        """The part for library authors."""
 
 
 class Replica(Protocol):

@@ -90,7 +90,7 @@ class ArenaReductions(ABC):
             check_dtypes(self.buckets, op, call.where)
         if ordinary:
             results = reducer.all_reduce_leaves(
-                call.where,
+                call,
                 op,
                 self.leaves,
                 lambda: nest.leaf_paths(self._values),

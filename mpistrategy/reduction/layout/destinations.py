@@ -14,6 +14,8 @@ from mpistrategy.arrays.values import ArrayLike, IndexedSlices
 from mpistrategy.errors import DestinationError, DeviceError
 from mpistrategy.mpi.interface.communicator import Communicator
 
+EVERY_RANK_TEXT = "every rank"
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -28,7 +30,7 @@ class Destination:
     @property
     def text(self) -> str:
         """The same words on every rank."""
-        return "every rank" if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"
+        return EVERY_RANK_TEXT if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"
 
     @property
     def only_rank(self) -> int | None:
