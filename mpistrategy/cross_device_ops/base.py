@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import dtype_name, to_array
-from mpistrategy.arrays.gpu import like_given
+from mpistrategy.arrays.convert import like_given, to_array
+from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
 from mpistrategy.errors import (
     ContextError,

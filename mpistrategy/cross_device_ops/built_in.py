@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import is_on_device, layout_of
+from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, Mirrored
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
 from mpistrategy.mpi.contract.call import Call

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import is_on_device
 from mpistrategy.arrays.values import Mirrored, contribution
 from mpistrategy.context import current_frame
 from mpistrategy.errors import OptionTypeError, UnsupportedError
@@ -18,7 +18,7 @@ from mpistrategy.mpi.faults.injection import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import Arena, resident
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT

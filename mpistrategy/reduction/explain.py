@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import any_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import any_array, is_on_device
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contribution
 from mpistrategy.errors import EmptyBatchError
 from mpistrategy.mpi.interface.communicator import Communicator

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import check_places, is_on_device, reducible
 from mpistrategy.arrays.dtypes import dtype_name, is_python_number, mean_dtype
-from mpistrategy.arrays.gpu import check_places, is_on_device, reducible
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, contribution, local_component
 from mpistrategy.errors import DTypeError, MpiStrategyError, OptionError, PlacementError, ShapeError, UnsupportedError
 from mpistrategy.options import ReduceOp

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import as_target, check_device, hand_back, is_on_device
+from mpistrategy.arrays.gpu import check_device
 from mpistrategy.arrays.values import Mirrored, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, StructureError
 from mpistrategy.mpi.contract import timeouts

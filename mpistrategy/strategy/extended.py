@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.gpu import is_on_device
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.values import DistributedValues, Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
@@ -20,7 +20,7 @@ from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.faults.injection import collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import Arena, has_arenas
 from mpistrategy.reduction.inputs import unwrapped
 from mpistrategy.reduction.reducer import Reducer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.gpu import as_target
+from mpistrategy.arrays.convert import as_target
 from mpistrategy.context import (
     Frame,
     Mode,
@@ -19,15 +19,15 @@ from mpistrategy.context import (
     check_strategy,
     cross_replica,
     current_frame,
+    current_strategy,
     entered,
-    get_strategy,
     in_words,
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError, StructureError
 from mpistrategy.mpi.faults.injection import collective, own_value
 from mpistrategy.options import ReduceOp
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.routes.mailboxes import MISFIT
@@ -280,7 +280,7 @@ class ReplicaContext(NotPickled):
         frame = current_frame()
         if frame is not None and frame.replica_context is self:
             return _NOTHING
-        if frame is None and self._strategy is get_strategy():
+        if frame is None and self._strategy is current_strategy():
             if method in _OUTSIDE_STEPS:
                 cure = f"Call it in the function given to strategy.run; outside a step use {_OUTSIDE_STEPS[method]}."
                 warn_if_alone(self._strategy, f"ReplicaContext.{method}", "was called outside every step", cure)

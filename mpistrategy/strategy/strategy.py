@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays import extremes, nest
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, to_reducible
-from mpistrategy.arrays.gpu import like_given
+from mpistrategy.arrays import dtypes, nest
+from mpistrategy.arrays.convert import like_given, to_reducible
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, PerReplica, contribution, local_component
 from mpistrategy.context import Frame, Mode
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError, ShapeError
@@ -377,8 +377,8 @@ def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             limits = np.iinfo(dtype) if dtype.kind in "iu" else None
             if op is ReduceOp.MIN:
-                return extremes.minimum.reduce(wide, axes, limits.max if limits else np.inf)
-            return extremes.maximum.reduce(wide, axes, limits.min if limits else -np.inf)
+                return dtypes.minimum.reduce(wide, axes, limits.max if limits else np.inf)
+            return dtypes.maximum.reduce(wide, axes, limits.min if limits else -np.inf)
         add = np.multiply if op is ReduceOp.PROD else np.add
         return np.asarray(add.reduce(wide, axis=axes, dtype=dtype))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.variables.storage import Block, VariableStorage
 from mpistrategy.variables.variable import Variable
 
-if TYPE_CHECKING:
-    from mpistrategy.strategy.strategy import Strategy
-
 
 class Placement:
     """The part of StrategyExtended that knows devices and variables.
@@ -31,7 +28,7 @@ class Placement:
 
     communicator: Communicator
 
-    def __init__(self, container_strategy: Strategy) -> None:
+    def __init__(self, container_strategy: Any) -> None:
         self._container_strategy = container_strategy
         self._colocated_with: list[Variable] = []
         self._unnamed_variables = 0

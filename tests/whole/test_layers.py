@@ -27,9 +27,9 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            "errors options pickling own_files arrays",
+            "errors options process_objects own_files arrays",
             "mpi",
-            "context creation_order reduction",
+            "context reduction",
             "cross_device_ops",
             "variables input",
             "strategy",
@@ -50,8 +50,6 @@ ORDER = {
 POINTS_UP = {
     line.strip()
     for line in """
-    context -> strategy.replica_context
-    context -> strategy.strategy
     mpi.contract.error_messages -> mpi.shared_memory.failures
     mpi.contract.guard -> mpi.job.forks
     mpi.contract.guard -> mpi.shared_memory.failures
@@ -61,9 +59,6 @@ POINTS_UP = {
     mpi.job.world -> mpi.gpu.loaded_mpi
     mpi.watchdog.earlier_runs -> mpi.job.launcher
     mpi.watchdog.local_process -> mpi.job.launcher
-    variables.mirrored_check -> strategy.extended
-    variables.registry -> strategy.strategy
-    variables.variable -> strategy.strategy
     """.splitlines()
 }
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at

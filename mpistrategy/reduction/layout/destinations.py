@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import devices
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.gpu import is_on_device
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices
 from mpistrategy.errors import DestinationError, DeviceError
 from mpistrategy.mpi.interface.communicator import Communicator
