@@ -100,6 +100,32 @@ def test_steps(launch: Launch, tmp_path: Path) -> None:
     )
 
 
+PEER = """
+    import numpy as np
+    from mpistrategy.cli.bench.cases.case import Variant
+
+    PACKAGE = {package!r}
+
+    class PEER:
+        def __init__(self, ranks, nodes):
+            self.ranks = ranks
+
+        def one_array(self, array):
+            yield Variant("a peer", lambda: self.ranks.allreduce(self.ranks.in_place, array), [array])
+
+        def close(self):
+            print("closed")
+    """
+
+
+def test_files_add_other_libraries(launch: Launch, tmp_path: Path) -> None:
+    files = [launching.program(PEER.format(package=name), tmp_path) for name in ("numpy", "lost")]
+    [case] = figures(launch, tmp_path, "--only", "all_reduce", "--sizes", "4", "--peers", *map(str, files))["cases"]
+    check(case, "mpi4py")
+    assert case["variants"][-1]["name"] == "a peer"
+    assert case["missing"] == {files[1].stem: "lost is not installed"}
+
+
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 pretends = pytest.mark.skipif(launching.IS_OPEN_MPI, reason="MPICH alone can pretend to be several nodes")
 

@@ -18,7 +18,7 @@ from mpistrategy.cli.bench.measuring import report as reports
 from mpistrategy.cli.bench.measuring.environment import describe
 from mpistrategy.cli.bench.measuring.plot import draw
 from mpistrategy.cli.bench.measuring.timing import FULL, QUICK, measure
-from mpistrategy.cli.bench.peers.installed import PEERS, open_peers
+from mpistrategy.cli.bench.peers import open_peers
 from mpistrategy.mpi.tuning.files import VARIABLE, Machine, check_can_save, expanded, save, trying
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, default_for
 from mpistrategy.strategy.mirrored import MirroredStrategy
@@ -51,10 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--peers",
-        type=_names(PEERS),
-        default=["torch"],
-        metavar="PEER,...",
-        help="other libraries to run as well, where installed",
+        nargs="+",
+        type=_python_file,
+        default=[],
+        metavar="FILE.py",
+        help="files that add other libraries, such as scripts/peers/torch_gloo.py of the source tree",
     )
     parser.add_argument("--seconds", type=_positive, help="for each case")
     parser.add_argument(
@@ -217,6 +218,13 @@ def _file(text: str) -> str:
     if text != "-" and (path.is_dir() or not os.access(target, os.W_OK)):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return text
+
+
+def _python_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".py" or not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file of Python")
+    return path
 
 
 def _positive(text: str) -> float:
