@@ -17,7 +17,7 @@ import pytest
 from mpistrategy.cli.bench.cases import nodes, steps
 from mpistrategy.cli.bench.cases.case import Case, Variant, is_right
 from mpistrategy.cli.bench.cases.shapes import LISTS, elements
-from mpistrategy.cli.bench.measuring import plot, report
+from mpistrategy.cli.bench.measuring import report
 from mpistrategy.cli.bench.measuring.timing import Effort, measure, summary
 
 Launch = Callable[..., launching.Finished]
@@ -244,9 +244,9 @@ def test_what_follows_from_figures() -> None:
 
 
 def test_no_picture_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "was not run" in plot.draw({"cases": []}, "x.png")
+    assert "was not run" in report.draw({"cases": []}, "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "matplotlib is not installed" in plot.draw({"cases": [{"suite": "all_reduce"}]}, "x.png")
+    assert "matplotlib is not installed" in report.draw({"cases": [{"suite": "all_reduce"}]}, "x.png")
 
 
 def _environment() -> dict[str, Any]:

@@ -16,7 +16,6 @@ import numpy as np
 from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
 from mpistrategy.cli.bench.measuring import report as reports
 from mpistrategy.cli.bench.measuring.environment import describe
-from mpistrategy.cli.bench.measuring.plot import draw
 from mpistrategy.cli.bench.measuring.timing import FULL, QUICK, measure
 from mpistrategy.cli.bench.peers import open_peers
 from mpistrategy.mpi.tuning.files import VARIABLE, Machine, check_can_save, expanded, save, trying
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             reports.write(options.json, reports.as_json(report))
         if options.plot:
-            _tell(draw(report, options.plot) or f"drew {options.plot}")
+            _tell(reports.draw(report, options.plot) or f"drew {options.plot}")
     ranks.close()
     strategy.close()
     right = all(row["right"] for case in report["cases"] for row in case["variants"])

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpistrategy.cli.slurm import sites, toml_files
+from mpistrategy.cli.slurm import sites
 from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
 from mpistrategy.cli.slurm.render import all_files, render
 from mpistrategy.cli.slurm.spec import JobSpec
@@ -79,7 +79,7 @@ def _stated(options: argparse.Namespace) -> Mapping[str, object]:
     statement: dict[str, object] = {}
     if options.source is not None:
         try:
-            statement |= toml_files.read(options.source)
+            statement |= sites.read_toml(options.source)
         except ValueError as error:
             raise OptionError.at(
                 "mpistrategy slurm", found=f"{options.source} ({error})", expected="a file in TOML"

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from mpistrategy.cli.doctor.checks.finding import mebibytes
 from mpistrategy.cli.doctor.checks.gpu import parts_of
-from mpistrategy.cli.doctor.facts import blas, peer_access
+from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, kind_of, pairs_without_peer_access
 from mpistrategy.cli.doctor.facts.facts import Facts
-from mpistrategy.cli.doctor.facts.file_system import kind_of
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.job import launcher
@@ -65,7 +64,7 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
 
     files = loaded_mpi.mapped_files()
     mine = sorted(cores())
-    threads, source = blas.threads(files, environment, len(mine))
+    threads, source = blas_threads(files, environment, len(mine))
     claim = launcher.claim_in(environment)
     shared = room()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -154,7 +153,7 @@ def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
         return found
     return replace(
         found,
-        no_peer_access=peer_access.missing(len(sight.gpus)) if local_rank == 0 else (),
+        no_peer_access=pairs_without_peer_access(len(sight.gpus)) if local_rank == 0 else (),
         cuda_aware=_cuda_aware(),
     )
 
