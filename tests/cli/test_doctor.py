@@ -327,7 +327,7 @@ def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
     at = next(number for number, line in enumerate(lines) if line.startswith("BAD "))
     assert lines[at].startswith("BAD   versions")
     assert lines[at + 1].strip().startswith("-> Give all nodes one environment")
-    assert lines[-1] == "1 BAD. What is BAD wants to be fixed first."
+    assert lines[-1] == "1 BAD. Fix what is BAD first."
     well = job()
     assert report.as_text(well, catalog.examine(well)).splitlines()[-1] == "Nothing is bad."
 

@@ -34,8 +34,8 @@ UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g":
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Say what `mpistrategy bench` takes."""
-    parser.add_argument("--quick", action="store_true", help="less than a minute: fewer sizes and rounds")
+    """Declare the options of `mpistrategy bench`."""
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; takes less than a minute")
     parser.add_argument(
         "--only", type=_names(SUITES), default=list(SUITES[:-1]), metavar="SUITE,...", help=f"of {', '.join(SUITES)}"
     )
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks of the job; return the exit status."""
-    # What is about to be measured may not be there yet.
+    # Saved thresholds must not influence their own measurement.
     with trying(DEFAULT) if options.save else nullcontext():
         strategy = MirroredStrategy()  # starts MPI
     if strategy.num_replicas_in_sync == 1:
@@ -148,7 +148,7 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
             for variant in case.variants:
                 if variant.close is not None:
                     variant.close()
-            case.variants.clear()  # their memory is wanted for the next
+            case.variants.clear()  # frees their memory for the next case
     for peer in peers:
         peer.close()
 
@@ -211,7 +211,7 @@ def _names(eligible: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def _file(text: str) -> str:
-    """Refuse what cannot be written before anything is measured."""
+    """Check that a file can be written, before anything is measured."""
     path = Path(text)
     target = path if path.exists() else path.parent
     if text != "-" and (path.is_dir() or not os.access(target, os.W_OK)):

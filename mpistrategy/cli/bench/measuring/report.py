@@ -119,7 +119,7 @@ def draw(report: dict[str, Any], file: str) -> str:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks([case["bytes"] for case in cases], [case["case"] for case in cases], rotation=45, ha="right")
-    axes.set(xlabel="what each rank brings", ylabel="time of one call in us (median, quartiles)")
+    axes.set(xlabel="size of each rank's array", ylabel="time of one call in us (median, quartiles)")
     axes.set_title("all_reduce, {ranks} ranks, {mpi}, {cpu}, {date}".format_map(report["environment"]), fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""What C libraries tell: kinds of file systems, threads of linear algebra, and which GPUs can read each other."""
+"""Facts from C libraries: kinds of file systems, threads of linear algebra, and which GPUs can read each other."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def blas_threads(
     Args:
         files: the libraries that the process has loaded.
         environment: its variables.
-        cores: how many it may use: as many threads start where nobody says anything.
+        cores: how many it may use; the default number of threads.
         load: opens a library.
     """
     for path in files:
@@ -96,7 +96,7 @@ def _said(environment: Mapping[str, str]) -> str:
 
 
 def pairs_without_peer_access(count: int, library: Any = None) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of GPUs that cannot read each other's memory; none where NVIDIA's driver does not tell.
+    """Return the pairs of GPUs that cannot read each other's memory; none if NVIDIA's driver does not say.
 
     Args:
         count: how many GPUs this process sees.

@@ -1,4 +1,4 @@
-"""Gathers the facts of this process.  Nothing here raises, waits for another rank, or shows a variable unasked."""
+"""Gathers the facts of this process.  Nothing here raises, waits for another rank, or shows variables at large."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mpistrategy.mpi.tuning.files import library_name
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.facts.ranks import Ranks
 
-#: Variables for the place on the node; a GPU is often chosen by them.
+#: Variables for the local rank; programs often choose a GPU by them.
 _LOCAL = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -46,7 +46,7 @@ _PATH = re.compile(r"[\w./+-]{1,400}")
 
 
 def seconds_since_start() -> float:
-    """Return how long ago this process began; 0.0 where the system does not tell."""
+    """Return how long ago this process began; 0.0 if unknown."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         ticks = int(launcher.stat_of(os.getpid())[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
