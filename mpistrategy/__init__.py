@@ -10,13 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy import errors, testing
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-from mpistrategy.context import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
 from mpistrategy.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -38,6 +31,13 @@ from mpistrategy.options import (
 )
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.asynchronous import AllReduceHandle
+from mpistrategy.strategy.current import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.one_device import OneDeviceStrategy

@@ -1,6 +1,6 @@
-"""Where a thread is: in a step function of one replica, in cross-replica context, or in an update.
+"""The context of a thread: in a step function (replica context), in cross-replica context, or in an update.
 
-Contexts are per thread; a thread that has entered nothing is in the default replica context of the default strategy.
+Each thread has its own.  A thread that has entered no context is in the replica context of the default strategy.
 """
 
 from __future__ import annotations
@@ -10,15 +10,28 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mpistrategy.errors import ContextError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.interface import current
+from mpistrategy.mpi.interface.communicator import Communicator
 
-if TYPE_CHECKING:
-    from mpistrategy.strategy.replica_context import ReplicaContext
-    from mpistrategy.strategy.strategy import Strategy
+
+class Extended(Protocol):
+    """What a context uses of `StrategyExtended`."""
+
+    communicator: Communicator
+
+
+class Strategy(Protocol):
+    """What a context uses of a strategy."""
+
+    is_default: bool
+
+    @property
+    def extended(self) -> Extended:
+        """The part for library authors."""
 
 
 class Mode(enum.Enum):
@@ -34,15 +47,15 @@ class Frame:
     """One entered context.
 
     Attributes:
-        strategy: whose context it is.
-        mode: which one.
-        replica_context: in replica context.
-        step: the `call_sites.code_of` the step function that is called in it; None without.
+        strategy: the strategy that the context belongs to.
+        mode: which of the three contexts.
+        replica_context: the ReplicaContext; None in the other two contexts.
+        step: the `call_sites.code_of` the step function; None without one.
     """
 
     strategy: Strategy
     mode: Mode
-    replica_context: ReplicaContext | None = None
+    replica_context: Any = None
     step: Any = None
 
     def __enter__(self) -> Frame:
@@ -62,7 +75,7 @@ class _Stack(threading.local):
         self.frames: list[Frame] = []
 
 
-#: What the calling thread has entered: ``entered.frames``, the innermost last.
+#: The contexts of the calling thread are ``entered.frames``, the innermost last.
 entered = _Stack()
 
 
@@ -79,7 +92,7 @@ _default: list[Callable[[], Strategy]] = []
 
 
 def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
-    """Say how the strategy of a thread that has entered nothing is made."""
+    """Set the function that makes the default strategy."""
     _default[:] = [factory]
 
 
@@ -89,66 +102,10 @@ def current_frame() -> Frame | None:
     return frames[-1] if frames else None
 
 
-def get_strategy() -> Strategy:
+def current_strategy() -> Any:
     """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
     frame = current_frame()
     return frame.strategy if frame is not None else _default[0]()
-
-
-def has_strategy() -> bool:
-    """Return whether this thread is in the scope, a step function or an update of another than the default strategy."""
-    frame = current_frame()
-    return frame is not None and not frame.strategy.is_default
-
-
-def get_replica_context() -> ReplicaContext | Any:
-    """Return the ReplicaContext of this thread; None in cross-replica and update context.
-
-    (Its type leaves room for None without making every program check for it.)
-
-    Outside every strategy it is the default strategy's context, of one replica: what it reduces and gathers stays this
-    rank's own, with an OutsideStepWarning once a strategy of several ranks was made.
-    """
-    frame = current_frame()
-    return frame.replica_context if frame is not None else get_strategy().extended.default_replica_context
-
-
-def in_cross_replica_context() -> bool:
-    """Return whether this thread is in cross-replica (or update) context."""
-    frame = current_frame()
-    return frame is not None and frame.mode is not Mode.REPLICA
-
-
-def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Enter the scope of `strategy` in this thread until it is called again with None.
-
-    Raises:
-        ContextError: inside a scope or a step function.
-        OptionTypeError: for something that is no strategy.
-    """
-    if strategy is not None:
-        check_strategy(strategy, "experimental_set_strategy")
-    frame = current_frame()
-    if frame is not None and not (len(entered.frames) == 1 and entered.frames[0] is _set_frame.frame):
-        raise ContextError.at(
-            "experimental_set_strategy",
-            found=f"a call in {in_words(frame)}",
-            expected="a call outside every scope",
-            fix="Leave the `with strategy.scope():` block first.",
-        )
-    if frame is not None:
-        frame.__exit__(None, None, None)
-        _set_frame.frame = None
-    if strategy is not None:
-        _set_frame.frame = Frame(strategy, Mode.CROSS_REPLICA).__enter__()
-
-
-class _SetFrame(threading.local):
-    def __init__(self) -> None:
-        self.frame: Frame | None = None
-
-
-_set_frame = _SetFrame()
 
 
 def cross_replica(strategy: Strategy) -> Frame:

@@ -1,7 +1,4 @@
-"""What the library needs to know about an array: can it be reduced, in which dtype does it travel, what is its mean.
-
-CuPy is looked up in `sys.modules` and never imported: whoever passes a CuPy array has imported it.
-"""
+"""The dtypes of arrays: how elements are combined, in which dtype they are sent, and which dtype a mean has."""
 
 from __future__ import annotations
 
@@ -13,33 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpistrategy.arrays import extremes
-from mpistrategy.errors import DTypeError, LeafError
-
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-#: Writes the combination of two arrays to a third: ``combine(one, other, out=...)``.
-Combine: TypeAlias = Callable[..., Any]
-#: How two arrays are combined; NaN wins in all of them.
-COMBINE: dict[str, Combine] = {
-    "SUM": np.add,
-    "MIN": extremes.minimum,
-    "MAX": extremes.maximum,
-    "PROD": np.multiply,
-}
-
+#: So many bytes at a time: they are looked at several times, and stay in the cache.
+_CHUNK_BYTES = 256 * 2**10
+#: The bit of the sign, by the size of a float; long double has no integers of its size.
+_SIGNS = {size: np.dtype(f"u{size}").type(1 << (8 * size - 1)) for size in (2, 4, 8)}
 _SMALL_INTEGERS = ("int8", "int16", "uint8", "uint16")
-_REDUCIBLE_KINDS = "iufc"
-_NOT_FOREIGN = ("builtins", "numpy")
-
-
-def is_cupy(value: object) -> bool:
-    """Return whether `value` is a CuPy array, without importing CuPy."""
-    kind = type(value)
-    return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
@@ -92,79 +72,9 @@ def is_buffer(array: Array) -> bool:
     return flags.c_contiguous and flags.aligned
 
 
-def to_array(value: Any, where: str, path: str = "") -> Array:
-    """Return `value` as an ndarray in native byte order; no copy when it is one already.
-
-    Args:
-        value: an ndarray, a NumPy scalar, a Python number, a list of numbers, or anything with ``__array__``; an array
-            in GPU memory is copied to the host, after what was put on the current stream.
-        where: the public name to blame in the error.
-        path: how the leaf is reached in the caller's structure.
-
-    Raises:
-        LeafError: for None and for objects that are no arrays, masked arrays among them.
-    """
-    leaf = f"leaf {path}" if path else "the value"
-    if type(value).__module__ not in _NOT_FOREIGN:
-        value = _from_elsewhere(value, where, path)
-    if isinstance(value, np.ma.MaskedArray):
-        raise LeafError.at(
-            where,
-            found=f"a masked array as {leaf}",
-            expected="an ordinary array",
-            fix="Pass x.filled(0): masks cannot travel.",
-        )
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number") from error
-    if array.dtype.kind == "O":
-        raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number")
-    if array.dtype.hasobject:
-        raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)} as {leaf}", expected="a dtype of fixed size")
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-def _from_elsewhere(value: Any, where: str, path: str) -> Any:
-    """Return an array of another library as an ndarray; anything else as it is."""
-    from mpistrategy.arrays import foreign, gpu  # they build on this module
-
-    if gpu.is_on_device(value):
-        return gpu.to_host(gpu.as_device_array(value, where, path))
-    return foreign.on_host(value, where, path) if foreign.is_foreign(value) else value
-
-
-def to_reducible(value: Any, where: str, path: str = "") -> Array:
-    """Return `value` as an ndarray that can be summed: any integer, float, complex or 16-bit float dtype.
-
-    Raises:
-        DTypeError: for bool, strings, dates and structured dtypes, naming the leaf.
-        LeafError: as `to_array`.
-    """
-    array = value if type(value) is np.ndarray and value.dtype.isnative else to_array(value, where, path)
-    dtype = array.dtype
-    numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
-    if (dtype.kind in _REDUCIBLE_KINDS and numpys_own) or is_bfloat16(dtype):
-        return array
-    if dtype.kind == "O":
-        return to_array(value, where, path)
-    fix = "Convert it first, e.g. x.astype(np.int64)." if dtype.kind == "b" else ""
-    raise DTypeError.at(
-        where,
-        found=f"dtype {dtype_name(dtype)} {f'at leaf {path}' if path else ''}".rstrip(),
-        expected="a numeric dtype (integer, float or complex)",
-        fix=fix,
-    )
-
-
 def is_python_number(value: object) -> bool:
     """Return whether `value` is a plain Python number (bool excluded), which adapts to the dtype it meets."""
     return isinstance(value, numbers.Number) and not isinstance(value, (bool, np.generic))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def span(array: Array) -> tuple[int, int]:
@@ -193,3 +103,97 @@ def quiet_runner() -> Callable[..., Any]:
 def _with_errstate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with np.errstate(all="ignore"):
         return function(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------- combination
+
+
+class Extreme:
+    """MIN or MAX of two arrays of one dtype and shape, with bits that do not depend on the order; called as a ufunc is.
+
+    -0.0 is less than +0.0.  NaN wins, and becomes the positive quiet NaN of the dtype, as `np.nan` is.  So both are
+    commutative and associative in every bit.  `np.minimum` and `np.maximum` are not: of two zeros or two NaNs they
+    return either, depending on the processor and the position in the array.
+
+    The ufunc leaves only the sign of a zero open.  A minimum gets the sign bit where either operand has it, a maximum
+    where both have it; other numbers are not changed by this.
+
+    Args:
+        ufunc: `np.minimum` or `np.maximum`.
+    """
+
+    def __init__(self, ufunc: np.ufunc) -> None:
+        self._ufunc = ufunc
+        self._is_minimum = ufunc is np.minimum
+        self._join = np.logical_or if self._is_minimum else np.logical_and
+
+    def __call__(self, one: Array, other: Array, out: Array | None = None) -> Array:
+        """Return the combination in `out`, which may be one of the two, or in new memory."""
+        if one.dtype.kind != "f":
+            return self._ufunc(one, other, out=out)  # type: ignore[no-any-return]
+        step = _CHUNK_BYTES // one.itemsize
+        if one.ndim != 1 or one.size <= step:
+            found = self._combined(one, other)
+            if out is None:
+                return found
+            out[...] = found
+            return out
+        target = np.empty(one.shape, one.dtype) if out is None else out
+        for start in range(0, one.size, step):
+            part = slice(start, start + step)
+            target[part] = self._combined(one[part], other[part])
+        return target
+
+    def reduce(self, array: Array, axes: tuple[int, ...], initial: Any) -> Array:
+        """Return the combination of an array along some axes; `initial` where there is nothing along them."""
+        found = np.asarray(self._ufunc.reduce(array, axis=axes, initial=initial))
+        if array.dtype.kind == "f":
+            _settle(found, self._join.reduce(np.signbit(array), axis=axes))
+        return found
+
+    def _combined(self, one: Array, other: Array) -> Array:
+        found: Array = self._ufunc(one, other, out=np.empty(one.shape, one.dtype))
+        if found.size == 0:
+            return found
+        least = abs(found.item()) if found.size == 1 else np.minimum.reduce(np.abs(found), axis=None)
+        if least > 0:  # there is neither a zero nor a NaN
+            return found
+        sign = _SIGNS.get(found.itemsize)
+        if sign is None:
+            _settle(found, self._join(np.signbit(one), np.signbit(other)))
+            return found
+        these, those, whole = (array.view(sign.dtype) for array in (one, other, found))
+        if self._is_minimum:
+            whole |= (these | those) & sign
+        else:
+            whole &= (these & those) | ~sign
+        _settle_nan(found)
+        return found
+
+
+def _settle(found: Array, negative: Any) -> None:
+    """Give zeros the signs that are said, and NaN its one pattern."""
+    zero = found == 0
+    np.copyto(found, found.dtype.type(0), where=zero)
+    np.copyto(found, -found.dtype.type(0), where=zero & negative)
+    _settle_nan(found)
+
+
+def _settle_nan(found: Array) -> None:
+    is_nan = found != found
+    if np.any(is_nan):
+        np.copyto(found, found.dtype.type(np.nan), where=is_nan)
+
+
+minimum = Extreme(np.minimum)
+maximum = Extreme(np.maximum)
+
+#: Writes the combination of two arrays to a third: ``combine(one, other, out=...)``.
+Combine: TypeAlias = Callable[..., Any]
+#: How two arrays are combined; NaN wins in all of them.
+COMBINE: dict[str, Combine] = {
+    "SUM": np.add,
+    "MIN": minimum,
+    "MAX": maximum,
+    "PROD": np.multiply,
+}

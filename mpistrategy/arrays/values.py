@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from mpistrategy.arrays.convert import host_array, is_on_device, like_given
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import host_array, is_on_device, like_given, on_device
+from mpistrategy.arrays.gpu import on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
 

@@ -69,7 +69,7 @@ class Checkpoint:
                 "Checkpoint", found=f"the name {refused[0]!r}", expected="one that does not begin with _, without /"
             )
         self.objects = objects
-        self._made_in = context.get_strategy()
+        self._made_in: Strategy = context.current_strategy()
         self._pending: Saving | None = None
 
     @property

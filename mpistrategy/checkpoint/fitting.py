@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device, placed_as
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import is_on_device, placed_as
 from mpistrategy.checkpoint.kinds.accumulators import fit_accumulator
 from mpistrategy.checkpoint.kinds.generators import check_state, jumped, set_state, set_streams
 from mpistrategy.checkpoint.kinds.holders import fit_dict, fit_list, fit_tuple, fit_variables

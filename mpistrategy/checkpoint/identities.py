@@ -14,9 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpistrategy.creation_order import Created
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.process_objects import Created
 from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable

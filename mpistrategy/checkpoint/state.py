@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import host_array, is_on_device
 from mpistrategy.checkpoint.identities import check_generators, identities
 from mpistrategy.checkpoint.kinds.accumulators import SUMS, item_of
 from mpistrategy.checkpoint.kinds.generators import state_of, state_of_streams
@@ -229,7 +229,7 @@ def strategy_of(objects: Mapping[str, Any], made_in: Strategy) -> Strategy:
     """Return the strategy whose ranks share these objects: `made_in` unless that is the default strategy."""
     if not made_in.is_default:
         return made_in
-    found = {id(var.strategy): var.strategy for var in _variables_in(list(objects.values()), 0)}
+    found: dict[int, Strategy] = {id(var.strategy): var.strategy for var in _variables_in(list(objects.values()), 0)}
     shared = [strategy for strategy in found.values() if not strategy.extended.is_local]
     return (shared or [*found.values(), made_in])[0]
 

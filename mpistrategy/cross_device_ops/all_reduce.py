@@ -31,3 +31,6 @@ class MpiAllReduce(ByMpi):
 
     Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
     """
+
+    in_rank_order = True
+    has_plans = True

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import dtype_name, to_array
-from mpistrategy.arrays.gpu import like_given
-from mpistrategy.arrays.values import Mirrored, contribution
+from mpistrategy.arrays.convert import like_given, to_array
+from mpistrategy.arrays.dtypes import dtype_name
+from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
 from mpistrategy.errors import (
     ContextError,
     DTypeError,
@@ -34,7 +34,24 @@ class CrossDeviceOps:
     scope is entered.  All methods are collective.  To write an algorithm of your own, override
     `reduce_implementation` and `batch_reduce_implementation` (and `broadcast_implementation` where the default, rank
     0's value by MPI Bcast, does not do).
+
+    Attributes:
+        in_rank_order, has_plans, is_built_in: see `mpistrategy.reduction.algorithm.Algorithm`.  A subclass that does
+            not say so itself has none of the first two: it may do something else.
     """
+
+    in_rank_order = False
+    has_plans = False
+    is_built_in = False
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls.in_rank_order = bool(cls.__dict__.get("in_rank_order"))
+        cls.has_plans = bool(cls.__dict__.get("has_plans"))
+
+    def settings(self, options: CommunicationOptions) -> str:
+        """Return in words what must be equal on all ranks for their messages to fit together."""
+        return type(self).__name__
 
     @collective("reduce", own=own_mirrored("per_replica_value"))
     def reduce(
@@ -94,14 +111,27 @@ class CrossDeviceOps:
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
                 placing.resolve(destinations, communicator, call.where)
-            results: Any = self.batch_reduce_implementation(op, pairs, _checked(options, call))
-            if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
-                raise StructureError.at(
-                    f"{type(self).__name__}.batch_reduce_implementation",
-                    found=f"{results!r} returned for {len(pairs)} values",
-                    expected="a list with one result for each value",
-                )
-            return list(results)
+            return self._batch(op, pairs, _checked(options, call))
+
+    def all_reduce_values(
+        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.algorithm.Algorithm`."""
+        wrapped = [value if isinstance(value, Mirrored) else PerReplica((value,)) for value in values]
+        with current.working_on(communicator):
+            results = self._batch(op, [(value, value) for value in wrapped], options)
+        return [local_component(result) for result in results]
+
+    def _batch(self, op: ReduceOp, pairs: list[tuple[Any, Any]], options: CommunicationOptions) -> list[Any]:
+        """Return what `batch_reduce_implementation` does, if it is one result for each pair."""
+        results: Any = self.batch_reduce_implementation(op, pairs, options)
+        if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
+            raise StructureError.at(
+                f"{type(self).__name__}.batch_reduce_implementation",
+                found=f"{results!r} returned for {len(pairs)} values",
+                expected="a list with one result for each value",
+            )
+        return list(results)
 
     @collective("broadcast", own=own_mirrored("tensor"))
     def broadcast(self, tensor: Any, destinations: Any) -> Any:

@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import is_on_device, layout_of, reducible
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
+from mpistrategy.arrays.gpu import layout_of
+from mpistrategy.arrays.values import IndexedSlices, Mirrored
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
-from mpistrategy.errors import DTypeError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.mpi.tuning.thresholds import Route
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction import sparse
+from mpistrategy.reduction.inputs import checked_value, own_component
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
@@ -32,6 +33,9 @@ from mpistrategy.reduction.routes.gpu_batch import DeviceBatch, in_kind
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that sum one buffer at a time."""
 
+    is_built_in = True
+    #: Whether even an array that is a pack by itself is copied before it is reduced.
+    always_copies = True
     num_packs: float = 0
     #: Whether a list of arrays for every rank goes to `Communicator.allreduce_many` instead of `reduce_buffer`.
     reduces_lists = False
@@ -51,9 +55,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         chosen: Any = options.implementation
         return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
-    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return which way `reduce_buffer` takes with a buffer for every rank."""
-        return communicator.way(nbytes, dtype, op)
+        return communicator.route(nbytes, dtype, op)
 
     def list_reduction(
         self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions
@@ -125,95 +129,68 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> list[Any]:
         """Reduce several values: one check for all of them, then one message for each pack."""
-        ranks = current_communicator(f"{type(self).__name__}.batch_reduce")
-        with ranks.guard.call(f"{type(self).__name__}.batch_reduce") as call:
-            reduced_precision.check(options.wire)
-            communicator: Communicator = reduced_precision.on(ranks, options.wire)
+        communicator = current_communicator(f"{type(self).__name__}.batch_reduce")
+        with communicator.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+            values = [value for value, _ in value_destination_pairs]
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
-            given = [_given(value, reduce_op, call.where) for value, _ in value_destination_pairs]
-            values = [_checked(value, reduce_op, call.where) for value in given]
-            self.check_values(values, reduce_op, call.where)
-            layouts = tuple(_layout(value) for value in values)
-            reduction = batch = None
-            everywhere = all(target is EVERY_RANK for target in targets)
-            if any(map(is_on_device, values)):
-                path = self.device_path if self.reduces_on_devices and everywhere else None
-                batch = DeviceBatch(ranks, values, reduce_op, options, path, self.num_packs, call.where)
-                values = batch.values
-            elif everywhere:
-                reduction = self.list_reduction(communicator, values, reduce_op, options)
-            if reduction is not None:
-                reduction.prepare(values)
-            call.agree(
-                "reduce",
-                op=reduce_op.value,
-                values=layouts,
-                destination=_in_words(targets),
-                options=self.settings(options),
-                sparingly=True,
-            )
-            if reduction is not None:
-                totals: Sequence[Any] = reduction.run(values)
-                if any(type(value) is not np.ndarray for value in given):
-                    totals = [in_kind(total, like) for total, like in zip(totals, given, strict=True)]
-                return [mirrored(total, EVERY_RANK, ranks) for total in totals]
+            results = self._reduce(call, communicator, reduce_op, values, targets, options)
+            return [mirrored(result, target, communicator) for result, target in zip(results, targets, strict=True)]
+
+    def all_reduce_values(
+        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Reduce to every rank; what a subclass has overridden is called."""
+        if type(self).batch_reduce_implementation is not PackedCrossDeviceOps.batch_reduce_implementation:
+            return super().all_reduce_values(call, communicator, op, values, options)
+        return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options)
+
+    def _reduce(
+        self,
+        call: Call,
+        ranks: Communicator,
+        op: ReduceOp,
+        given: Sequence[Any],
+        targets: Sequence[Destination],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Return the reductions in the kinds of array that were given; None on ranks that are no destination."""
+        reduced_precision.check(options.wire)
+        communicator: Communicator = reduced_precision.on(ranks, options.wire)
+        given = [own_component(value, op, call.where) for value in given]
+        values = [checked_value(value, op, call.where) for value in given]
+        self.check_values(values, op, call.where)
+        layouts = tuple(map(_layout, values))
+        reduction = batch = None
+        everywhere = all(target is EVERY_RANK for target in targets)
+        if any(map(is_on_device, values)):
+            path = self.device_path if self.reduces_on_devices and everywhere else None
+            batch = DeviceBatch(ranks, values, op, options, path, self.num_packs, call.where)
+            values = batch.values
+        elif everywhere:
+            reduction = self.list_reduction(communicator, values, op, options)
+        if reduction is not None:
+            reduction.prepare(values)
+        destination, settings = _in_words(targets), self.settings(options)
+        call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
+        if reduction is not None:
+            results: list[Any] = reduction.run(values)
+            if all(type(value) is np.ndarray for value in given):
+                return results
+        else:
             results = [None] * len(values) if batch is None else batch.run(communicator, call)
-            combination = reduce_op.on_the_wire
             for target in dict.fromkeys(targets):
                 dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
-                sums = self.reduce_arrays(communicator, [values[i] for i in dense], combination, target, options, call)
+                arrays = [values[i] for i in dense]
+                sums = self.reduce_arrays(communicator, arrays, op.on_the_wire, target, options, call)
                 for i, total in zip(dense, sums, strict=True):
                     here = target.includes(communicator.rank)
-                    results[i] = finish(total, values[i].dtype, reduce_op, communicator.size) if here else None
+                    results[i] = finish(total, values[i].dtype, op, communicator.size) if here else None
             for i, value in enumerate(values):
                 if isinstance(value, IndexedSlices):
-                    results[i] = self.reduce_slices(communicator, value, reduce_op, call)
+                    results[i] = self.reduce_slices(communicator, value, op, call)
                 elif isinstance(value, Mirrored):
                     results[i] = value.values[0] if value.values else None
-            return [
-                mirrored(in_kind(result, like), target, ranks)
-                for result, like, target in zip(results, given, targets, strict=True)
-            ]
-
-
-def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
-    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one of each replica?"""
-    if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
-        raise OptionError.at(
-            where,
-            found=f"a Mirrored value under {op.name}",
-            expected="a value that each replica contributes",
-            fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
-            "replicas.",
-        )
-
-
-def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return what this rank brings of one value: an array, IndexedSlices, or the value itself when it is Mirrored.
-
-    Raises:
-        OptionError, LeafError, DTypeError, UnsupportedError, ShapeError: for what `op` cannot reduce.
-    """
-    return _checked(_given(value, op, where), op, where)
-
-
-def _given(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
-    refuse_mirrored_sum(value, op, where)
-    return value if isinstance(value, Mirrored) else contribution(value)
-
-
-def _checked(value: Any, op: ReduceOp, where: str) -> Any:
-    if isinstance(value, Mirrored):
-        return value
-    if isinstance(value, IndexedSlices):
-        return sparse.checked(value, op, where)
-    array = reducible(value, where)
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
-        raise DTypeError.at(
-            where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
-        )
-    return array
+        return [in_kind(result, like) for result, like in zip(results, given, strict=True)]
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -224,6 +201,6 @@ def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
     return layout_of(value) if is_on_device(value) else (dtype_name(value.dtype), value.shape)
 
 
-def _in_words(targets: list[Destination]) -> str:
+def _in_words(targets: Sequence[Destination]) -> str:
     distinct = dict.fromkeys(targets)
     return next(iter(distinct)).text if len(distinct) == 1 else "; ".join(target.text for target in targets)

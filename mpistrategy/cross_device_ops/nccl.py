@@ -23,6 +23,7 @@ class NcclAllReduce(ByMpi):
         OptionTypeError: for one that is no number.
     """
 
+    in_rank_order = True
     device_path = "nccl"
 
     def __init__(self, num_packs: int = 1) -> None:

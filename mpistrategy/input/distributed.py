@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.dtypes import is_cupy
-from mpistrategy.arrays.gpu import DeviceArray, as_device_array, copy_of, cupy_for, is_on_device
+from mpistrategy.arrays.convert import as_device_array, copy_of, is_on_device
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_cupy
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input.datasets import Dataset, common_length, to_rows
 from mpistrategy.input.first_batches import FirstBatches
 from mpistrategy.input.iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import NotPickled
 
 
 def part_of_batch(length: int, index: int, parts: int) -> slice:

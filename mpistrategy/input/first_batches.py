@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.dtypes import Array, dtype_name, to_array
+from mpistrategy.arrays.convert import to_array
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import CollectiveMismatchError, DatasetWarning, MpiStrategyError, OptionError
 from mpistrategy.input.datasets import common_length, to_rows
 from mpistrategy.input.iterators import END

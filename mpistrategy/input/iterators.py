@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mpistrategy.creation_order import Created
 from mpistrategy.errors import OptionError, OutOfRangeError
 from mpistrategy.mpi.faults.injection import collective
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import Created, NotPickled
 
 END = object()
 

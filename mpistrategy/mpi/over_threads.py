@@ -6,6 +6,7 @@ every time.  When no replica can go on (one has left, or two wait in different c
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +17,19 @@ import numpy as np
 from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import CollectiveMismatchError
-from mpistrategy.mpi.contract.call_sites import call_site
+from mpistrategy.mpi.contract.call_sites import line_of
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Pool, divide_by
 from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.interface.gpu_transport import DevicePaths
-from mpistrategy.mpi.shared_memory.mailboxes import Cells
-from mpistrategy.mpi.shared_memory.result_buffers import Blocks
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Way
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Route
 
-_LEFT = "has come to its end"
+
+def _has_ended() -> str:
+    return "has come to its end"
 
 
 class Turns:
@@ -39,18 +42,21 @@ class Turns:
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         self._running = 0
-        self._doing: list[str] = [""] * count
+        self._doing: list[Callable[[], str]] = [str] * count
         self._ready: list[Callable[[], bool]] = [_always] * count
         self._hopeless: set[int] = set()
         self._why = ""
 
-    def wait_for(self, me: int, ready: Callable[[], bool], doing: str) -> None:
-        """Let the others run until `ready()`; raise on all that wait when that will never be."""
+    def wait_for(self, me: int, ready: Callable[[], bool], doing: Callable[[], str]) -> None:
+        """Let the others run until `ready()`; raise on all that wait when that will never be.
+
+        `doing` says where this thread waits; it is asked only then.
+        """
         with self._changed:
             self._ready[me], self._doing[me] = ready, doing
             self._pass_on(me)
             self._changed.wait_for(lambda: self._running == me)
-            self._ready[me], self._doing[me] = _always, ""
+            self._ready[me], self._doing[me] = _always, str
             if me in self._hopeless:
                 self._hopeless.remove(me)
                 raise CollectiveMismatchError(self._why)
@@ -63,15 +69,15 @@ class Turns:
     def end(self, me: int) -> None:
         """Take no more turns."""
         with self._changed:
-            self._ready[me], self._doing[me] = _never, _LEFT
+            self._ready[me], self._doing[me] = _never, _has_ended
             self._pass_on(me)
 
     def _pass_on(self, me: int) -> None:
         count = len(self._ready)
         in_turn = [(me + step) % count for step in range(1, count + 1)]
         if not any(ready() for ready in self._ready) and not self._hopeless:
-            self._hopeless = {rank for rank in in_turn if self._doing[rank] != _LEFT}
-            rows = [f"  replica {rank}: {doing}" for rank, doing in enumerate(self._doing)]
+            self._hopeless = {rank for rank in in_turn if self._doing[rank] is not _has_ended}
+            rows = [f"  replica {rank}: {doing()}" for rank, doing in enumerate(self._doing)]
             self._why = "\n".join(["no replica can go on: the calls do not fit together", *rows])
         able = [rank for rank in in_turn if rank in self._hopeless or self._ready[rank]()]
         self._running = able[0] if able else -1
@@ -110,7 +116,8 @@ class Meeting:
             self._brought = {}
             self._round += 1
         try:
-            self.turns.wait_for(self.members[rank], lambda: self._round > mine, f"waits at {call_site().text}")
+            frame = sys._getframe(1)
+            self.turns.wait_for(self.members[rank], lambda: self._round > mine, lambda: f"waits at {line_of(frame)}")
         except CollectiveMismatchError:
             self._brought.pop(rank, None)
             raise
@@ -142,9 +149,9 @@ class SimulatedCommunicator:
         self.node_of = tuple(numbers.index(node) for node in self._nodes)
         self.local_rank = self.node_of[:rank].count(self.node_of[rank])
         self.library, self.shares_memory = "", False
-        self.paths = DEFAULT
-        self.cells: Cells | None = None
-        self.blocks: Blocks | None = None
+        self.thresholds = DEFAULT
+        self.mailboxes: Mailboxes | None = None
+        self.result_buffers: ResultBuffers | None = None
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
         self.device_paths = DevicePaths()
@@ -164,7 +171,7 @@ class SimulatedCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(self._meeting.exchange(self.rank, "share_device", device))
 
-    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return "threads", whatever the size."""
         return "threads"
 
@@ -173,7 +180,8 @@ class SimulatedCommunicator:
         brought = (buffer if source is None else source).copy()
         total = _combined(self._meeting.exchange(self.rank, f"allreduce {op}", brought), op)
         buffer[...] = total.reshape(buffer.shape)
-        divide_by(divisor, buffer)
+        if divisor != 1:
+            divide_by(divisor, buffer)
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0

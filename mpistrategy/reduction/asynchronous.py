@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import is_on_device
 from mpistrategy.arrays.values import Mirrored, contribution
 from mpistrategy.context import current_frame
 from mpistrategy.errors import OptionTypeError, UnsupportedError
@@ -19,13 +18,10 @@ from mpistrategy.mpi.faults.injection import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import Arena, resident
-from mpistrategy.reduction.plans import QuickAllReduce
-from mpistrategy.reduction.routes.quick_cells import NOT_QUICK
-
-if TYPE_CHECKING:
-    from mpistrategy.strategy.extended import StrategyExtended
+from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
@@ -76,7 +72,7 @@ class AllReduceHandle(NotPickled):
 
 
 def start_all_reduce(
-    extended: StrategyExtended,
+    reducer: Reducer,
     reduce_op: Any,
     value: Any,
     options: CommunicationOptions | None,
@@ -85,7 +81,7 @@ def start_all_reduce(
     checked_targets: Callable[[nest.Structure], list[Array] | None],
 ) -> AllReduceHandle:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
-    communicator = extended.communicator
+    communicator = reducer.communicator
 
     def agree() -> None:
         with communicator.guard.call(_WHERE) as call:
@@ -96,8 +92,8 @@ def start_all_reduce(
         engine = AtOnce(communicator)  # another thread has another stream, and would not see what is put on ours
     site = call_site()
     try:
-        mine = _on(extended, engine)
-        work = _prepared(mine, mine is extended, reduce_op, value, options, name, out, checked_targets)
+        mine = _on(reducer, engine)
+        work = _prepared(mine, mine is reducer, reduce_op, value, options, name, out, checked_targets)
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = _failing(engine, error)
 
@@ -128,7 +124,7 @@ def _is_on_device(value: Any) -> bool:
 
 
 def _prepared(
-    extended: StrategyExtended,
+    reducer: Reducer,
     at_once: bool,
     reduce_op: Any,
     value: Any,
@@ -142,25 +138,25 @@ def _prepared(
         raise OptionTypeError.at(_WHERE, found=f"name={name!r}", expected="a string")
     arena = resident(value, out)
     if arena is not None:
-        return _of_arena(extended, at_once, arena, reduce_op, options, name, out)
+        return _of_arena(reducer, at_once, arena, reduce_op, options, name, out)
     given, structure = nest.flatten(value)
     leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
     targets = checked_targets(structure)
     op = ReduceOp.parse(reduce_op, _WHERE)
-    communicator = extended.communicator
+    communicator = reducer.communicator
     kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
 
     def work() -> Any:
         if options is None and name is None:
-            result = extended.quick.run(reduce_op, kept, out, None, None)
-            if result is not NOT_QUICK:
+            result = reducer.plans.run(reduce_op, kept, out, None, None)
+            if result is not MISFIT:
                 return result
         with (
             current.working_on(communicator),
             communicator.guard.call(_CALL, structure.text, called=name) as call,
         ):
-            results = extended.all_reduce_leaves(
-                call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
+            results = reducer.all_reduce_leaves(
+                call, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
             )
         return structure.pack(results)
 
@@ -168,7 +164,7 @@ def _prepared(
 
 
 def _of_arena(
-    extended: StrategyExtended,
+    reducer: Reducer,
     at_once: bool,
     arena: Arena,
     reduce_op: Any,
@@ -177,7 +173,7 @@ def _of_arena(
     out: Any,
 ) -> Callable[[], Any]:
     """Return the work for a whole arena: without a copy within a node, and bucket by bucket in the background."""
-    communicator = extended.communicator
+    communicator = reducer.communicator
     op = ReduceOp.parse(reduce_op, _WHERE)
     values = arena.values
     if not arena.in_place and out is None:
@@ -194,7 +190,7 @@ def _of_arena(
                 current.working_on(communicator),
                 communicator.guard.call(_CALL, called=name) as call,
             ):
-                return arena.all_reduce(extended, op, call, options=options, out=arena)
+                return arena.all_reduce(reducer, op, call, options=options, out=arena)
 
         return work
     buckets = [bucket.mine for bucket in arena.buckets]
@@ -205,8 +201,8 @@ def _of_arena(
             current.working_on(communicator),
             communicator.guard.call(_CALL, structure, called=name) as call,
         ):
-            extended.all_reduce_leaves(
-                call.where, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
+            reducer.all_reduce_leaves(
+                call, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
             )
         return values
 
@@ -221,17 +217,15 @@ def _failing(engine: AtOnce, error: Exception) -> Callable[[], Any]:
     return work
 
 
-def _on(extended: StrategyExtended, engine: AtOnce) -> StrategyExtended:
-    """Return `extended` with the engine's communicator."""
-    if engine.communicator is extended.communicator:
-        return extended
-    other: StrategyExtended | None = engine.views.get(extended)
+def _on(reducer: Reducer, engine: AtOnce) -> Reducer:
+    """Return a reducer that does as `reducer`, on the engine's communicator."""
+    if engine.communicator is reducer.communicator:
+        return reducer
+    other: Reducer | None = engine.views.get(reducer)
     if other is None:
-        other = engine.views[extended] = copy.copy(extended)
-        other.communicator = engine.communicator
-        other.quick = QuickAllReduce(other.communicator, other.cross_device_ops, other.options)
-    if other.cross_device_ops is not extended.cross_device_ops:
-        other.cross_device_ops = extended.cross_device_ops
-    if other.options is not extended.options:
-        other.options = extended.options
+        other = engine.views[reducer] = Reducer(engine.communicator, reducer.algorithm, reducer.options)
+    if other.algorithm is not reducer.algorithm:
+        other.algorithm = reducer.algorithm
+    if other.options is not reducer.options:
+        other.options = reducer.options
     return other

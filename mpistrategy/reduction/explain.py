@@ -7,30 +7,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import any_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import any_array, is_on_device
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contribution
-from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, checked_component
 from mpistrategy.errors import EmptyBatchError
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.tuning.thresholds import Rates
+from mpistrategy.mpi.tuning.thresholds import Rates, Route
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
 from mpistrategy.reduction.explain_devices import lines_of
 from mpistrategy.reduction.explain_ways import Buffer, Ground, in_words, seconds_of, size_in_words, time_in_words
-from mpistrategy.reduction.inputs import checked_leaves
+from mpistrategy.reduction.inputs import checked_component, checked_leaves
 from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.plan import DenseReduction
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.in_place import is_in_place, is_seen_across
 
-if TYPE_CHECKING:
-    from mpistrategy.strategy.extended import StrategyExtended
+
+class _BuiltIn(Protocol):
+    """An algorithm whose `is_built_in` is True; see `mpistrategy.cross_device_ops.built_in`."""
+
+    always_copies: bool
+    num_packs: float
+    device_path: str
+    reduces_on_devices: bool
+
+    def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None: ...
+
+    def list_reduction(
+        self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions
+    ) -> DenseReduction | None: ...
+
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route: ...
+
+
+class _Extended(Protocol):
+    """What is asked of a StrategyExtended."""
+
+    bucket_orders: dict[tuple[tuple[int, ...], ...], None]
+
+    @property
+    def reducer(self) -> Reducer: ...
+
 
 _WHERE = "Strategy.explain"
 
@@ -41,7 +66,7 @@ class Explained:
     if TYPE_CHECKING:
 
         @property
-        def extended(self) -> StrategyExtended: ...
+        def extended(self) -> _Extended: ...
 
     def explain(self, value: Any, reduce_op: Any = "SUM", options: CommunicationOptions | None = None) -> str:
         """Say which way an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.
@@ -65,8 +90,8 @@ class Explained:
             1 copy: all into the pack
           thresholds: the defaults; rates: the defaults
         """
-        text = "\n".join(_lines(self.extended, value, ReduceOp.parse(reduce_op, _WHERE), options))
-        if self.extended.communicator.rank == 0:
+        text = "\n".join(_lines(self.extended.reducer, value, ReduceOp.parse(reduce_op, _WHERE), options))
+        if self.extended.reducer.communicator.rank == 0:
             print(text)
         return text
 
@@ -79,18 +104,18 @@ class Explained:
         what JSON can hold, to be kept beside results; `source` is for people alone.  Never communicates.
         """
         extended = self.extended
-        communicator, algorithm = extended.communicator, extended.cross_device_ops
+        communicator, algorithm = extended.reducer.communicator, extended.reducer.algorithm
         return {
             "ranks": communicator.size,
             "node_of": list(communicator.node_of),
             "mpi": communicator.library,
             "shared_memory": communicator.shares_memory,
             "algorithm": getattr(algorithm, "configuration", type(algorithm).__name__),
-            "bytes_per_pack": int(extended.options.bytes_per_pack),
-            "wire": extended.options.wire,
-            "thresholds": communicator.paths.thresholds(),
+            "bytes_per_pack": int(extended.reducer.options.bytes_per_pack),
+            "wire": extended.reducer.options.wire,
+            "thresholds": communicator.thresholds.sizes(),
             "gradient_buckets": [[list(members) for members in order] for order in extended.bucket_orders],
-            "source": communicator.paths.source,
+            "source": communicator.thresholds.source,
         }
 
 
@@ -104,39 +129,39 @@ class _Found:
     others: list[str]
 
 
-def _lines(extended: StrategyExtended, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
-    communicator, chosen = extended.communicator, extended.options.merge(options)
+def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
+    communicator, chosen = reducer.communicator, reducer.options.merge(options)
     if isinstance(value, Arena):
-        found = _of_arena(extended, value, op, chosen)
+        found = _of_arena(reducer, value, op, chosen)
     else:
         leaves = nest.flatten(value)[0]
-        found = _of_leaves(extended, leaves, value, op, chosen)
+        found = _of_leaves(reducer, leaves, value, op, chosen)
     ground = Ground.of(communicator)
     ranks = f"{_count(ground.size, 'rank')} of {_count(ground.nodes, 'node')}"
     seconds = seconds_of(found.buffers, ground)
     about = "" if found.others and not found.buffers else f"; about {time_in_words(seconds)}"
     what = f"{op.value} of {_count(len(found.leaves), 'array')}, {size_in_words(found.nbytes)}"
-    yield f"all_reduce {what}, on {ranks} by {type(extended.cross_device_ops).__name__}{about}"
+    yield f"all_reduce {what}, on {ranks} by {type(reducer.algorithm).__name__}{about}"
     for alike in _grouped(found.buffers):
         way, copies, moved = in_words(alike, ground)
         yield f"  {_named(alike)}: {way}"
         yield from (f"    {line}" for line in (copies, moved) if line)
     yield from (f"  {line}" for line in found.others)
-    paths = communicator.paths
+    paths = communicator.thresholds
     yield f"  thresholds: {paths.source}; rates: {'the defaults' if paths.rates == Rates() else paths.source}"
 
 
-def _of_arena(extended: StrategyExtended, arena: Arena, op: ReduceOp, options: CommunicationOptions) -> _Found:
-    arena.check(extended, _WHERE)
-    ordinary = arena.is_ordinary(extended)
+def _of_arena(reducer: Reducer, arena: Arena, op: ReduceOp, options: CommunicationOptions) -> _Found:
+    arena.check(reducer, _WHERE)
+    ordinary = arena.is_ordinary(reducer)
     if arena.in_place or not ordinary:
         check_dtypes(arena.buckets, op, _WHERE)
     if ordinary:
-        return _of_leaves(extended, arena.leaves, arena.values, op, options)
+        return _of_leaves(reducer, arena.leaves, arena.values, op, options)
     reduced_precision.check(options.wire)
-    communicator = reduced_precision.on(extended.communicator, options.wire)
+    communicator = reduced_precision.on(reducer.communicator, options.wire)
     if arena.on_device:
-        lines = lines_of(communicator, arena.leaves, arena.path(extended, options), options)
+        lines = lines_of(communicator, arena.leaves, arena.path(reducer, options), options)
         return _Found(arena.leaves, [], arena.nbytes, [line.replace("packed on", "ready on") for line in lines])
     counts = [sum(place.bucket == number for place in arena.places) for number in range(len(arena.buckets))]
     buffers = []
@@ -145,7 +170,7 @@ def _of_arena(extended: StrategyExtended, arena: Arena, op: ReduceOp, options: C
         buffer = Buffer("bucket", dtype, bucket.mine.nbytes, count, "arena", in_place=arena.in_place)
         if not is_in_place(communicator, bucket):
             nbytes = bucket.mine.size * wide.itemsize
-            way = communicator.way(nbytes, wide, op.on_the_wire)
+            way = communicator.route(nbytes, wide, op.on_the_wire)
             converted = wide != dtype and way != "none"
             seen = is_seen_across(communicator, bucket, op.on_the_wire)
             buffer = replace(
@@ -156,32 +181,31 @@ def _of_arena(extended: StrategyExtended, arena: Arena, op: ReduceOp, options: C
 
 
 def _of_leaves(
-    extended: StrategyExtended, leaves: Sequence[Any], value: Any, op: ReduceOp, options: CommunicationOptions
+    reducer: Reducer, leaves: Sequence[Any], value: Any, op: ReduceOp, options: CommunicationOptions
 ) -> _Found:
-    if not leaves and not extended.is_local:
+    if not leaves and not reducer.is_alone:
         raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
     values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
     checked_leaves(values, lambda: nest.leaf_paths(value), False, _WHERE)
-    algorithm = extended.cross_device_ops
-    if not isinstance(algorithm, PackedCrossDeviceOps):
+    algorithm = cast(_BuiltIn, reducer.algorithm)
+    if not reducer.algorithm.is_built_in:
         nbytes = sum(any_array(contribution(leaf)).nbytes for leaf in leaves if not isinstance(leaf, IndexedSlices))
         return _Found(leaves, [], nbytes, [f"what {type(algorithm).__name__} does with them is its own business"])
     reduced_precision.check(options.wire)
-    communicator = reduced_precision.on(extended.communicator, options.wire)
+    communicator = reduced_precision.on(reducer.communicator, options.wire)
     parts = [checked_component(each, op, _WHERE) for each in values]
     dense = [part for part in parts if isinstance(part, np.ndarray)]
     algorithm.check_values(parts, op, _WHERE)
     reduction, kind = algorithm.list_reduction(communicator, parts, op, options), op.on_the_wire
     if reduction is None:
         packs = packing.plan(dense, options.bytes_per_pack, algorithm.num_packs, host_wire_dtype)
-        # It alone leaves an array where it is.
-        copies = not isinstance(algorithm, HierarchicalCopyAllReduce)
-        ways = [algorithm.way(communicator, pack.nbytes, pack.dtype, kind) for pack in packs]
+        copies = algorithm.always_copies
+        ways = [algorithm.route(communicator, pack.nbytes, pack.dtype, kind) for pack in packs]
         buffers = [_buffer(pack, dense, way, copies) for pack, way in zip(packs, ways, strict=True)]
     elif reduction.program is not None:
-        buffers = [_buffer(pack, dense, "cells") for pack in reduction.program.packs]
+        buffers = [_buffer(pack, dense, "mailboxes") for pack in reduction.program.packs]
     else:
-        ways = reduction.ways()
+        ways = reduction.routes()
         buffers = [_buffer(pack, dense, way) for pack, way in zip(reduction.packs, ways, strict=True)]
     rounds = getattr(communicator, "rounds", False)
     buffers = [replace(each, rounds=rounds) for each in buffers if each.nbytes]

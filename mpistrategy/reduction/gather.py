@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, dtype_name, to_array
-from mpistrategy.arrays.gpu import like_given
+from mpistrategy.arrays.convert import like_given, to_array
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import check_places, is_on_device, reducible
 from mpistrategy.arrays.dtypes import dtype_name, is_python_number, mean_dtype
-from mpistrategy.arrays.gpu import check_places, is_on_device, reducible
-from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, local_component
-from mpistrategy.errors import MpiStrategyError, PlacementError, ShapeError, UnsupportedError
+from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, contribution, local_component
+from mpistrategy.errors import DTypeError, MpiStrategyError, OptionError, PlacementError, ShapeError, UnsupportedError
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 
 
-def checked_leaves(
-    values: Sequence[DistributedValues], paths: Callable[[], list[str]], dense: bool, where: str
-) -> list[Any]:
+def checked_leaves(values: Sequence[Any], paths: Callable[[], list[str]], dense: bool, where: str) -> list[Any]:
     """Return the array of every leaf, or its IndexedSlices unless `dense` ones are needed.
 
     Raises:
@@ -31,7 +30,7 @@ def checked_leaves(
     return [_checked(value, path, dense, where) for value, path in zip(values, paths(), strict=True)]
 
 
-def _checked(value: DistributedValues, path: str, dense: bool, where: str) -> Any:
+def _checked(value: Any, path: str, dense: bool, where: str) -> Any:
     """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
     component = local_component(value)
     if not isinstance(component, IndexedSlices):
@@ -76,3 +75,44 @@ def as_given(result: Any, value: Any) -> Any:
     """Return a 0-d result as a NumPy scalar where the input was a scalar or a number."""
     scalar = isinstance(value, np.generic) or is_python_number(value)
     return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result
+
+
+def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
+    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one of each replica?"""
+    if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
+        raise OptionError.at(
+            where,
+            found=f"a Mirrored value under {op.name}",
+            expected="a value that each replica contributes",
+            fix="A Mirrored value is the same everywhere: use MEAN (it is itself), or multiply it by the number of "
+            "replicas.",
+        )
+
+
+def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return this rank's part of one value: an array, IndexedSlices, or the value itself when it is Mirrored.
+
+    Raises:
+        OptionError, LeafError, DTypeError, UnsupportedError, ShapeError: for what `op` cannot reduce.
+    """
+    return checked_value(own_component(value, op, where), op, where)
+
+
+def own_component(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
+    refuse_mirrored_sum(value, op, where)
+    return value if isinstance(value, Mirrored) else contribution(value)
+
+
+def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
+    """Return a component as what can be reduced; see `checked_component`."""
+    if isinstance(value, Mirrored):
+        return value
+    if isinstance(value, IndexedSlices):
+        return sparse.checked(value, op, where)
+    array = reducible(value, where)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
+        raise DTypeError.at(
+            where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
+        )
+    return array

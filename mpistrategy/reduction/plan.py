@@ -1,7 +1,7 @@
 """The all-reduce of a list of arrays to every rank, laid out once for their dtypes and shapes and run many times.
 
-Small lists travel in the ranks' cells together with the check of the call.  Of other lists, small arrays are packed by
-dtype, and large ones go as they are: no array is copied that need not be, and results are in memory that is used again.
+Small lists travel in the mailboxes, with the check of the call.  Of other lists, small arrays are packed by and
+large ones go as they are: no array is copied that need not be, and results are in memory that is used again.
 """
 
 from __future__ import annotations
@@ -12,15 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer
+from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.mpi.tuning.thresholds import Route
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
+from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
 from mpistrategy.reduction.routes.in_place import combine
-from mpistrategy.reduction.routes.mailboxes import CellProgram, fits
-from mpistrategy.reduction.routes.result_buffers import BlockReduction, Combination
+from mpistrategy.reduction.routes.mailboxes import MISFIT, Agreed, MailboxReduction, fits
+from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferReduction
+
+#: Numbers whose results are NumPy scalars, by the dtype in which they travel.
+NUMBERS: dict[type, np.dtype[Any]] = {
+    float: np.dtype(np.float64),
+    int: np.dtype(np.int64),
+    **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
+}
+
+Run = Callable[[Any, Any], Any]
 
 _REMEMBERED = 512
 _FEW_ELEMENTS = 64
@@ -47,12 +59,12 @@ class DenseReduction:
     """See `dense_reduction`.
 
     Attributes:
-        program: how a small list travels in the cells; None for others.
+        program: how a small list travels in the mailboxes; None for others.
         packs: the buffers of the others: several small arrays, or one large one.
     """
 
-    #: Whether small lists travel in the cells, where they are combined in rank order.
-    uses_cells = True
+    #: Whether small lists travel in the mailboxes, where they are combined in rank order.
+    uses_mailboxes = True
     #: How the ranks' blocks are combined.
     combination: Combination = staticmethod(combine)
 
@@ -61,46 +73,49 @@ class DenseReduction:
     ) -> None:
         self._communicator = communicator
         self._op = op
+        self._text = op.on_the_wire
         self._dtypes = [dtype for dtype, _ in layouts]
         #: Whether results leave the wire as they are: no other dtype, no division of integers.
         self._exact = all(
             dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
             for dtype in self._dtypes
         )
-        self.program: CellProgram | None = None
+        self.program: MailboxReduction | None = None
         self.packs: tuple[Pack, ...] = ()
-        cells = communicator.cells
-        if self.uses_cells and cells is not None and fits(cells, layouts):
-            self.program = CellProgram(cells, layouts, op.on_the_wire)
+        mailboxes = communicator.mailboxes
+        if self.uses_mailboxes and mailboxes is not None and fits(mailboxes, layouts):
+            self.program = MailboxReduction(mailboxes, layouts, op.on_the_wire)
         else:
-            self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
+            self.packs = _hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
         self._nbytes = sum(pack.nbytes for pack in self.packs)
         #: What is done instead of the window once there are blocks; None for what takes other ways.
-        self._blocks: BlockReduction | None = None
-        if communicator.blocks is not None and set(self._ways()) == {"window"}:
+        self._blocks: ResultBufferReduction | None = None
+        if communicator.result_buffers is not None and set(self._routes()) == {"pipelined"}:
             divisors = [self._divisor(pack.dtype) for pack in self.packs]
-            self._blocks = BlockReduction(communicator, self.packs, op.on_the_wire, divisors, self.combination)
+            self._blocks = ResultBufferReduction(communicator, self.packs, op.on_the_wire, divisors, self.combination)
         #: Memory for each pack, between `prepare` and `run`: short memory must show before the ranks agree.
         self._memory: list[Array] | None = None
         #: Lone numbers in blocks, and in packs: their results must not keep so much memory.
         self._numbers = [m.index for p in self.packs for m in p.members if m.stop - m.start == 1]
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
-    def ways(self) -> list[Way]:
+    def routes(self) -> list[Route]:
         """Return the way of each of `packs`."""
         if self._blocks is not None and self._blocks.is_possible:
-            return ["blocks"] * len(self.packs)
-        return self._ways()
+            return ["result_buffers"] * len(self.packs)
+        return self._routes()
 
     def _divisor(self, dtype: np.dtype[Any]) -> int:
         """Return what sums of a dtype of the wire are divided by before they leave it."""
         return self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
 
-    def _ways(self) -> list[Way]:
+    def _routes(self) -> list[Route]:
         """Return the ways without blocks: all go through the window together, or each by itself."""
         ranks, op = self._communicator, self._op.on_the_wire
         return [
-            "window" if ranks.way(self._nbytes, pack.dtype, op) == "window" else ranks.way(pack.nbytes, pack.dtype, op)
+            "pipelined"
+            if ranks.route(self._nbytes, pack.dtype, op) == "pipelined"
+            else ranks.route(pack.nbytes, pack.dtype, op)
             for pack in self.packs
         ]
 
@@ -131,7 +146,7 @@ class DenseReduction:
         if len(self.packs) != 1 or not self._exact:
             return None
         ranks, op, pack = self._communicator, self._op.on_the_wire, self.packs[0]
-        if len(pack.members) > 1 or ranks.way(pack.nbytes, pack.dtype, op) not in ("window", "mpi"):
+        if len(pack.members) > 1 or ranks.route(pack.nbytes, pack.dtype, op) not in ("pipelined", "mpi", "threads"):
             return None
         divisor = self._divisor(pack.dtype)
         return lambda source, target: ranks.allreduce(target, op, source, divisor)
@@ -159,9 +174,11 @@ class DenseReduction:
                 results[pack.members[0].index] = taken
                 source, target = self._one(pack, arrays, taken)
             else:
-                source = target = pack.fill(arrays, taken)
-                for index, view in pack.views(target):
-                    results[index] = view
+                source = target = taken
+                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
+                np.concatenate(chosen, axis=None, out=target, casting="unsafe")
+                for member in pack.members:
+                    results[member.index] = target[member.start : member.stop].reshape(member.shape)
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for dtype, those in pairs.items():
@@ -170,7 +187,7 @@ class DenseReduction:
 
     def reduce_pairs(self, pairs: Sequence[tuple[Array, Array]], dtype: np.dtype[Any]) -> None:
         """Write the combination of each source into its target: pairs of flat arrays of one dtype."""
-        self._communicator.allreduce_many(pairs, self._op.on_the_wire, self._divisor(dtype), self._nbytes)
+        self._communicator.allreduce_many(pairs, self._text, self._divisor(dtype), self._nbytes)
 
     def run_in_blocks(self) -> list[Array] | None:
         """Do what `run` does where all ranks have brought their arrays into blocks; None elsewhere, on all ranks."""
@@ -192,6 +209,8 @@ class DenseReduction:
 
     def _place(self, pack: Pack, targets: Sequence[Array | None] | None) -> Array:
         if len(pack.members) > 1:
+            if pack.size * pack.dtype.itemsize < LEAST_POOLED:
+                return np.empty(pack.size, pack.dtype)
             return self._communicator.pool.take(pack.dtype, (pack.size,))
         (member,) = pack.members
         given = targets[member.index] if targets is not None else None
@@ -227,3 +246,91 @@ def _hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float)
         (small if prod(shape) * host_wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
     packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)
     return packs + tuple(pack for index in large for pack in plan_layouts(layouts, [index], 1))
+
+
+def described(run: Run, signature: Signature) -> Run:
+    """Return `run`, after it was told what it does: the flight record keeps it, and may have to say so."""
+    run.__dict__["signature"] = signature
+    return run
+
+
+def plan_of_one_array(
+    reduction: DenseReduction,
+    reduce: Callable[[Array, Array], None],
+    communicator: Communicator,
+    agreed: Agreed,
+    layout: Layout,
+    general: Run,
+) -> Run:
+    """Return the all-reduce of one large array; what is no buffer, or overlaps, goes the `general` way."""
+    guard, digest, signature = agreed
+    dtype, shape = layout
+    take = communicator.pool.take
+
+    def run(value: Array, out: Any) -> Any:
+        if not (value.flags.c_contiguous and value.flags.aligned):
+            return general(value, out)
+        if out is not None and out is not value:
+            fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and is_buffer(out)
+            if not fits or not out.flags.writeable or np.may_share_memory(out, value):
+                return general(value, out)
+        elif out is not None and not out.flags.writeable:
+            return MISFIT
+        reduction.prepare_blocks((value,), None if out is None else (out,))
+        target = take(dtype, shape) if out is None and not reduction.has_block else out
+        guard.compare_digest(digest, signature)
+        try:
+            found = reduction.run_in_blocks()
+            if found is not None:
+                return found[0]
+            if target is None:  # another rank had no block
+                target = take(dtype, shape)
+            reduce(value, target)
+            return target
+        except BaseException as error:
+            guard.fail_after_agreement(signature.call, error)
+            raise
+
+    return run
+
+
+def plan_of_arrays(
+    reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: list[np.dtype[Any]], only_arrays: bool
+) -> Run:
+    guard, digest, signature = agreed
+    nested = not where.single
+    some_go_alone = any(len(pack.members) == 1 for pack in reduction.packs)
+
+    def run(value: Any, out: Any) -> Any:
+        leaves = where.take(value) if nested else (value,)
+        try:
+            arrays = (
+                leaves
+                if only_arrays
+                else [leaf if type(leaf) is np.ndarray else np.asarray(leaf, NUMBERS[type(leaf)]) for leaf in leaves]
+            )
+        except OverflowError:  # an int that has no such dtype
+            return MISFIT
+        targets: Sequence[Array | None] | None = None
+        if out is not None:
+            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
+            if targets is None:
+                return MISFIT
+        reduction.prepare(arrays, targets)
+        guard.compare_digest(digest, signature)
+        try:
+            results = reduction.run(arrays, targets)
+        except BaseException as error:
+            guard.fail_after_agreement(signature.call, error)
+            raise
+        if out is not None:
+            for target, result in zip(where.take(out), results, strict=True):
+                if result is not target:
+                    target[...] = result
+            return out
+        if only_arrays:
+            return where.build(results) if nested else results[0]
+        given = zip(leaves, results, strict=True)
+        return where.build([result if type(leaf) is np.ndarray else result[()] for leaf, result in given])
+
+    return run

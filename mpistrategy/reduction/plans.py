@@ -1,13 +1,13 @@
 """The common all-reduce, worked out once for each kind of value: checks, layout and digest are looked up, not redone.
 
-`QuickAllReduce` serves ``ctx.all_reduce(op, value)`` and ``ctx.all_reduce(op, value, out=...)`` of ordinary arrays
+`Plans` serves ``ctx.all_reduce(op, value)`` and ``ctx.all_reduce(op, value, out=...)`` of ordinary arrays
 and numbers, alone or in nests.  Whatever is not so simple it leaves to the general way in `ReplicaContext.all_reduce`,
 before anything has been sent.  Both ways make the same messages: one rank may go this way and another one that way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from time import monotonic
 from types import FrameType
@@ -16,26 +16,24 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, mean_dtype
-from mpistrategy.cross_device_ops import MpiAllReduce
+from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
 from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Node, Site, outside
+from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena
-from mpistrategy.reduction.arena.quick_arena import arena_in_place
+from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
-from mpistrategy.reduction.layout.leaves import Leaves, direct_targets, leaves_of
+from mpistrategy.reduction.layout.leaves import Leaves, leaves_of
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import DenseReduction, dense_reduction
-from mpistrategy.reduction.quick_places import Place, Places, Run, described
-from mpistrategy.reduction.routes.quick_cells import (
-    NOT_QUICK,
-    Agreed,
-    array_in_cells,
-    lone_element_in_cells,
-    number_in_cells,
-    numbers_in_cells,
+from mpistrategy.reduction.plan import NUMBERS, Run, dense_reduction, described, plan_of_arrays, plan_of_one_array
+from mpistrategy.reduction.routes.mailboxes import (
+    MISFIT,
+    array_in_mailboxes,
+    lone_element_in_mailboxes,
+    number_in_mailboxes,
+    numbers_in_mailboxes,
 )
 
 WHERE = "ReplicaContext.all_reduce"
@@ -44,29 +42,88 @@ _REMEMBERED = 1024
 _LONG, _FEW = 64, 8
 _ndarray = np.ndarray
 _KINDS = "fiuc"
-#: Numbers whose results are NumPy scalars, by the dtype in which they travel.
-NUMBERS: dict[type, np.dtype[Any]] = {
-    float: np.dtype(np.float64),
-    int: np.dtype(np.int64),
-    **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
-}
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
 
-class QuickAllReduce:
-    """The worked-out all-reduces of one strategy.
+class SitePlans:
+    """The plans of one call site.
+
+    Args:
+        site: where the calls are made.
+
+    Attributes:
+        text: what the ranks compare.
+        known: the plans, by operation, kind and layouts.
+        kind, op, dtype, shape, names, kinds, run: the latest all-reduce of one array, one number or a dictionary of
+            numbers, and of what: its keys, and the types of the numbers.
+    """
+
+    __slots__ = ("dtype", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
+
+    def __init__(self, site: Site) -> None:
+        self.text = site.place
+        self.known: dict[Any, Run | None] = {}
+        self.kind: type | None = None
+        self.op: Any = None
+        self.dtype: Any = None
+        self.shape: Any = None
+        self.names: list[str] | None = None
+        self.kinds: list[type] | None = None
+        self.run: Run | None = None
+
+
+class _Sites:
+    """The call sites of a program that call one strategy.
+
+    Args:
+        guard: the strategy's; it knows where calls were made that are done in another thread.
+
+    Attributes:
+        callers: the innermost frames of the places, by instruction; see `CallTree.root`.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._tree = CallTree(SitePlans)
+        self._elsewhere: dict[str, SitePlans] = {}
+        self.callers: dict[int, Node[SitePlans]] = self._tree.root.callers
+
+    def of(self, frame: FrameType | None, step: Any) -> SitePlans:
+        """Return the place of a call that `frame` makes in a step function with the code `step`.
+
+        A frame of this package, or None, makes none of its own: the call was made elsewhere, at the guard's site.
+        """
+        site = self._guard.site
+        if site is None and outside(frame) is not None:
+            return self._tree.find(frame, step)
+        site = site or UNKNOWN
+        if len(self._elsewhere) >= _REMEMBERED:
+            self._elsewhere.clear()
+        return self._elsewhere.setdefault(site.place, SitePlans(site))
+
+    def clear(self) -> None:
+        """Forget everything that was worked out."""
+        self._tree.clear()
+        self._elsewhere.clear()
+
+
+class Plans:
+    """The plans of one reducer.
 
     Args:
         communicator: the ranks.
-        algorithm: the strategy's; only `MpiAllReduce` itself is served.
-        options: the strategy's.
+        algorithm: how values are combined; there are plans only where `has_plans` says so.
+        options: of the calls.
     """
 
-    def __init__(self, communicator: Communicator, algorithm: Any, options: CommunicationOptions) -> None:
+    #: The algorithm and its options in words, which the ranks compare; None where there are no plans.
+    settings: str | None
+
+    def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
         self._communicator = communicator
         self._guard = communicator.guard
-        self._places = Places(communicator.guard)
+        self._places = _Sites(communicator.guard)
         #: The dtypes and shapes of long lists of arrays.
         self._long: dict[Any, list[_LongLayouts]] = {}
         self.serve(algorithm, options)
@@ -74,17 +131,17 @@ class QuickAllReduce:
         self._call = None
         if not communicator.guard.closed:
             self._call = communicator.guard.call(WHERE)
-            self._call.is_whole = True
-        #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or NOT_QUICK before anything
+            self._call.is_leaf = True
+        #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or MISFIT before anything
         #: has been sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
         #: `step` is the code of the step function.
         self.run = self._runner()
 
-    def serve(self, algorithm: Any, options: CommunicationOptions) -> None:
+    def serve(self, algorithm: Algorithm, options: CommunicationOptions) -> None:
         """Serve another algorithm, or other options, from now on."""
-        served = type(algorithm) is MpiAllReduce and options.wire is None
+        served = algorithm.has_plans and options.wire is None
         self._options = options
-        self._settings = algorithm.settings(options) if served else None
+        self.settings = algorithm.settings(options) if served else None
         self._places.clear()
         self._long.clear()
 
@@ -96,10 +153,10 @@ class QuickAllReduce:
         append, next_number, take_back = guard.record.append, guard.record.next_number, guard.record.take_back
 
         def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
-            if guard.current is not None or guard.takes_no_short_way:
-                return NOT_QUICK
+            if guard.current is not None or guard.must_enter:
+                return MISFIT
             # What `place_of` finds is looked for here, frame by frame, since to call it takes longer than the rest.
-            place: Place | None = None
+            place: SitePlans | None = None
             try:
                 caller: Any = frame
                 code, node = caller.f_code, callers[caller.f_lasti]
@@ -133,7 +190,7 @@ class QuickAllReduce:
             else:
                 known = find(place, reduce_op, value)
             if known is None:
-                return NOT_QUICK
+                return MISFIT
             # The record first: the watchdog must not take the collective before for the one that this rank is in.
             append((next_number(), known, monotonic(), None))
             guard.current = call
@@ -144,7 +201,7 @@ class QuickAllReduce:
                 raise
             finally:
                 guard.current = None
-            if result is NOT_QUICK:
+            if result is MISFIT:
                 take_back()
             return result
 
@@ -153,38 +210,38 @@ class QuickAllReduce:
     def _failed(self, known: Run, error: BaseException) -> None:
         """Tell the other ranks of an error in `known`."""
         guard = self._guard
-        if guard.is_settled(error):
-            guard.unsettled(error)  # they know: it came after the agreement
+        if guard.was_told(error):
+            guard.clear_told(error)  # they know: it came after the agreement
         elif isinstance(error, MpiStrategyError):
             pass  # it is raised on all of them
-        elif "in_cells" in known.__dict__ and guard.failures is not None:
+        elif "in_mailboxes" in known.__dict__ and guard.failures is not None:
             guard.failures.break_off(WHERE, error)  # data and agreement are one
         else:
             guard.fail(WHERE, error, agreed=False)
 
-    def _find(self, place: Place, reduce_op: Any, value: Any) -> Run | None:
+    def _find(self, place: SitePlans, reduce_op: Any, value: Any) -> Run | None:
         """Return the all-reduce of a value at a place, worked out now or before; None for what is not served."""
         known, kind = place.known, type(value)
         try:
             if kind is np.ndarray:
                 key: Any = (reduce_op, value.dtype, value.shape)
-                run: Run | None = known.get(key, NOT_QUICK)
+                run: Run | None = known.get(key, MISFIT)
             elif kind is dict:
                 names = tuple(value)
                 key = (reduce_op, names, self._same_layouts((reduce_op, names), value.values()))
-                run = known.get(key, NOT_QUICK)
+                run = known.get(key, MISFIT)
             elif kind is list or kind is tuple:
                 key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
-                run = known.get(key, NOT_QUICK)
-            elif kind is Arena:
-                known, key = value.quick, (reduce_op, place)
-                run = known.get(key, NOT_QUICK)
+                run = known.get(key, MISFIT)
+            elif hasattr(kind, "make_plan"):  # an arena
+                known, key = value.plans, (reduce_op, place)
+                run = known.get(key, MISFIT)
             else:
                 key = (reduce_op, kind, None)
-                run = known.get(key, NOT_QUICK)
+                run = known.get(key, MISFIT)
         except (TypeError, RecursionError):  # something that cannot be a key, a list that holds itself
             return None
-        if run is NOT_QUICK:
+        if run is MISFIT:
             run = self._learn(place, key, reduce_op, value)
         if run is not None and (kind is _ndarray or kind in NUMBERS):
             place.kind, place.op, place.run = kind, reduce_op, run
@@ -211,16 +268,16 @@ class QuickAllReduce:
         before.append(_LongLayouts(found))
         return before[-1]
 
-    def _learn(self, place: Place, key: Any, reduce_op: Any, value: Any) -> Run | None:
+    def _learn(self, place: SitePlans, key: Any, reduce_op: Any, value: Any) -> Run | None:
         if len(place.known) >= _REMEMBERED:
             place.known.clear()
             self._long.clear()
         try:
             op = ReduceOp.parse(reduce_op, WHERE)
-            if type(value) is Arena:
-                served = self._settings is not None
+            if hasattr(value, "make_plan"):
+                served = self.settings is not None
                 where = (WHERE, place.text)
-                run = value.quick[key] = arena_in_place(value, op, self._communicator, where) if served else None
+                run = value.plans[key] = value.make_plan(op, self._communicator, where) if served else None
                 return run
             run = self._worked_out(op, value, place.text)
         except MpiStrategyError:
@@ -232,7 +289,7 @@ class QuickAllReduce:
         leaves, structure = nest.flatten(value)
         kinds = {type(leaf) for leaf in leaves}
         if (
-            self._settings is None
+            self.settings is None
             or not leaves
             or not _only_text_keys(value)
             or not all(kind is np.ndarray or kind in NUMBERS for kind in kinds)
@@ -241,7 +298,7 @@ class QuickAllReduce:
         layouts = tuple(
             (leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else (NUMBERS[type(leaf)], ()) for leaf in leaves
         )
-        if not all(_is_simple(dtype, op) for dtype, _ in layouts):
+        if not all(is_simple(dtype, op) for dtype, _ in layouts):
             return None
         where = leaves_of(value)
         if where is None:
@@ -252,7 +309,7 @@ class QuickAllReduce:
             structure.text,
             tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
             EVERY_RANK.text,
-            self._settings,
+            self.settings,
             "",
             WHERE,
             place,
@@ -265,23 +322,29 @@ class QuickAllReduce:
         agreed = (self._guard, self._guard.digest(signature), signature)
         reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
         program = reduction.program
-        if program is not None and program.cells.fence is None and len(program.packs) == 1:
+        if program is not None and program.mailboxes.fence is None and len(program.packs) == 1:
             pack, adds = program.packs[0], op in (ReduceOp.SUM, ReduceOp.MEAN)
             if where.single and kinds == {np.ndarray} and layouts[0][0] == pack.dtype:
                 is_lone = adds and pack.size == 1 and pack.dtype.char in "fd"
-                return _in_cells((lone_element_in_cells if is_lone else array_in_cells)(program, op, agreed))
+                return _in_mailboxes(
+                    (lone_element_in_mailboxes if is_lone else array_in_mailboxes)(program, op, agreed)
+                )
             if kinds in ({float}, {np.float64}) and where.single and adds:
-                return _in_cells(number_in_cells(program, op, agreed))
+                return _in_mailboxes(number_in_mailboxes(program, op, agreed))
             if len(kinds) == 1 and kinds <= NUMBERS.keys():
-                return _in_cells(numbers_in_cells(program, op, agreed, where))
+                return _in_mailboxes(numbers_in_mailboxes(program, op, agreed, where))
         dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
-        general = _arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
+        general = plan_of_arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
         only = reduction.only_array() if where.single and kinds == {np.ndarray} else None
-        return general if only is None else _one_array(reduction, only, self._communicator, agreed, layouts[0], general)
+        return (
+            general
+            if only is None
+            else plan_of_one_array(reduction, only, self._communicator, agreed, layouts[0], general)
+        )
 
 
-def _in_cells(run: Run) -> Run:
-    run.__dict__["in_cells"] = True
+def _in_mailboxes(run: Run) -> Run:
+    run.__dict__["in_mailboxes"] = True
     return run
 
 
@@ -311,87 +374,7 @@ def _only_text_keys(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(_only_text_keys, value))
 
 
-def _is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+    """Return whether arrays of a dtype are reduced as they are: NumPy's own, native, and ordered for MIN and MAX."""
     ordered = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
     return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and ordered
-
-
-def _one_array(
-    reduction: DenseReduction,
-    reduce: Callable[[Array, Array], None],
-    communicator: Communicator,
-    agreed: Agreed,
-    layout: Layout,
-    general: Run,
-) -> Run:
-    """Return the all-reduce of one large array; what is no buffer, or overlaps, goes the `general` way."""
-    guard, digest, signature = agreed
-    dtype, shape = layout
-    take = communicator.pool.take
-
-    def run(value: Array, out: Any) -> Any:
-        if not is_buffer(value):
-            return general(value, out)
-        if out is not None and out is not value:
-            fits = type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and is_buffer(out)
-            if not fits or not out.flags.writeable or np.may_share_memory(out, value):
-                return general(value, out)
-        elif out is not None and not out.flags.writeable:
-            return NOT_QUICK
-        reduction.prepare_blocks((value,), None if out is None else (out,))
-        target = take(dtype, shape) if out is None and not reduction.has_block else out
-        guard.compare_digest(digest, signature)
-        try:
-            found = reduction.run_in_blocks()
-            if found is not None:
-                return found[0]
-            if target is None:  # another rank had no block
-                target = take(dtype, shape)
-            reduce(value, target)
-            return target
-        except BaseException as error:
-            guard.fail_after_agreement(WHERE, error)
-            raise
-
-    return run
-
-
-def _arrays(
-    reduction: DenseReduction, agreed: Agreed, where: Leaves, dtypes: list[np.dtype[Any]], only_arrays: bool
-) -> Run:
-    guard, digest, signature = agreed
-    some_go_alone = any(len(pack.members) == 1 for pack in reduction.packs)
-
-    def run(value: Any, out: Any) -> Any:
-        leaves = where.take(value)
-        try:
-            arrays = (
-                leaves
-                if only_arrays
-                else [leaf if type(leaf) is np.ndarray else np.asarray(leaf, NUMBERS[type(leaf)]) for leaf in leaves]
-            )
-        except OverflowError:  # an int that has no such dtype
-            return NOT_QUICK
-        targets: Sequence[Array | None] | None = None
-        if out is not None:
-            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
-            if targets is None:
-                return NOT_QUICK
-        reduction.prepare(arrays, targets)
-        guard.compare_digest(digest, signature)
-        try:
-            results = reduction.run(arrays, targets)
-        except BaseException as error:
-            guard.fail_after_agreement(WHERE, error)
-            raise
-        if out is not None:
-            for target, result in zip(where.take(out), results, strict=True):
-                if result is not target:
-                    target[...] = result
-            return out
-        if only_arrays:
-            return where.build(results)
-        given = zip(leaves, results, strict=True)
-        return where.build([result if type(leaf) is np.ndarray else result[()] for leaf, result in given])
-
-    return run

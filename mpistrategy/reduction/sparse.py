@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, dtype_name, to_array, to_reducible
-from mpistrategy.arrays.gpu import host_array
+from mpistrategy.arrays.convert import host_array, to_array, to_reducible
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call

@@ -11,26 +11,19 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import as_target, check_device, hand_back, is_on_device
-from mpistrategy.arrays.values import DistributedValues, Mirrored, PerReplica, contribution, local_component
+from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.values import DistributedValues, Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
-from mpistrategy.errors import DeviceError, EmptyBatchError, OptionTypeError, StructureError
-from mpistrategy.mpi.contract import call_sites, timeouts
-from mpistrategy.mpi.contract.call import Call
+from mpistrategy.errors import DeviceError, OptionTypeError
+from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.faults.injection import collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
-from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.pickling import NotPickled
+from mpistrategy.options import CommunicationOptions
+from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import Arena, has_arenas
-from mpistrategy.reduction.gather import gather
-from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, unwrapped
-from mpistrategy.reduction.layout.finish import WeightedMean
-from mpistrategy.reduction.plans import QuickAllReduce
-from mpistrategy.reduction.routes.gpu_batch import in_kind, write
-from mpistrategy.reduction.weights import weights_of_all
+from mpistrategy.reduction.inputs import unwrapped
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.outside_steps import OF_DEFAULT, note_ranks, warn_if_alone
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
@@ -61,13 +54,13 @@ class StrategyExtended(Placement, NotPickled):
     ) -> None:
         super().__init__(container_strategy)
         self.communicator: Communicator = communicator or SingleCommunicator()
-        self._cross_device_ops = cross_device_ops or MpiAllReduce()
-        self._options = options or CommunicationOptions()
         note_ranks(self.communicator)
-        #: The common all-reduces, worked out.
-        self.quick = QuickAllReduce(self.communicator, self._cross_device_ops, self._options)
+        self._cross_device_ops = cross_device_ops or MpiAllReduce()
+        #: What everything of this strategy is reduced with.
+        self.reducer = Reducer(self.communicator, self._cross_device_ops, options or CommunicationOptions())
+        self.reducer.entered = self._entered
         #: Whether variables belong to this rank alone (one replica, no synchronization).
-        self.is_local = communicator is None or isinstance(communicator, SingleCommunicator)
+        self.is_local = self.reducer.is_alone
         self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
         #: How many datasets of global batches were distributed.
         self.datasets_made = 0
@@ -78,7 +71,8 @@ class StrategyExtended(Placement, NotPickled):
         """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
         result = copy.copy(self)
         result._container_strategy = container_strategy
-        result.quick = QuickAllReduce(result.communicator, result._cross_device_ops, result._options)
+        result.reducer = self.reducer.copy()
+        result.reducer.entered = result._entered
         result._colocated_with = []
         result._variables = WeakValueDictionary()
         result.bucket_orders = {}
@@ -102,8 +96,7 @@ class StrategyExtended(Placement, NotPickled):
             raise OptionTypeError.at(
                 "StrategyExtended.cross_device_ops", found=f"{algorithm!r}", expected="a CrossDeviceOps"
             )
-        self._cross_device_ops = algorithm
-        self.quick.serve(algorithm, self._options)
+        self._cross_device_ops = self.reducer.algorithm = algorithm
 
     @property
     def options(self) -> CommunicationOptions:
@@ -114,7 +107,7 @@ class StrategyExtended(Placement, NotPickled):
         Raises:
             OptionTypeError: when they are set to something that is no CommunicationOptions.
         """
-        return self._options
+        return self.reducer.options
 
     @options.setter
     def options(self, options: CommunicationOptions) -> None:
@@ -122,10 +115,7 @@ class StrategyExtended(Placement, NotPickled):
             raise OptionTypeError.at(
                 "StrategyExtended.options", found=f"{options!r}", expected="a CommunicationOptions"
             )
-        self._options = options
-        if options.timeout_seconds is not None:
-            self.communicator.guard.timeout = timeouts.limit(options.timeout_seconds)
-        self.quick.serve(self._cross_device_ops, options)
+        self.reducer.options = options
 
     # ------------------------------------------------------------------------------------------- reductions
 
@@ -160,7 +150,7 @@ class StrategyExtended(Placement, NotPickled):
         self._require_collective("reduce_to")
         with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to", called=name) as call:
             if isinstance(value, Arena):
-                return value.reduce_to(self, reduce_op, destinations, call, options)
+                return value.reduce_to(self.reducer, reduce_op, destinations, call, options)
             chosen = self.options.merge(options)
             leaves, structure = nest.flatten(value)
             if structure is nest.LEAF or not any(isinstance(leaf, DistributedValues) for leaf in leaves):
@@ -196,71 +186,8 @@ class StrategyExtended(Placement, NotPickled):
         self._require_collective("broadcast_to")
         with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
-                return tensor.broadcast(self, destinations, call)
+                return tensor.broadcast(self.reducer, destinations, call)
             return self.cross_device_ops.broadcast(tensor, destinations)
-
-    def all_reduce_leaves(
-        self,
-        where: str,
-        op: ReduceOp,
-        leaves: list[Any],
-        paths: Callable[[], list[str]],
-        *,
-        options: CommunicationOptions | None = None,
-        weight: Any = None,
-        targets: list[Any] | None = None,
-    ) -> list[Any]:
-        """Reduce the leaves of a structure to every rank, as one batch; the caller has entered the guard's call.
-
-        `paths` says how each leaf is reached; it is called for errors only.
-        """
-        if not leaves and self.is_local:
-            return []  # alone, a structure without leaves is its own reduction
-        if not leaves:
-            raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
-        chosen = self.options.merge(options)
-        values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
-        places: list[Any] = []
-        dense = weight is not None or targets is not None
-        arrays = checked_leaves(values, paths, dense, where)
-        if targets is not None:
-            if len({id(target) for target in targets}) < len(targets):
-                raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
-            places = [as_target(target, where, "out") for target in targets]
-            for place, array, path in zip(places, arrays, paths(), strict=True):
-                check_target(place, array, op, f"{where}: out{path}")
-        if weight is None:
-            reduced = self.cross_device_ops.batch_reduce(op, [(v, v) for v in values], chosen)
-            results = [local_component(result) for result in reduced]
-        else:
-            mine = gpu_of(self.communicator.devices, self.communicator.rank)
-            check_device([array for array in arrays if is_on_device(array)], mine, where)
-            mean = WeightedMean(weight, op, where)
-            weights = weights_of_all(self.communicator, mean.weight, where)
-            parts = [PerReplica((part,)) for part in mean.contributions(arrays, weights)]
-            reduced = self.cross_device_ops.batch_reduce(ReduceOp.SUM, [(part, part) for part in parts], chosen)
-            means = mean.finish([local_component(total) for total in reduced], arrays)
-            results = [in_kind(result, local_component(value)) for result, value in zip(means, values, strict=True)]
-        if targets is None:
-            return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
-        write(results, places)
-        for place, target in zip(places, targets, strict=True):
-            hand_back(place, target)
-        return list(targets)
-
-    def sum_or_mean(self, reduce_op: Any, array: Array) -> Array:
-        """Return the reduction of one array on every rank, in any context."""
-        with self._entered():
-            value = PerReplica((array,))
-            reduced = self.cross_device_ops.reduce(reduce_op, value, value, self.options)
-            result = local_component(reduced)
-            return result if is_on_device(result) else np.asarray(result)
-
-    def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
-        """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
-        leaves, structure = nest.flatten(value)
-        call.structure = structure.text
-        return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
 
     @collective("barrier")
     def barrier(self, name: str = "") -> None:

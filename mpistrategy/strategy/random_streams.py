@@ -11,8 +11,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from mpistrategy.creation_order import Created
 from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.process_objects import Created
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
 _WORD = 2**32

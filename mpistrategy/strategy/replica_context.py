@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.gpu import as_target
+from mpistrategy.arrays.convert import as_target
 from mpistrategy.context import (
     Frame,
     Mode,
@@ -19,18 +19,18 @@ from mpistrategy.context import (
     check_strategy,
     cross_replica,
     current_frame,
+    current_strategy,
     entered,
-    get_strategy,
     in_words,
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError, StructureError
 from mpistrategy.mpi.faults.injection import collective, own_value
 from mpistrategy.options import ReduceOp
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
-from mpistrategy.reduction.routes.quick_cells import NOT_QUICK
+from mpistrategy.reduction.routes.mailboxes import MISFIT
 from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ReplicaContext(NotPickled):
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
         self._entered: list[Frame] = []
-        self._quick: Callable[[Any, Any, Any, FrameType, Any], Any] | None = None
+        self._run: Callable[[Any, Any, Any, FrameType, Any], Any] | None = None
 
     def __enter__(self) -> ReplicaContext:
         frame = current_frame()
@@ -151,15 +151,18 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
-        if options is None and weight is None and name is None:
+        if weight is None and name is None:
             frames = entered.frames
             in_arena = out is not None and id(value) in resident_values
             if frames and (frame := frames[-1]).replica_context is self and not in_arena:
-                quick = self._quick
-                if quick is None:
-                    quick = self._quick = self._strategy.extended.quick.run
-                result = quick(reduce_op, value, out, _getframe(1), frame.step)
-                if result is not NOT_QUICK:
+                run = self._run
+                if run is None:
+                    run = self._run = self._strategy.extended.reducer.plans.run
+                if options is not None:
+                    others = self._strategy.extended.reducer.plans_for(options)
+                    run = _no_plan if others is None else others.run
+                result = run(reduce_op, value, out, _getframe(1), frame.step)
+                if result is not MISFIT:
                     return result
         extended = self._strategy.extended
         guard = extended.communicator.guard
@@ -168,13 +171,13 @@ class ReplicaContext(NotPickled):
             guard.call("ReplicaContext.all_reduce", called=name) as call,
         ):
             if (arena := resident(value, out)) is not None:
-                return arena.all_reduce(extended, reduce_op, call, options=options, weight=weight, out=out)
+                return arena.all_reduce(extended.reducer, reduce_op, call, options=options, weight=weight, out=out)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
             targets = None if out is None else _checked_targets(out, structure, call.where)
             op = ReduceOp.parse(reduce_op, call.where)
-            results = extended.all_reduce_leaves(
-                call.where, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
+            results = extended.reducer.all_reduce_leaves(
+                call, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
             )
         return structure.pack(results)
 
@@ -221,7 +224,7 @@ class ReplicaContext(NotPickled):
         where = "ReplicaContext.all_reduce_async"
         with self._required("all_reduce_async"):
             return start_all_reduce(
-                self._strategy.extended,
+                self._strategy.extended.reducer,
                 reduce_op,
                 value,
                 options,
@@ -254,7 +257,7 @@ class ReplicaContext(NotPickled):
         guard = extended.communicator.guard
         with self._required("all_gather"), guard.call("ReplicaContext.all_gather", called=name) as call:
             call.wait_as(extended.options.merge(options).timeout_seconds)
-            return extended.gather_nest(value, axis, call)
+            return extended.reducer.gather_nest(value, axis, call)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -277,7 +280,7 @@ class ReplicaContext(NotPickled):
         frame = current_frame()
         if frame is not None and frame.replica_context is self:
             return _NOTHING
-        if frame is None and self._strategy is get_strategy():
+        if frame is None and self._strategy is current_strategy():
             if method in _OUTSIDE_STEPS:
                 cure = f"Call it in the function given to strategy.run; outside a step use {_OUTSIDE_STEPS[method]}."
                 warn_if_alone(self._strategy, f"ReplicaContext.{method}", "was called outside every step", cure)
@@ -299,6 +302,10 @@ class ReplicaContext(NotPickled):
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
+
+
+def _no_plan(reduce_op: Any, value: Any, out: Any, frame: FrameType, step: Any) -> Any:
+    return MISFIT
 
 
 def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Any]:

@@ -14,12 +14,11 @@ from typing import Any, Self
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays import extremes, nest
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, to_reducible
-from mpistrategy.arrays.gpu import like_given
+from mpistrategy.arrays import dtypes, nest
+from mpistrategy.arrays.convert import like_given, to_reducible
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, PerReplica, contribution, local_component
 from mpistrategy.context import Frame, Mode
-from mpistrategy.cross_device_ops.built_in import refuse_mirrored_sum
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults.injection import collective, own_value
@@ -27,7 +26,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.explain import Explained
 from mpistrategy.reduction.gather import checked_axis
-from mpistrategy.reduction.inputs import as_given
+from mpistrategy.reduction.inputs import as_given, refuse_mirrored_sum
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
@@ -171,7 +170,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             if isinstance(value, Arena):
                 if axis is not None:
                     raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
-                return value.all_reduce(self.extended, reduce_op, call, weight=weight)
+                return value.all_reduce(self.extended.reducer, reduce_op, call, weight=weight)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
             op = ReduceOp.parse(reduce_op, call.where)
@@ -180,8 +179,8 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
                     raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
                 return self._reduce_along(op, value, axis, call)
             if weight is not None:
-                reduced = self.extended.all_reduce_leaves(
-                    call.where, op, leaves, lambda: nest.leaf_paths(value), weight=weight
+                reduced = self.extended.reducer.all_reduce_leaves(
+                    call, op, leaves, lambda: nest.leaf_paths(value), weight=weight
                 )
                 return structure.pack(reduced)
             if not leaves:
@@ -243,7 +242,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         if self.is_default:
             warn_if_alone(self, "Strategy.gather", *OF_DEFAULT)
         with self.extended.communicator.guard.call("Strategy.gather", called=name) as call:
-            return self.extended.gather_nest(value, axis, call)
+            return self.extended.reducer.gather_nest(value, axis, call)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's components of a value: a tuple of one (empty where the value does not live)."""
@@ -378,8 +377,8 @@ def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             limits = np.iinfo(dtype) if dtype.kind in "iu" else None
             if op is ReduceOp.MIN:
-                return extremes.minimum.reduce(wide, axes, limits.max if limits else np.inf)
-            return extremes.maximum.reduce(wide, axes, limits.min if limits else -np.inf)
+                return dtypes.minimum.reduce(wide, axes, limits.max if limits else np.inf)
+            return dtypes.maximum.reduce(wide, axes, limits.min if limits else -np.inf)
         add = np.multiply if op is ReduceOp.PROD else np.add
         return np.asarray(add.reduce(wide, axis=axes, dtype=dtype))
 

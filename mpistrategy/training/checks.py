@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, may_share_memory
 from mpistrategy.arrays.dtypes import Array, dtype_name, span
-from mpistrategy.arrays.gpu import as_device_array, host_array, is_on_device, may_share_memory
 from mpistrategy.arrays.values import IndexedSlices, local_component
-from mpistrategy.context import get_replica_context
 from mpistrategy.errors import ContextError, DTypeError, EmptyBatchError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable

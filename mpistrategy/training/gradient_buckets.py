@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.context import get_replica_context
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
+from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import required_context
 from mpistrategy.training.sliced_step import GradientArena
@@ -76,7 +76,7 @@ class GradientBuckets:
         self._index = {id(var): number for number, var in enumerate(self.variables)}
         extended = gradients.arena.strategy.extended
         extended.bucket_orders[tuple(bucket.members for bucket in self.buckets)] = None
-        self.starts_early = max(extended.communicator.node_of) > 0
+        self.starts_early = max(extended.reducer.communicator.node_of) > 0
         self._handles: list[AllReduceHandle] = []
         self._clear()
 

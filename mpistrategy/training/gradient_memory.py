@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy.context import get_strategy
 from mpistrategy.options import ReduceOp
+from mpistrategy.strategy.current import get_strategy
 from mpistrategy.training.checks import check_variable, checked_count
 from mpistrategy.training.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, GradientBuckets
 from mpistrategy.training.sliced_step import GradientArena, SlicedSteps

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array, on_device_of_any, placed_as, reducible
 from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.arrays.gpu import host_array, on_device_of_any, placed_as, reducible
 from mpistrategy.arrays.values import IndexedSlices
-from mpistrategy.creation_order import Created
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
+from mpistrategy.process_objects import Created
 
 
 def global_norm(arrays: Sequence[Any]) -> float:

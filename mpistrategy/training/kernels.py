@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device, may_share_memory, on_device_of
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import is_on_device, may_share_memory, on_device_of
 
 #: The most bytes of one array that a kernel is given at once.  The arrays of a step then stay in the cache between its
 #: operations; smaller pieces cost more calls and shorter streams than they save (measured, 64 KiB to 4 MiB).

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import host_array
 from mpistrategy.errors import LeafError, ShapeError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.variable import Variable

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.arrays.gpu import host_array, is_on_device
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import NonFiniteWarning, OptionError
 from mpistrategy.mpi.contract.call import Call

@@ -14,16 +14,15 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import any_array, host_array, placed_as
 from mpistrategy.arrays.values import IndexedSlices, local_component
-from mpistrategy.context import get_strategy
-from mpistrategy.creation_order import Created
 from mpistrategy.errors import ContextError, NonFiniteError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults.injection import collective
 from mpistrategy.options import ReduceOp, VariableAggregation
-from mpistrategy.pickling import NotPickled
+from mpistrategy.process_objects import Created, NotPickled
+from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training.checks import (

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import any_array
 from mpistrategy.options import ReduceOp
 from mpistrategy.training import kernels
 from mpistrategy.training.checks import checked_number, not_negative

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, to_reducible
-from mpistrategy.arrays.gpu import is_on_device
+from mpistrategy.arrays.convert import is_on_device, to_reducible
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
 from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce, NcclAllReduce
 from mpistrategy.mpi.contract.call import Call

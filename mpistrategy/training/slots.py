@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpistrategy.context import get_strategy
+from mpistrategy.strategy.current import get_strategy
 from mpistrategy.variables.variable import Variable
 
 

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import host_array
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import VariableSynchronization
+from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.variable import Variable
-
-if TYPE_CHECKING:
-    from mpistrategy.strategy.extended import StrategyExtended
 
 #: How many variables, groups of ranks and ranges of ranks a report names before it counts.
 _MOST_ROWS, _MOST_GROUPS, _MOST_RANGES = 10, 4, 8
@@ -39,7 +37,7 @@ class MirroredCheck:
     if TYPE_CHECKING:
 
         @property
-        def extended(self) -> StrategyExtended: ...
+        def extended(self) -> Placement: ...
 
     def assert_mirrored(self, variables: Any = None) -> None:
         """Make sure that mirrored variables have the same bits on all ranks.  Collective; in any context.
@@ -137,7 +135,7 @@ def _pieces(array: Array) -> Iterator[Array]:
         yield piece
 
 
-def _named(extended: StrategyExtended, variables: Any, where: str) -> list[Variable]:
+def _named(extended: Placement, variables: Any, where: str) -> list[Variable]:
     """Return the mirrored variables of a nest, each once."""
     found: dict[int, Variable] = {}
     for leaf in nest.flatten(variables)[0]:

@@ -1,6 +1,6 @@
 """What a variable does, in every context: one table for creation, one for reading and writing.
 
-A cell of `POLICIES` names a small function, all of which stand below the tables.  A read returns an array.  A write
+A mailbox of `POLICIES` names a small function, all of which stand below the tables.  A read returns an array.  A write
 returns what this replica then applies to its own copy; it raises before anything is applied, and where it is
 collective it raises on every rank.
 """
@@ -8,24 +8,22 @@ collective it raises on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpistrategy import context
+from mpistrategy.arrays.convert import host_array, placed_as
 from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
-from mpistrategy.arrays.gpu import host_array, placed_as
 from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
 from mpistrategy.errors import AggregationError, MpiStrategyError, OptionTypeError, UnsupportedError
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
 from mpistrategy.options import VariableSynchronization as Synchronization
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.interface.communicator import Communicator
-    from mpistrategy.variables.variable import Variable
-    from mpistrategy.variables.writes import Write
+from mpistrategy.variables.protocols import Replica
+from mpistrategy.variables.writes import Write
 
 Change: TypeAlias = "Array | IndexedSlices"
 
@@ -41,7 +39,7 @@ class Policy(NamedTuple):
         scatter_set: `scatter_update` and `scatter_max`.
     """
 
-    read: Callable[[Variable], Array]
+    read: Callable[[Replica], Array]
     assign: Callable[[Write], Change]
     add: Callable[[Write], Change]
     scatter_add: Callable[[Write], Change]
@@ -71,31 +69,33 @@ CREATION = {
 #: Aggregations that only real floating dtypes can be created with.
 NEEDS_FLOATING = (Aggregation.MEAN,)
 
+_REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}
+
 
 # ----------------------------------------------------------------------------------------------------- reads
 
 
-def own(variable: Variable) -> Array:
+def own(variable: Replica) -> Array:
     """This replica's copy; never communicates."""
     return variable.local_view
 
 
-def summed(variable: Variable) -> Array:
+def summed(variable: Replica) -> Array:
     """The sum or the mean of all copies.  Collective."""
-    extended = variable.strategy.extended
+    extended = variable.extended
     with extended.communicator.guard.call("reading a variable", name=variable.key) as call:
-        return extended.sum_or_mean(ReduceOp.parse(variable.aggregation, call.where), variable.local_view)
+        return extended.reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
 
 
-def first(variable: Variable) -> Array:
+def first(variable: Replica) -> Array:
     """Replica 0's copy.  Collective."""
-    communicator = variable.strategy.extended.communicator
+    communicator = variable.extended.communicator
     with communicator.guard.call("reading a variable", name=variable.key) as call:
         call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
         return _of_replica_0(variable.local_view, communicator)
 
 
-def no_read(variable: Variable) -> Array:
+def no_read(variable: Replica) -> Array:
     """Refused: nothing says how the copies, which may differ, become one value."""
     raise AggregationError.at(
         f"reading {variable.name!r}",
@@ -116,12 +116,12 @@ def alone(write: Write) -> Change:
 def combined(write: Write) -> Change:
     """The sum or the mean of what the replicas bring.  Collective."""
     variable = write.variable
-    extended = variable.strategy.extended
-    with extended.communicator.guard.call(write.where, name=variable.key):
-        op = ReduceOp.parse(variable.aggregation, write.where)
+    extended = variable.extended
+    op = _REDUCE_OPS[variable.aggregation]
+    with extended.communicator.guard.call(write.where, name=variable.key) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
-            return extended.sum_or_mean(op, mine)
+            return extended.reducer.all_reduce_array(call, op, mine)
         value = PerReplica((mine,))
         with context.cross_replica(variable.strategy):
             gathered: IndexedSlices = local_component(extended.reduce_to(op, value, value))
@@ -131,7 +131,7 @@ def combined(write: Write) -> Change:
 def replica_0s(write: Write) -> Change:
     """What replica 0 brings.  Collective."""
     variable = write.variable
-    communicator = variable.strategy.extended.communicator
+    communicator = variable.extended.communicator
     with communicator.guard.call(write.where, name=variable.key) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
@@ -159,7 +159,7 @@ def _of_replica_0(mine: Array, communicator: Communicator) -> Array:
 def alike(write: Write) -> Change:
     """One value for all copies, which every rank has.  Collective, so that a refusal is everybody's; sends nothing."""
     variable = write.variable
-    communicator = variable.strategy.extended.communicator
+    communicator = variable.extended.communicator
     with communicator.guard.call(write.where, name=variable.key) as call:
         if isinstance(write.value, PerReplica):
             raise OptionTypeError.at(
@@ -177,7 +177,7 @@ def alike(write: Write) -> Change:
 def shared(write: Write) -> Change:
     """One value, of which every copy gets its share, so that reading their sum gives the value.  As `alike`."""
     value = alike(write)
-    communicator = write.variable.strategy.extended.communicator
+    communicator = write.variable.extended.communicator
     assert not isinstance(value, IndexedSlices)
     return placed_as(share_of(host_array(value), communicator.rank, communicator.size), value)
 
@@ -291,8 +291,8 @@ POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
 LOCAL = Policy(own, alone, alone, alone, alone)
 
 
-def policies_of(variable: Variable) -> dict[Mode, Policy]:
+def policies_of(variable: Replica) -> dict[Mode, Policy]:
     """Return the rows of one variable, by context."""
-    if variable.strategy.extended.is_local:
+    if variable.extended.is_local:
         return dict.fromkeys(Mode, LOCAL)
     return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}

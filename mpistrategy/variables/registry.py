@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.variables.storage import Block, VariableStorage
 from mpistrategy.variables.variable import Variable
 
-if TYPE_CHECKING:
-    from mpistrategy.strategy.strategy import Strategy
-
 
 class Placement:
     """The part of StrategyExtended that knows devices and variables.
@@ -32,7 +28,7 @@ class Placement:
 
     communicator: Communicator
 
-    def __init__(self, container_strategy: Strategy) -> None:
+    def __init__(self, container_strategy: Any) -> None:
         self._container_strategy = container_strategy
         self._colocated_with: list[Variable] = []
         self._unnamed_variables = 0
@@ -41,7 +37,6 @@ class Placement:
         # By number: nothing here keeps a variable alive.
         self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         # One of each for all copies of a strategy: they have the same ranks.
-        self._arena_numbers = itertools.count(1)
         self.variable_storage = VariableStorage()
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
@@ -100,10 +95,6 @@ class Placement:
     def drives_gpu(self) -> bool:
         """Whether this rank's device is a GPU."""
         return gpu_of(self.communicator.devices, self.communicator.rank) is not None
-
-    def next_arena_number(self) -> int:
-        """Return the number of an arena; the same on every rank, since creation is collective."""
-        return next(self._arena_numbers)
 
     def register_variable(self, variable: Variable) -> None:
         """Note a variable that was created for this strategy, and its place."""

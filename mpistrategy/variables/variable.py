@@ -1,4 +1,4 @@
-"""Variables: storage on every replica; `variable_policies` says when and how the copies meet."""
+"""Variables: a copy on every replica; the table in `policies` says when and how the copies are combined."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, TypeVar
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, to_array
-from mpistrategy.arrays.gpu import copy_of, host_array, is_on_device, write_from_host
+from mpistrategy.arrays.convert import copy_of, host_array, is_on_device, to_array
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
+from mpistrategy.arrays.gpu import write_from_host
 from mpistrategy.arrays.values import ArrayLike
 from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.faults.injection import collective
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING, Policy, policies_of
+from mpistrategy.variables.protocols import Extended
 from mpistrategy.variables.writes import Write, converted, plain
 
 if TYPE_CHECKING:
     import enum
 
-    from mpistrategy.strategy.strategy import Strategy
     from mpistrategy.variables.storage import Block
 
     E = TypeVar("E", bound=enum.Enum)
@@ -67,13 +68,14 @@ class Variable(ArrayLike):
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> None:
-        self._strategy = strategy = context.get_strategy()
-        communicator = strategy.extended.communicator
+        self._strategy = strategy = context.current_strategy()
+        extended: Extended = strategy.extended
+        communicator = extended.communicator
         with communicator.guard.call("Variable") as call:
             self._aggregation = _member(VariableAggregation, aggregation, "aggregation")
             given = _member(VariableSynchronization, synchronization, "synchronization")
             creation = CREATION[given]
-            self._synchronization = _kept_as(given, strategy)
+            self._synchronization = _kept_as(given, extended)
             self.trainable = creation.trainable if trainable is None else bool(trainable)
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
@@ -85,10 +87,10 @@ class Variable(ArrayLike):
                 call.expect_more()  # whatever the function did together with the others, they wait at the next step
             array = to_array(plain(value), call.where)
             wanted = array.dtype if dtype is None else _parsed_dtype(dtype)
-            _check_dtype(wanted, self._aggregation, strategy)
+            _check_dtype(wanted, self._aggregation, extended)
             if array.dtype != wanted:
                 array = converted(array, wanted, f"Variable {call.name!r} with dtype={dtype_name(wanted)}")
-            on_device = strategy.extended.device_memory(wanted, array.shape)
+            on_device = extended.device_memory(wanted, array.shape)
             call.agree(
                 "create",
                 op=f"{self._synchronization.name}/{self._aggregation.name}",
@@ -97,32 +99,36 @@ class Variable(ArrayLike):
             )
             # Placed after the agreement: a creation that some ranks refuse must leave all places equal.
             if on_device is None:
-                self._storage, self._block = strategy.extended.storage_for(wanted, array.shape)
-                self._storage[...] = array
-                communicator.bcast(self._storage, 0)
+                storage, block = extended.storage_for(wanted, array.shape)
+                storage[...] = array
+                communicator.bcast(storage, 0)
             else:
                 sent = np.array(array, order="C", copy=True)
                 communicator.bcast(sent, 0)
                 write_from_host(sent, on_device)
-                self._storage, self._block = on_device, None
+                storage, block = on_device, None
         # Numbered after the agreement: a creation that the ranks did not share must not make their counts differ.
-        self.name = strategy.extended.next_variable_name() if name is None else name
-        self._view = self._storage.view()
+        self.name = extended.next_variable_name() if name is None else name
+        self._storage: Array = storage
+        self._block = block
+        self._view: Array = storage.view()
         if not is_on_device(self._view):  # CuPy has no read-only arrays
             self._view.flags.writeable = False
         #: CuPy computes with NumPy's scalars, and not with its arrays of no axes.
-        self._is_scalar_beside_gpu = strategy.extended.drives_gpu and not array.shape
+        self._is_scalar_beside_gpu = extended.drives_gpu and not array.shape
+        #: The part of the strategy that does the work.
+        self.extended = extended
         self._policies = policies_of(self)
         #: What stands for this variable when ranks compare their calls: names need not be unique.
-        self.key = f"{self.name} (variable {strategy.extended.variables_made})"
+        self.key = f"{self.name} (variable {extended.variables_made})"
         #: The variable in whose `colocate_vars_with` block this one was created, if any.
         self.colocated_with: Variable | None = None
-        strategy.extended.register_variable(self)
+        extended.register_variable(self)
 
     # ------------------------------------------------------------------------------------------- what it is
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Any:
         """The strategy that keeps the copies together."""
         return self._strategy
 
@@ -298,7 +304,7 @@ class Variable(ArrayLike):
         frame = context.current_frame()
         if frame is None or (frame.strategy.is_default and self._strategy is not frame.strategy):
             return self._policies[Mode.CROSS_REPLICA]
-        if not self._strategy.extended.is_local:
+        if not self.extended.is_local:
             context.require_same_strategy(frame, self._strategy, where)
         return self._policies[frame.mode]
 
@@ -336,8 +342,8 @@ def _member(kind: type[E], value: E | str, argument: str) -> E:
     )
 
 
-def _kept_as(given: VariableSynchronization, strategy: Strategy) -> VariableSynchronization:
-    if strategy.extended.is_local:
+def _kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynchronization:
+    if extended.is_local:
         return given
     kept = CREATION[given].kept_as
     if kept is None:
@@ -350,11 +356,11 @@ def _kept_as(given: VariableSynchronization, strategy: Strategy) -> VariableSync
     return kept
 
 
-def _check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation, strategy: Strategy) -> None:
+def _check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation, extended: Extended) -> None:
     if dtype.hasobject or dtype.kind in "SU":
         raise DTypeError.at("Variable", found=f"dtype {dtype}", expected="a numeric or bool dtype")
     floating = dtype.kind == "f" or is_bfloat16(dtype)
-    if aggregation in NEEDS_FLOATING and not floating and not strategy.extended.is_local:
+    if aggregation in NEEDS_FLOATING and not floating and not extended.is_local:
         raise OptionError.at(
             "Variable",
             found=f"aggregation={aggregation.name} of dtype {dtype_name(dtype)}",

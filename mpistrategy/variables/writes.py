@@ -1,24 +1,30 @@
-"""One write to a variable: is the value fit for it, and what does it do to the storage?
+"""One write to a variable: `Write.checked` checks the value, and `Write.apply` changes the storage.
 
-`Write.checked` raises before anything has changed; `Write.apply` cannot fail.
+`checked` raises before anything has changed; `apply` cannot fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, dtype_name, to_array
+from mpistrategy.arrays.convert import (
+    as_device_array,
+    host_array,
+    is_on_device,
+    may_share_memory,
+    on_device_of,
+    placed_as,
+    to_array,
+)
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.gpu import as_device_array, host_array, is_on_device, may_share_memory, on_device_of, placed_as
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices, local_component
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
-
-if TYPE_CHECKING:
-    from mpistrategy.variables.variable import Variable
+from mpistrategy.variables.protocols import Replica
 
 
 def _set(storage: Array, value: Array) -> None:
@@ -29,15 +35,15 @@ def _set_rows(storage: Array, indices: Array, values: Array) -> None:
     storage[indices] = values
 
 
-#: What the methods that take whole values do, given the storage and an array of its shape.
+#: What the methods with whole values do with the storage and an array of its shape.
 DENSE: dict[str, Callable[[Array, Array], Any]] = {
     "assign": _set,
     "assign_add": lambda storage, value: np.add(storage, value, out=storage),
     "assign_sub": lambda storage, value: np.subtract(storage, value, out=storage),
 }
 
-#: What the methods that take IndexedSlices do, given the storage, row numbers and rows.  Repeated rows all count; of
-#: several updates of one row the last stays.
+#: What the methods with IndexedSlices do with the storage, row numbers and rows.  Additions of repeated rows add up; of
+#: several updates of one row the last one counts.
 SPARSE: dict[str, Callable[[Array, Array, Array], Any]] = {
     "scatter_add": np.add.at,
     "scatter_sub": np.subtract.at,
@@ -45,7 +51,7 @@ SPARSE: dict[str, Callable[[Array, Array, Array], Any]] = {
     "scatter_update": _set_rows,
 }
 
-#: Methods that cannot be had for the dtypes of these kinds.
+#: The dtype kinds that a method does not support.
 _NOT_FOR_KINDS = {
     "assign_add": "b",
     "assign_sub": "b",
@@ -57,15 +63,15 @@ _NOT_FOR_KINDS = {
 
 @dataclass(slots=True)
 class Write:
-    """One call of `Variable.assign` or of one of its relatives.
+    """One call of `Variable.assign`, `assign_add` or another writing method.
 
     Attributes:
         variable: the variable.
         method: the name of the method.
-        value: what the user gave.
+        value: the argument of the call.
     """
 
-    variable: Variable
+    variable: Replica
     method: str
     value: Any
 
@@ -83,30 +89,39 @@ class Write:
         """Return the value as an array (or slices) of the variable's dtype and shape.
 
         Raises:
-            DTypeError, ShapeError, LeafError, OptionTypeError: when it is none; nothing has changed then.
+            DTypeError, ShapeError, LeafError, OptionTypeError: when it does not fit; nothing has changed then.
         """
-        kind = self.variable.dtype.kind
-        if kind in _NOT_FOR_KINDS.get(self.method, ""):
+        variable, value = self.variable, self.value
+        if variable.dtype.kind in _NOT_FOR_KINDS.get(self.method, ""):
             raise DTypeError.at(
                 self.full_name,
                 found=f"a variable of dtype {dtype_name(self.variable.dtype)}",
                 expected="a dtype that can be compared" if self.method == "scatter_max" else "a numeric dtype",
             )
-        return self._array() if self.method in DENSE else self._slices()
+        if self.method not in DENSE:
+            return self._slices()
+        if (
+            type(value) is np.ndarray
+            and value.dtype == variable.dtype
+            and value.shape == variable.shape
+            and type(variable.local_view) is np.ndarray
+        ):
+            return value  # the usual case, quickly
+        return self._array()
 
     def apply(self, storage: Array, change: Array | IndexedSlices) -> None:
-        """Change `storage` in place, with what `checked` returned or a combination of several replicas' such."""
+        """Change `storage` in place, with the result of `checked` or the combination of several replicas' results."""
+        if type(storage) is type(change) is np.ndarray:
+            DENSE[self.method](storage, change)
+            return
         with on_device_of(storage):
-            self._apply(storage, change)
-
-    def _apply(self, storage: Array, change: Array | IndexedSlices) -> None:
-        if isinstance(change, IndexedSlices):
-            where = host_array(storage)  # of one on a GPU, a copy: of repeated rows the last must stay there, too
-            SPARSE[self.method](where, host_array(change.indices), host_array(change.values))
-            if where is not storage:
-                storage[...] = placed_as(where, storage)
-        else:
-            DENSE[self.method](storage, placed_as(change, storage))
+            if isinstance(change, IndexedSlices):
+                where = host_array(storage)  # a copy of GPU memory: NumPy defines which of repeated rows comes last
+                SPARSE[self.method](where, host_array(change.indices), host_array(change.values))
+                if where is not storage:
+                    storage[...] = placed_as(where, storage)
+            else:
+                DENSE[self.method](storage, placed_as(change, storage))
 
     def _array(self) -> Array:
         value = plain(self.value)

@@ -12,7 +12,7 @@ import pytest
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.arrays import dtypes
+from mpistrategy.arrays import convert, dtypes
 from mpistrategy.arrays.values import local_component
 
 pytestmark = pytest.mark.one_rank
@@ -25,7 +25,7 @@ FLOATS = ["float16", "float32", "float64", "longdouble", "complex64", "complex12
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 def test_every_numeric_dtype_can_be_reduced_without_a_copy(dtype: Any) -> None:
     array = np.ones((2, 3), dtype)
-    assert dtypes.to_reducible(array, "here") is array
+    assert convert.to_reducible(array, "here") is array
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_dtype_on_the_wire_and_of_a_mean(dtype: Any, wire: Any, mean: Any) -
 )  # fmt: skip
 def test_what_cannot_be_summed_is_named_with_its_leaf(value: Any) -> None:
     with pytest.raises(errors.DTypeError) as refusal:
-        dtypes.to_reducible(value, "ReplicaContext.all_reduce", "['w'][0]")
+        convert.to_reducible(value, "ReplicaContext.all_reduce", "['w'][0]")
     text = str(refusal.value)
     assert text.startswith("ReplicaContext.all_reduce: found dtype ")
     assert "leaf ['w'][0]" in text
@@ -69,9 +69,9 @@ def test_what_cannot_be_summed_is_named_with_its_leaf(value: Any) -> None:
      np.ma.masked, 2**70, lambda: 1, range],
 )  # fmt: skip
 def test_what_is_no_array_is_named_with_its_leaf(value: Any) -> None:
-    for convert in (dtypes.to_array, dtypes.to_reducible):
+    for function in (convert.to_array, convert.to_reducible):
         with pytest.raises(errors.LeafError) as refusal:
-            convert(value, "Strategy.reduce", "[3]")
+            function(value, "Strategy.reduce", "[3]")
         text = str(refusal.value)
         assert text.startswith("Strategy.reduce: found ")
         assert "leaf [3]" in text
@@ -79,10 +79,10 @@ def test_what_is_no_array_is_named_with_its_leaf(value: Any) -> None:
 
 
 def test_numbers_lists_and_foreign_byte_orders_become_arrays() -> None:
-    assert dtypes.to_array(2, "here").dtype == np.int64
-    assert dtypes.to_array(np.float32(2), "here").dtype == np.float32
-    assert dtypes.to_array([1.0, 2.0], "here").shape == (2,)
-    swapped = dtypes.to_array(np.arange(3, dtype=">f4"), "here")
+    assert convert.to_array(2, "here").dtype == np.int64
+    assert convert.to_array(np.float32(2), "here").dtype == np.float32
+    assert convert.to_array([1.0, 2.0], "here").shape == (2,)
+    swapped = convert.to_array(np.arange(3, dtype=">f4"), "here")
     assert swapped.dtype.isnative
     np.testing.assert_array_equal(swapped, [0, 1, 2])
 
@@ -90,7 +90,7 @@ def test_numbers_lists_and_foreign_byte_orders_become_arrays() -> None:
 def test_an_array_in_gpu_memory_is_copied_to_the_host() -> None:
     with cupy_double.installed() as cupy:
         computed = cupy.asarray(np.arange(3)) * 2
-        copied = dtypes.to_array(computed, "here")
+        copied = convert.to_array(computed, "here")
     assert isinstance(copied, np.ndarray)
     assert copied.tolist() == [0, 2, 4]
 
@@ -99,7 +99,7 @@ def test_an_array_in_gpu_memory_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "cupy", None)
     foreign = type("Tensor", (), {"__cuda_array_interface__": {}})()
     with pytest.raises(errors.UnsupportedError, match="cupy-cuda12x"):
-        dtypes.to_array(foreign, "here")
+        convert.to_array(foreign, "here")
 
 
 class TestContainers:

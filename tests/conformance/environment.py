@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.arrays.gpu import is_on_device
+from mpistrategy.arrays.convert import is_on_device
 
 from . import on_device
 from .values import Caught, Json, Raw, encode, encode_error, nested

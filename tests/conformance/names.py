@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.arrays.gpu import is_on_device
+from mpistrategy.arrays.convert import is_on_device
 
 from .environment import Env
 from .values import Json

@@ -48,7 +48,7 @@ def devices(usual: Any, gpus: str = "shared") -> Any:
 
 def host(value: Any) -> np.ndarray[Any, Any]:
     """Return an array, or a variable's copy, as a NumPy array."""
-    from mpistrategy.arrays.gpu import host_array
+    from mpistrategy.arrays.convert import host_array
 
     return host_array(value)
 

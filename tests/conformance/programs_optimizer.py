@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.arrays.gpu import any_array
+from mpistrategy.arrays.convert import any_array
 from mpistrategy.training.optimizers import SGD
 
 from . import on_device

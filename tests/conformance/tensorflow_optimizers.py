@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.arrays.gpu import any_array
+from mpistrategy.arrays.convert import any_array
 from mpistrategy.training.optimizers import SGD, Adam, Optimizer
 
 from .registry import UnsupportedProgramError

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.arrays.gpu import is_on_device
+from mpistrategy.arrays.convert import is_on_device
 
 from . import on_device
 

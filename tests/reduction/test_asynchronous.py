@@ -206,7 +206,7 @@ def test_different_calls_are_refused_by_wait_on_every_rank(placed: ms.Strategy, 
     for handle in handles:
         for outcome in outcomes(handle.wait):
             assert outcome.error is CollectiveMismatchError
-            assert "test_async.py" in outcome.text
+            assert "test_asynchronous.py" in outcome.text
     assert still_works(placed)
 
 

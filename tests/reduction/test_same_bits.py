@@ -35,7 +35,7 @@ from replicas import (
 )
 
 import mpistrategy as ms
-from mpistrategy.arrays import extremes
+from mpistrategy.arrays import dtypes
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.over_mpi import communicator
 from mpistrategy.testing import run_replicas
@@ -126,10 +126,10 @@ FLOATS = [dtype for dtype in DTYPES if dtype.kind == "f" or dtype == BFLOAT16]
 def test_extremes_are_commutative_associative_and_as_defined(
     dtype: np.dtype[Any], shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extremes, "_CHUNK_BYTES", 1024)
+    monkeypatch.setattr(dtypes, "_CHUNK_BYTES", 1024)
     one, other, third = (special(rank, dtype, shape) for rank in range(3))
     with np.errstate(all="ignore"):
-        for op, combine in (("MIN", extremes.minimum), ("MAX", extremes.maximum)):
+        for op, combine in (("MIN", dtypes.minimum), ("MAX", dtypes.maximum)):
             wanted = bits(right(op, [one, other]))
             for these, those in ((one, other), (other, one), (unaligned(one), other)):
                 assert bits(combine(these, those)) == wanted

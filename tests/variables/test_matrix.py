@@ -1,6 +1,6 @@
 """The rest of the matrix of variables: creation, scatter updates, contexts that are like others, and those that refuse.
 
-(test_variable_policies.py has the table of assign, assign_add, assign_sub and read.)
+(test_policies.py has the table of assign, assign_add, assign_sub and read.)
 
 Before each cell of `SCATTER` every copy is [[1], [2], [3]] (ON_READ: plus 10 times the rank); then rank r brings rows 0
 and 2, [[10], [20]] times r + 1.

@@ -122,7 +122,7 @@ def test_ranks_that_create_different_variables_are_told(strategy: ms.Strategy, m
         assert field in end.text
         assert "rank 0" in end.text
         assert "rank 1" in end.text
-        assert "test_variables.py:" in end.text
+        assert "test_variable.py:" in end.text
     assert still_works(strategy)
 
 

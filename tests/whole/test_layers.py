@@ -27,9 +27,9 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            "errors options pickling own_files arrays",
+            "errors options process_objects own_files arrays",
             "mpi",
-            "context creation_order reduction",
+            "context reduction",
             "cross_device_ops",
             "variables input",
             "strategy",
@@ -44,14 +44,12 @@ FLOORS = {
 #: The same within the two largest folders.
 ORDER = {
     "mpi": "contract tuning shared_memory watchdog job interface multi_node,gpu faults over_mpi,over_threads",
-    "reduction": "layout routes plan inputs plans reducer arena",
+    "reduction": "algorithm layout sparse routes plan inputs plans gather weights reducer arena",
 }
 #: Imports that point up still.
 POINTS_UP = {
     line.strip()
     for line in """
-    context -> strategy.replica_context
-    context -> strategy.strategy
     mpi.contract.error_messages -> mpi.shared_memory.failures
     mpi.contract.guard -> mpi.job.forks
     mpi.contract.guard -> mpi.shared_memory.failures
@@ -61,22 +59,6 @@ POINTS_UP = {
     mpi.job.world -> mpi.gpu.loaded_mpi
     mpi.watchdog.earlier_runs -> mpi.job.launcher
     mpi.watchdog.local_process -> mpi.job.launcher
-    reduction.arena.arena -> strategy.extended
-    reduction.arena.arena -> strategy.strategy
-    reduction.arena.plan -> cross_device_ops
-    reduction.arena.plan -> strategy.extended
-    reduction.arena.quick_arena -> reduction.quick_places
-    reduction.asynchronous -> strategy.extended
-    reduction.explain -> cross_device_ops
-    reduction.explain -> cross_device_ops.built_in
-    reduction.explain -> strategy.extended
-    reduction.plans -> cross_device_ops
-    reduction.plans -> reduction.arena.arena
-    reduction.plans -> reduction.arena.quick_arena
-    reduction.plans -> reduction.quick_places
-    variables.mirrored_check -> strategy.extended
-    variables.registry -> strategy.strategy
-    variables.variable -> strategy.strategy
     """.splitlines()
 }
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at

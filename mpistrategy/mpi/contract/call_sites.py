@@ -230,6 +230,11 @@ def call_site() -> Site:
     return site_of(sys._getframe(1))
 
 
+def line_of(frame: FrameType | None) -> str:
+    """Return file and line of the first frame outside this package, from `frame` on."""
+    return _site_of([found]).text if (found := outside(frame)) is not None else UNKNOWN.text
+
+
 def without_columns(place: str) -> str:
     """Return ``loss.py:3 from train.py:12`` of ``loss.py:3:8 from train.py:12:4``."""
     return _FROM.join(_without_column(each) for each in place.split(_FROM))

@@ -26,6 +26,10 @@ def pieces(buffer: Array, max_count: int = MAX_COUNT) -> Iterator[Array]:
         yield flat[start : start + max_count]
 
 
+#: Smaller results are new memory each time.
+LEAST_POOLED = 64 * 2**10
+
+
 class Pool:
     """Memory for results, used again once nobody holds it: the first touch of new pages costs more than a reduction.
 
@@ -42,7 +46,7 @@ class Pool:
     def take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """Return an array whose values are undefined."""
         nbytes = prod(shape) * dtype.itemsize
-        if nbytes < _LEAST_POOLED:
+        if nbytes < LEAST_POOLED:
             return np.empty(shape, dtype)
         self._taken += 1
         entries = self._blocks.setdefault(nbytes, [])
@@ -85,7 +89,6 @@ class Pool:
                 self._bytes += nbytes
 
 
-_LEAST_POOLED = 64 * 2**10
 #: What may lie idle when yet another size is asked for: arrays of ever new sizes must not pile up.
 _MOST_FREE_BYTES = 2**28
 _KEPT_FOR = 4096  # results asked for since a block was last used

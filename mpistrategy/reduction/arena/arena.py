@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -15,10 +15,19 @@ from mpistrategy.errors import ContextError, CopyError, EmptyBatchError, OptionT
 from mpistrategy.reduction.arena.layout import belongs_on_device, buckets_for, laid_out, layouts_of
 from mpistrategy.reduction.arena.plan import ArenaReductions
 from mpistrategy.reduction.arena.unchanged import IntactNest
+from mpistrategy.reduction.reducer import Reducer
 
-if TYPE_CHECKING:
-    from mpistrategy.strategy.extended import StrategyExtended
-    from mpistrategy.strategy.strategy import Strategy
+
+class _Extended(Protocol):
+    bucket_orders: dict[tuple[tuple[int, ...], ...], None]
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+
+class _Strategy(Protocol):
+    @property
+    def extended(self) -> _Extended: ...
 
 
 class Arena(ArenaReductions):
@@ -48,10 +57,10 @@ class Arena(ArenaReductions):
         CollectiveMismatchError: when the ranks' structures, shapes or dtypes differ.
     """
 
-    def __init__(self, strategy: Strategy, like: Any, shared_result: bool = False) -> None:
+    def __init__(self, strategy: _Strategy, like: Any, shared_result: bool = False) -> None:
         self.strategy = strategy
-        extended = strategy.extended
-        self.communicator = communicator = extended.communicator
+        reducer = strategy.extended.reducer
+        self.communicator = communicator = reducer.communicator
         with communicator.guard.call("Strategy.arena") as call:
             if not isinstance(shared_result, bool):
                 raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
@@ -71,7 +80,7 @@ class Arena(ArenaReductions):
             self.places, dtypes, sizes = laid_out(layouts)
             self.buckets = buckets_for(communicator, dtypes, sizes, shared_result, self.on_device)
             call.agree("use an arena")  # no rank has run out of memory
-        self._number = extended.next_arena_number()
+        self._number = reducer.next_arena_number()
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
         self.leaves = self._views([bucket.mine for bucket in self.buckets])
         self._nest = IntactNest(self._structure, self.leaves)
@@ -80,9 +89,8 @@ class Arena(ArenaReductions):
         self.is_intact = self._nest.is_intact
         #: What an all-reduce returns.
         self.result = self._values if self.in_place else self._structure.pack(self._result_views())
-        #: What `mpistrategy.reduction.plans` has worked out.
-        self.quick: dict[Any, Any] = {}
-        #: For each bucket: the arrays, where the result goes, and this rank's share; for `arena.quick_arena`.
+        #: Its plans, kept by `mpistrategy.reduction.plans`.
+        self.plans: dict[Any, Any] = {}
         self.shares: list[Any] = []
         self._closed = False
         resident_values[id(self._values)] = weakref.ref(self, _forgetting(id(self._values)))
@@ -163,7 +171,7 @@ class Arena(ArenaReductions):
             with guard.call("Arena.close", anywhere=True) as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
-        self.quick.clear()
+        self.plans.clear()
         self.shares.clear()
         resident_values.pop(id(self._values), None)
         self.buckets, self.leaves, self._values, self.result = (), [], None, None
@@ -171,14 +179,14 @@ class Arena(ArenaReductions):
 
     # -------------------------------------------------------------------------------------------------- checks
 
-    def check(self, extended: StrategyExtended, where: str) -> None:
+    def check(self, reducer: Reducer, where: str) -> None:
         """Raise unless a strategy can reduce the arena as it is.
 
         Raises:
             ContextError, OptionTypeError, StructureError: see `all_reduce`.
         """
         self._require_open(where)
-        if extended.communicator is not self.communicator:
+        if reducer.communicator is not self.communicator:
             raise OptionTypeError.at(
                 where, found="an arena of another strategy", expected="one that this strategy's arena() made"
             )

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import is_on_device, reducible
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import is_on_device, reducible
 from mpistrategy.arrays.values import contribution
 from mpistrategy.errors import DTypeError, MpiStrategyError
 from mpistrategy.mpi.interface.communicator import Communicator

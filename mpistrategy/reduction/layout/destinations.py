@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import devices
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.gpu import is_on_device
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices
 from mpistrategy.errors import DestinationError, DeviceError
 from mpistrategy.mpi.interface.communicator import Communicator
+
+EVERY_RANK_TEXT = "every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Destination:
     @property
     def text(self) -> str:
         """The same words on every rank."""
-        return "every rank" if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"
+        return EVERY_RANK_TEXT if self.ranks is None else f"rank {', '.join(map(str, self.ranks))}"
 
     @property
     def only_rank(self) -> int | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import any_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
-from mpistrategy.arrays.gpu import any_array, is_on_device
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 

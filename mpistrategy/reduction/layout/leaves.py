@@ -50,7 +50,7 @@ def leaves_of(value: Any) -> Leaves | None:
     few = 0 < structure.num_leaves <= _FEW
     if any(type(child) in _CONTAINERS for child in children):
         pack = _written_out(value, structure) if few else lambda results: structure.pack([*results])
-        return Leaves(lambda like: nest.flatten(like)[0], pack, False, structure.text)
+        return Leaves(_taker(value), pack, False, structure.text)
     if kind is not dict:
         return Leaves(tuple if kind is list else _itself, kind, False, structure.text)
     names, sorted_names = list(value), nest.sorted_keys(value)
@@ -64,6 +64,24 @@ def leaves_of(value: Any) -> Leaves | None:
         return Leaves(take, lambda results: dict(zip(names, results, strict=True)), False, structure.text, in_order)
     places = itemgetter(*(sorted_names.index(name) for name in names))
     return Leaves(take, lambda results: dict(zip(names, places([*results]), strict=True)), False, structure.text)
+
+
+def _taker(value: Any) -> Callable[[Any], list[Any]]:
+    """Return what lists the leaves of nests like `value`, of dict, list and tuple."""
+    is_dict = type(value) is dict
+    keys = nest.sorted_keys(value) if is_dict else range(len(value))
+    inner = [(key, _taker(value[key]) if type(value[key]) in _CONTAINERS else None) for key in keys]
+
+    def take(like: Any) -> list[Any]:
+        leaves = []
+        for key, below in inner:
+            if below is None:
+                leaves.append(like[key])
+            else:
+                leaves += below(like[key])
+        return leaves
+
+    return take
 
 
 def _written_out(value: Any, structure: nest.Structure) -> Callable[[Iterable[Any]], Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpistrategy.arrays.convert import as_device_array, is_on_device, like_given
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.gpu import as_device_array, check_device, is_on_device, like_given, to_host
+from mpistrategy.arrays.gpu import check_device, to_host
 from mpistrategy.arrays.values import IndexedSlices
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 Every rank adds the same values in the same order, rank 0's first, so all get the same bits.  No multiplication is
 fused with an addition: the product of a complex number and its conjugate has no imaginary part.  Signed integers are
 added as unsigned ones: they wrap around.  A NaN, wherever it comes from, stays; of MIN and MAX of floats the bits are
-those of `mpistrategy.arrays.extremes`.
+those of `mpistrategy.arrays.dtypes`.
 """
 
 from __future__ import annotations

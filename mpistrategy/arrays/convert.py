@@ -1,0 +1,272 @@
+"""Arrays of every kind, looked at as NumPy's or CuPy's arrays: the only module that knows all kinds.
+
+An array on the host is used as an ndarray.  An array in GPU memory, of whatever library, is used as a CuPy array.  Both
+share the memory of the original where that is possible, and results are returned as the kind that was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
+from mpistrategy.arrays.foreign import (
+    as_kind_of,
+    closed_to,
+    is_foreign,
+    is_in_gpu_memory,
+    library_of,
+    on_host,
+    unmarked,
+)
+from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, device_span, is_cupy, to_host
+from mpistrategy.errors import DTypeError, LeafError, ShapeError
+
+_INTERFACE = "__cuda_array_interface__"
+_NEVER_WRITTEN = ("jax", "jaxlib")
+_REDUCIBLE_KINDS = "iufc"
+_NOT_FOREIGN = ("builtins", "numpy")
+_ON_HOST: AbstractContextManager[Any] = nullcontext()
+
+
+def is_on_device(value: object) -> bool:
+    """Return whether `value` is an array in GPU memory, of whatever library."""
+    if type(value) is np.ndarray:
+        return False
+    return is_cupy(value) or is_in_gpu_memory(value)
+
+
+# ------------------------------------------------------------------------------------- values of the user's
+
+
+def to_array(value: Any, where: str, path: str = "") -> Array:
+    """Return `value` as an ndarray in native byte order; no copy when it is one already.
+
+    Args:
+        value: an ndarray, a NumPy scalar, a Python number, a list of numbers, or anything with ``__array__``.  An array
+            in GPU memory is copied to the host after the work on the current stream.
+        where: the public name that the error names.
+        path: how the leaf is reached in the caller's structure.
+
+    Raises:
+        LeafError: for None, masked arrays, and objects that are no arrays.
+        DTypeError: for dtypes with Python objects in their fields.
+    """
+    leaf = f"leaf {path}" if path else "the value"
+    if type(value).__module__ not in _NOT_FOREIGN:
+        if is_on_device(value):
+            value = to_host(as_device_array(value, where, path))
+        elif is_foreign(value):
+            value = on_host(value, where, path)
+    if isinstance(value, np.ma.MaskedArray):
+        raise LeafError.at(
+            where,
+            found=f"a masked array as {leaf}",
+            expected="an ordinary array",
+            fix="Pass x.filled(0): masks are not sent.",
+        )
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number") from error
+    if array.dtype.kind == "O":
+        raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number")
+    if array.dtype.hasobject:
+        raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)} as {leaf}", expected="a dtype of fixed size")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def to_reducible(value: Any, where: str, path: str = "") -> Array:
+    """Return `value` as an ndarray that can be reduced: of any integer, float, complex or bfloat16 dtype.
+
+    Raises:
+        DTypeError: for bool, strings, dates and structured dtypes.
+        LeafError: as `to_array`.
+    """
+    array = value if type(value) is np.ndarray and value.dtype.isnative else to_array(value, where, path)
+    dtype = array.dtype
+    numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
+    if (dtype.kind in _REDUCIBLE_KINDS and numpys_own) or is_bfloat16(dtype):
+        return array
+    if dtype.kind == "O":
+        return to_array(value, where, path)
+    fix = "Convert it first, e.g. x.astype(np.int64)." if dtype.kind == "b" else ""
+    raise DTypeError.at(
+        where,
+        found=f"dtype {dtype_name(dtype)} {f'at leaf {path}' if path else ''}".rstrip(),
+        expected="a numeric dtype (integer, float or complex)",
+        fix=fix,
+    )
+
+
+def reducible(value: Any, where: str, path: str = "") -> Any:
+    """Return `value` as an array that can be reduced, where it is: in GPU memory as CuPy's, else as an ndarray.
+
+    Raises:
+        DTypeError, LeafError, UnsupportedError: as `to_reducible` and `as_device_array`.
+    """
+    if not is_on_device(value):
+        return to_reducible(value, where, path)
+    array = as_device_array(value, where, path)
+    to_reducible(np.empty(0, array.dtype), where, path)
+    return array
+
+
+def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
+    """Return an array in GPU memory as CuPy's, without a copy; one of another library is waited for in stream order.
+
+    Raises:
+        LeafError: when its library does not give it away.
+        UnsupportedError: without CuPy.
+    """
+    if is_cupy(value):
+        return value
+    cupy = cupy_for(where)
+    try:
+        if hasattr(value, "__dlpack__"):
+            return cupy.from_dlpack(unmarked(value))
+        return cupy.asarray(value)
+    except Exception as error:  # of many types
+        raise LeafError.at(
+            where,
+            found=closed_to("CuPy", value, path, error),
+            expected="an array of a dtype that CuPy knows, on a GPU that this process sees",
+            fix="A copy that its own library makes may do; `mpistrategy doctor` tells what is wrong with the GPU.",
+        ) from error
+
+
+def as_target(target: Any, where: str, name: str) -> Any:
+    """Return an array that a result can be written to, as NumPy's or CuPy's; the same memory.
+
+    Raises:
+        ShapeError: for what is none, or may not be written.
+    """
+    found = type(target).__name__
+    if isinstance(target, np.ndarray):
+        if target.flags.writeable:
+            return target
+    elif library_of(target) == "torch":
+        return as_device_array(target, where, name) if is_on_device(target) else on_host(target, where, name)
+    elif is_on_device(target) and library_of(target) not in _NEVER_WRITTEN:
+        array = None if _is_read_only(target) else as_device_array(target, where, name)
+        if array is not None and not _overlaps_itself(array):
+            return array
+    raise ShapeError.at(where, found=f"{name} = {found}", expected="a writeable ndarray, or array in GPU memory")
+
+
+def _is_read_only(array: Any) -> bool:
+    """Return whether an array in GPU memory of any library says that it must not be written."""
+    interface = getattr(array, _INTERFACE, None)
+    data = interface.get("data") if isinstance(interface, dict) else None
+    return isinstance(data, tuple) and len(data) == 2 and bool(data[1])
+
+
+def _overlaps_itself(array: DeviceArray) -> bool:
+    """Return whether elements share memory, as those of ``broadcast_to`` do; NumPy makes such arrays read-only."""
+    return any(stride == 0 and length > 1 for length, stride in zip(array.shape, array.strides, strict=True))
+
+
+def hand_back(written: Any, target: Any) -> None:
+    """Let what the library of `target` does from now on with this array in GPU memory see what was written to it.
+
+    Args:
+        written: what `as_target` returned for `target`, to which something was written on CuPy's current stream.
+        target: whose library may work on another stream, which is told to wait, as DLPack says.
+    """
+    if not is_cupy(target) and is_on_device(target):
+        with written.device:
+            as_kind_of(written, target)
+
+
+def like_given(result: Any, given: Any) -> Any:
+    """Return a result as the kind of array that was given: in GPU memory, and of the same library.
+
+    Args:
+        result: an ndarray or a CuPy array.
+        given: what the caller passed; a NumPy array and a number leave the result as it is.
+    """
+    if type(given) is np.ndarray or isinstance(given, (np.generic, int, float, complex)):
+        return result
+    if is_on_device(given):
+        result = _on_device_of(result, given)
+    elif not isinstance(result, np.ndarray):
+        return result
+    return as_kind_of(result, given)
+
+
+def _on_device_of(result: Any, given: Any) -> DeviceArray:
+    if is_cupy(result):
+        return result
+    cupy = cupy_for("a result in GPU memory")
+    with as_device_array(given, "a result in GPU memory").device:
+        return cupy.asarray(result)
+
+
+# ------------------------------------------------------------------------ arrays of NumPy's or CuPy's: where they are
+
+
+def on_device_of(array: Any) -> AbstractContextManager[Any]:
+    """Return what makes the GPU of an array the current one in a with block; nothing, for an array on the host."""
+    device: AbstractContextManager[Any] = array.device if is_on_device(array) else _ON_HOST
+    return device
+
+
+def on_device_of_any(arrays: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Return what makes the GPU of those arrays that are on one the current one; nothing, where all are on the host."""
+    return on_device_of(next(filter(is_on_device, arrays), None))
+
+
+def copy_of(array: Any) -> Any:
+    """Return a copy of an array of NumPy's or CuPy's, where it is."""
+    with on_device_of(array):
+        return array.copy()
+
+
+def host_array(value: Any) -> Array:
+    """Return an array, wherever it is, as one on the host; no copy of what is there already."""
+    return to_host(as_device_array(value, "a value")) if is_on_device(value) else np.asarray(value)
+
+
+def any_array(value: Any) -> Array:
+    """Return a number or an array as an array: what is in GPU memory as it is, anything else as an ndarray."""
+    array: Array = value if is_on_device(value) else np.asarray(value)
+    return array
+
+
+def placed_as(value: Any, place: Any) -> Array:
+    """Return an array where another one is: on the host, or on that one's GPU; no copy of what is there already."""
+    if not is_on_device(place):
+        return host_array(value)
+    with place.device:
+        if is_on_device(value):
+            placed: Array = as_device_array(value, "a value")
+            if placed.device == place.device:
+                return placed
+            value = to_host(placed)  # of another GPU, whose streams are no concern of this one's
+        return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
+
+
+def may_share_memory(one: Any, other: Any) -> bool:
+    """Return whether two arrays, NumPy's or CuPy's, may have elements in common."""
+    if is_on_device(one) != is_on_device(other):
+        return False
+    if not is_on_device(one):
+        return np.may_share_memory(one, other)
+    (begin, end), (first, last) = device_span(one), device_span(other)
+    return begin < last and first < end
+
+
+def check_places(arrays: Sequence[Any], where: str) -> None:
+    """Raise unless all arrays are on the same GPU, or all on the host: ShapeError or DeviceError."""
+    if len({is_on_device(array) for array in arrays}) > 1:
+        kinds = ["in GPU memory" if is_on_device(array) else "on the host" for array in arrays]
+        raise ShapeError.at(where, found=f"an array {kinds[-1]}", expected=f"one {kinds[0]}, as the value is")
+    check_device(arrays, None, where)

@@ -1,0 +1,55 @@
+"""Base classes of objects that belong to this process and its ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
+
+from mpistrategy.errors import CopyError
+
+_numbers = itertools.count()
+
+
+class Created:
+    """Base of objects that each rank creates for itself, and that mean the same on all ranks.
+
+    Attributes:
+        creation_order: greater for objects created later in this process.  Ranks may have created other objects in
+            between, so only the order means something.  It is a tuple because it is no setting of the object.
+    """
+
+    creation_order: tuple[int]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        made.creation_order = (next(_numbers),)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the number: a copy is created when it is copied."""
+        state: Any = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "creation_order"}
+
+
+class NotPickled:
+    """Base of objects that are useless in another process, such as a child that multiprocessing has spawned.
+
+    `copy.deepcopy` raises, too, unless the class defines `__deepcopy__`; `copy.copy` returns a shallow copy.
+    """
+
+    #: What to do instead.
+    instead_of_pickling: ClassVar[str] = ""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        kind = type(self).__name__
+        raise CopyError.at(
+            f"copying or pickling {kind}",
+            found="an object that belongs to this process and its ranks",
+            expected=f"another {kind}, made where it is used",
+            fix=self.instead_of_pickling,
+        )
+
+    def __copy__(self) -> Self:
+        result = type(self).__new__(type(self))
+        result.__dict__.update(self.__dict__ | result.__dict__)  # attributes set by __new__ are the copy's own
+        return result

@@ -1,0 +1,42 @@
+"""What the reductions below `CrossDeviceOps` ask of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
+
+
+class Algorithm(Protocol):
+    """A `CrossDeviceOps`, as this folder uses it.
+
+    Attributes:
+        in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.
+        has_plans: whether repeated calls may be planned: it does what `MpiAllReduce` does, whatever the values.
+        is_built_in: whether it is one of the library's own pipelines, and can be asked how buffers travel.
+    """
+
+    in_rank_order: bool
+    has_plans: bool
+    is_built_in: bool
+
+    def settings(self, options: CommunicationOptions) -> str:
+        """Return in words what must be equal on all ranks for their messages to fit together."""
+
+    def reduce(
+        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduce one value over the replicas."""
+
+    def all_reduce_values(
+        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`."""
+
+    def batch_reduce(
+        self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
+    ) -> list[Any]:
+        """Reduce several values over the replicas."""

@@ -1,0 +1,210 @@
+"""Reducer: what strategies, variables, arenas and optimizers reduce with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
+from mpistrategy.arrays.devices import gpu_of
+from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.gpu import check_device
+from mpistrategy.arrays.values import Mirrored, contribution, local_component
+from mpistrategy.errors import EmptyBatchError, StructureError
+from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.algorithm import Algorithm
+from mpistrategy.reduction.gather import gather
+from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
+from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
+from mpistrategy.reduction.layout.finish import WeightedMean
+from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.plans import Plans, is_simple
+from mpistrategy.reduction.routes.gpu_batch import in_kind, write
+from mpistrategy.reduction.weights import weights_of_all
+
+#: So many different options keep plans.
+_MOST_OPTIONS = 16
+
+
+class Reducer:
+    """Reduces with one algorithm and one set of options over the ranks of one communicator.
+
+    Args:
+        communicator: the ranks.
+        algorithm: how values are combined.
+        options: the options of calls that say nothing else.
+
+    Attributes:
+        is_alone: whether there is one replica only, without MPI.
+        plans: the repeated all-reduces.
+    """
+
+    def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
+        self.communicator = communicator
+        self.is_alone = isinstance(communicator, SingleCommunicator)
+        self._algorithm = algorithm
+        self._options = options
+        self.plans = Plans(communicator, algorithm, options)
+        #: The plans of calls with options of their own.
+        self._others: dict[CommunicationOptions, Plans] = {}
+        #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
+        self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._arena_numbers = itertools.count(1)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """How values are combined; may be set, on all ranks alike."""
+        return self._algorithm
+
+    @algorithm.setter
+    def algorithm(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self._others.clear()
+        self.plans.serve(algorithm, self._options)
+
+    @property
+    def options(self) -> CommunicationOptions:
+        """The options of calls that say nothing else; may be set, on all ranks alike."""
+        return self._options
+
+    @options.setter
+    def options(self, options: CommunicationOptions) -> None:
+        self._options = options
+        if options.timeout_seconds is not None:
+            self.communicator.guard.timeout = timeouts.limit(options.timeout_seconds)
+        self._others.clear()
+        self.plans.serve(self._algorithm, options)
+
+    def plans_for(self, options: Any) -> Plans | None:
+        """Return the plans of calls with these options; None where each call is worked out anew."""
+        if type(options) is not CommunicationOptions or options.timeout_seconds is not None:
+            return None
+        plans = self._others.get(options)
+        if plans is None:
+            if len(self._others) >= _MOST_OPTIONS:
+                self._others.clear()
+            plans = self._others[options] = Plans(self.communicator, self._algorithm, self._options.merge(options))
+        return plans
+
+    def copy(self) -> Reducer:
+        """Return another one with the same ranks, algorithm and options, and no plans."""
+        result = Reducer(self.communicator, self._algorithm, self._options)
+        result._arena_numbers = self._arena_numbers
+        return result
+
+    def next_arena_number(self) -> int:
+        """Return a number for a new arena, the same on every rank."""
+        return next(self._arena_numbers)
+
+    def all_reduce_leaves(
+        self,
+        call: Call,
+        op: ReduceOp,
+        leaves: list[Any],
+        paths: Callable[[], list[str]],
+        *,
+        options: CommunicationOptions | None = None,
+        weight: Any = None,
+        targets: list[Any] | None = None,
+    ) -> list[Any]:
+        """Reduce the leaves of a structure to every rank, as one batch.
+
+        Args:
+            call: the public call, entered by the caller.
+            op: the operation.
+            leaves: this rank's.
+            paths: returns how each leaf is reached; called for errors only.
+            options: hints; None for the reducer's own.
+            weight: for MEAN, the weight of this rank's values.
+            targets: an array for each result, or None.
+
+        Raises:
+            EmptyBatchError: when there are no leaves, on several ranks.
+            LeafError, DTypeError, ShapeError, StructureError, UnsupportedError: for what cannot be reduced or written.
+        """
+        where = call.where
+        if not leaves and self.is_alone:
+            return []  # alone, a structure without leaves is its own reduction
+        if not leaves:
+            raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
+        chosen = self._options.merge(options)
+        given = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
+        arrays = checked_leaves(given, paths, weight is not None or targets is not None, where)
+        memory: list[Any] = []
+        if targets is not None:
+            if len({id(target) for target in targets}) < len(targets):
+                raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
+            memory = [as_target(target, where, "out") for target in targets]
+            for target, array, path in zip(memory, arrays, paths(), strict=True):
+                check_target(target, array, op, f"{where}: out{path}")
+        if weight is None:
+            call.wait_as(chosen.timeout_seconds)
+            results = self._algorithm.all_reduce_values(call, self.communicator, op, given, chosen)
+        else:
+            results = self._weighted(call, op, given, arrays, weight, chosen)
+        if targets is None:
+            return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
+        write(results, memory)
+        for written, target in zip(memory, targets, strict=True):
+            hand_back(written, target)
+        return list(targets)
+
+    def _weighted(
+        self,
+        call: Call,
+        op: ReduceOp,
+        given: list[Any],
+        arrays: list[Any],
+        weight: Any,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Return the weighted means of dense arrays."""
+        where = call.where
+        mine = gpu_of(self.communicator.devices, self.communicator.rank)
+        check_device([array for array in arrays if is_on_device(array)], mine, where)
+        mean = WeightedMean(weight, op, where)
+        weights = weights_of_all(self.communicator, mean.weight, where)
+        call.wait_as(options.timeout_seconds)
+        parts = mean.contributions(arrays, weights)
+        means = mean.finish(
+            self._algorithm.all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options), arrays
+        )
+        return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
+
+    def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
+        """Return the reduction of one array on every rank; inside `call`, in any context."""
+        options = self._options
+        call.wait_as(options.timeout_seconds)
+        reduction = self._planned(op, array)
+        if reduction is not None:
+            reduction.prepare((array,))
+            values = ((dtype_name(array.dtype), array.shape),)
+            settings = self.plans.settings or ""
+            call.agree(
+                "reduce", op=op.value, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
+            )
+            return reduction.run((array,))[0]
+        with nullcontext() if self._algorithm.is_built_in else self.entered():
+            (result,) = self._algorithm.all_reduce_values(call, self.communicator, op, [array], options)
+        return result if is_on_device(result) else np.asarray(result)
+
+    def _planned(self, op: ReduceOp, array: Any) -> DenseReduction | None:
+        """Return the reduction of an ordinary array that was worked out once; None for what goes the general way."""
+        if self.plans.settings is None or type(array) is not np.ndarray or not is_simple(array.dtype, op):
+            return None
+        layouts = ((array.dtype, array.shape),)
+        return dense_reduction(self.communicator, layouts, op, self._options.bytes_per_pack)
+
+    def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
+        """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
+        leaves, structure = nest.flatten(value)
+        call.structure = structure.text
+        return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))

@@ -1,0 +1,75 @@
+"""The strategy and the context that this thread is in: the public functions."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from mpistrategy.context import Frame, Mode, check_strategy, current_frame, current_strategy, entered, in_words
+from mpistrategy.errors import ContextError
+
+if TYPE_CHECKING:
+    from mpistrategy.strategy.replica_context import ReplicaContext
+    from mpistrategy.strategy.strategy import Strategy
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
+    strategy: Strategy = current_strategy()
+    return strategy
+
+
+def has_strategy() -> bool:
+    """Return whether this thread is in the scope, a step function or an update of another than the default strategy."""
+    frame = current_frame()
+    return frame is not None and not frame.strategy.is_default
+
+
+def get_replica_context() -> ReplicaContext | Any:
+    """Return the ReplicaContext of this thread; None in cross-replica and update context.
+
+    (Its type leaves room for None without making every program check for it.)
+
+    Outside every strategy it is the context of the default strategy, which has one replica.  Its reductions and gathers
+    stay on this rank, with an OutsideStepWarning once a strategy of several ranks was made.
+    """
+    frame = current_frame()
+    return frame.replica_context if frame is not None else get_strategy().extended.default_replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether this thread is in cross-replica (or update) context."""
+    frame = current_frame()
+    return frame is not None and frame.mode is not Mode.REPLICA
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter the scope of `strategy` in this thread until this function is called again with None.
+
+    Raises:
+        ContextError: inside a scope or a step function.
+        OptionTypeError: when `strategy` is no strategy.
+    """
+    if strategy is not None:
+        check_strategy(strategy, "experimental_set_strategy")
+    frame = current_frame()
+    if frame is not None and not (len(entered.frames) == 1 and entered.frames[0] is _set_frame.frame):
+        raise ContextError.at(
+            "experimental_set_strategy",
+            found=f"a call in {in_words(frame)}",
+            expected="a call outside every scope",
+            fix="Leave the `with strategy.scope():` block first.",
+        )
+    if frame is not None:
+        frame.__exit__(None, None, None)
+        _set_frame.frame = None
+    if strategy is not None:
+        _set_frame.frame = Frame(strategy, Mode.CROSS_REPLICA).__enter__()
+
+
+class _SetFrame(threading.local):
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+
+
+_set_frame = _SetFrame()
