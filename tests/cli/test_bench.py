@@ -20,6 +20,8 @@ from mpistrategy.cli.bench.cases.shapes import LISTS, elements
 from mpistrategy.cli.bench.measuring import report
 from mpistrategy.cli.bench.measuring.timing import Effort, measure, summary
 
+pytestmark = pytest.mark.one_rank  # or starts jobs
+
 Launch = Callable[..., launching.Finished]
 BENCH = ["-m", "mpistrategy", "bench"]
 TINY = Effort(seconds=0.01, least=3, most=3)

@@ -92,7 +92,7 @@ first, second = ms.MirroredStrategy(), ms.MirroredStrategy()
 rank = first.replica_id_in_sync_group
 for number in range(3):
     for strategy in (first, second):
-        if rank == number:
+        if rank == number and strategy is (first, second)[number % 2]:
             end = time.monotonic() + 2.5  # the others wait, all in one strategy
             while time.monotonic() < end:
                 pass
@@ -111,7 +111,7 @@ rank = strategies[0].replica_id_in_sync_group
 
 def work(number):
     if number != rank:
-        time.sleep(5)  # the other rank waits, in this strategy
+        time.sleep(3.5)  # the other rank waits, in this strategy
     step = lambda: ms.get_replica_context().all_reduce("SUM", np.ones(4))
     print(strategies[number].run(step).tolist(), flush=True)
 

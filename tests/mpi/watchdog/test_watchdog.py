@@ -366,6 +366,7 @@ def test_a_malformed_setting_is_refused_on_every_rank(
 # ------------------------------------------------------------------------------------- what the watchdog looks at
 
 
+@pytest.mark.one_rank
 def test_every_signature_can_be_put_into_words() -> None:
     texts = ["float64", "bfloat16", "IndexedSlices of float32", "float32[int64 of 3, 2]>", "2]>", ",", "", "a (b"]
     for text in texts:
@@ -381,6 +382,7 @@ def hasty() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.one_rank
 def test_a_record_is_read_while_the_program_goes_on(hasty: None) -> None:
     guard = Guard(None, 0, 2)
     over = threading.Event()
