@@ -142,7 +142,7 @@ class PreemptionCheckpointHandler:
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator = self._strategy.extended.communicator
         self._guard = self._communicator.guard
-        self._raise_hand = self._guard.raise_hand  # at hand for the signal handler
+        self._raise_hand = self._guard.raise_flag  # at hand for the signal handler
         self._told: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
         with self._guard.call(_WHERE) as call:
@@ -259,8 +259,8 @@ class PreemptionCheckpointHandler:
 
     def _comparisons(self) -> int:
         """Return how often the ranks have compared their calls; the difference is the same on all ranks."""
-        cells = self._communicator.cells
-        return self._guard.comparisons if cells is None else cells.sequence
+        mailboxes = self._communicator.mailboxes
+        return self._guard.comparisons if mailboxes is None else mailboxes.sequence
 
     def _look(self, where: str, *, met: bool) -> None:
         """End the job if a rank was told to stop; `met` says whether the ranks have compared calls just now."""

@@ -18,7 +18,7 @@ from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicat
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.mpi.tuning.thresholds import Route
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.inputs import checked_value, own_component
@@ -55,9 +55,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         chosen: Any = options.implementation
         return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
-    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return which way `reduce_buffer` takes with a buffer for every rank."""
-        return communicator.way(nbytes, dtype, op)
+        return communicator.route(nbytes, dtype, op)
 
     def list_reduction(
         self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions

@@ -10,7 +10,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
-from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.mpi.tuning.thresholds import Route
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import checked_num_packs
 
@@ -41,11 +41,11 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
     ) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        if self.way(communicator, buffer.nbytes, buffer.dtype, op) == "across":
+        if self.route(communicator, buffer.nbytes, buffer.dtype, op) == "across":
             allreduce_across(communicator, buffer, op, source=source)
         else:
             communicator.allreduce(buffer, op, source)
 
-    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return which way a buffer of so many bytes takes: on several nodes all do alike."""
-        return "across" if max(communicator.node_of) > 0 else communicator.way(nbytes, dtype, op)
+        return "across" if max(communicator.node_of) > 0 else communicator.route(nbytes, dtype, op)

@@ -16,7 +16,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.buffers import divide_by
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
-from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.mpi.tuning.thresholds import Route
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
@@ -69,9 +69,9 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         layouts = tuple((value.dtype, value.shape) for value in values)
         return dense_reduction(communicator, layouts, op, options.bytes_per_pack, OrderedReduction)
 
-    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return which way `reduce_buffer` takes with a buffer for every rank."""
-        return _way_of_exchange(communicator.way(nbytes, dtype, op))
+        return _way_of_exchange(communicator.route(nbytes, dtype, op))
 
     def reduce_buffer(
         self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
@@ -112,12 +112,12 @@ class OrderedAllReduce(PackedCrossDeviceOps):
 class OrderedReduction(DenseReduction):
     """The reduction of certain packs, in blocks of the node or by exchange."""
 
-    uses_cells = False
+    uses_mailboxes = False
     combination = staticmethod(combine_ordered)
 
-    def ways(self) -> list[Way]:
+    def routes(self) -> list[Route]:
         """Return the way of each of `packs`."""
-        return [way if way == "blocks" else _way_of_exchange(way) for way in super().ways()]
+        return [way if way == "result_buffers" else _way_of_exchange(way) for way in super().routes()]
 
     def reduce_pairs(self, pairs: Sequence[tuple[Array, Array]], dtype: np.dtype[Any]) -> None:
         """Write the combination of each source into its target."""
@@ -126,7 +126,7 @@ class OrderedReduction(DenseReduction):
             divide_by(self._divisor(dtype), target)
 
 
-def _way_of_exchange(way: Way) -> Way:
+def _way_of_exchange(way: Route) -> Route:
     return way if way in ("none", "threads") else "exchange"
 
 

@@ -13,7 +13,7 @@ from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.mpi.tuning.thresholds import Route
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
@@ -57,7 +57,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super().configuration}, {how} on {self.reduce_to_device}"
 
-    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return "root", whatever the size."""
         return "root"
 

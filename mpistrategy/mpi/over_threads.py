@@ -22,10 +22,10 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Pool, divide_by
 from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.interface.gpu_transport import DevicePaths
-from mpistrategy.mpi.shared_memory.mailboxes import Cells
-from mpistrategy.mpi.shared_memory.result_buffers import Blocks
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Way
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Route
 
 
 def _has_ended() -> str:
@@ -149,9 +149,9 @@ class SimulatedCommunicator:
         self.node_of = tuple(numbers.index(node) for node in self._nodes)
         self.local_rank = self.node_of[:rank].count(self.node_of[rank])
         self.library, self.shares_memory = "", False
-        self.paths = DEFAULT
-        self.cells: Cells | None = None
-        self.blocks: Blocks | None = None
+        self.thresholds = DEFAULT
+        self.mailboxes: Mailboxes | None = None
+        self.result_buffers: ResultBuffers | None = None
         self.pool = Pool()
         self.compiled: dict[Any, Any] = {}
         self.device_paths = DevicePaths()
@@ -171,7 +171,7 @@ class SimulatedCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(self._meeting.exchange(self.rank, "share_device", device))
 
-    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return "threads", whatever the size."""
         return "threads"
 

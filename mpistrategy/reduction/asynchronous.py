@@ -21,7 +21,7 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import Arena, resident
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.quick_cells import MISFIT
+from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"

@@ -18,7 +18,7 @@ from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contr
 from mpistrategy.errors import EmptyBatchError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.tuning.thresholds import Rates, Way
+from mpistrategy.mpi.tuning.thresholds import Rates, Route
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
@@ -45,7 +45,7 @@ class _BuiltIn(Protocol):
         self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions
     ) -> DenseReduction | None: ...
 
-    def way(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Way: ...
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route: ...
 
 
 class _Extended(Protocol):
@@ -113,9 +113,9 @@ class Explained:
             "algorithm": getattr(algorithm, "configuration", type(algorithm).__name__),
             "bytes_per_pack": int(extended.reducer.options.bytes_per_pack),
             "wire": extended.reducer.options.wire,
-            "thresholds": communicator.paths.thresholds(),
+            "thresholds": communicator.thresholds.sizes(),
             "gradient_buckets": [[list(members) for members in order] for order in extended.bucket_orders],
-            "source": communicator.paths.source,
+            "source": communicator.thresholds.source,
         }
 
 
@@ -147,7 +147,7 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
         yield f"  {_named(alike)}: {way}"
         yield from (f"    {line}" for line in (copies, moved) if line)
     yield from (f"  {line}" for line in found.others)
-    paths = communicator.paths
+    paths = communicator.thresholds
     yield f"  thresholds: {paths.source}; rates: {'the defaults' if paths.rates == Rates() else paths.source}"
 
 
@@ -170,7 +170,7 @@ def _of_arena(reducer: Reducer, arena: Arena, op: ReduceOp, options: Communicati
         buffer = Buffer("bucket", dtype, bucket.mine.nbytes, count, "arena", in_place=arena.in_place)
         if not is_in_place(communicator, bucket):
             nbytes = bucket.mine.size * wide.itemsize
-            way = communicator.way(nbytes, wide, op.on_the_wire)
+            way = communicator.route(nbytes, wide, op.on_the_wire)
             converted = wide != dtype and way != "none"
             seen = is_seen_across(communicator, bucket, op.on_the_wire)
             buffer = replace(
@@ -200,12 +200,12 @@ def _of_leaves(
     if reduction is None:
         packs = packing.plan(dense, options.bytes_per_pack, algorithm.num_packs, host_wire_dtype)
         copies = algorithm.always_copies
-        ways = [algorithm.way(communicator, pack.nbytes, pack.dtype, kind) for pack in packs]
+        ways = [algorithm.route(communicator, pack.nbytes, pack.dtype, kind) for pack in packs]
         buffers = [_buffer(pack, dense, way, copies) for pack, way in zip(packs, ways, strict=True)]
     elif reduction.program is not None:
-        buffers = [_buffer(pack, dense, "cells") for pack in reduction.program.packs]
+        buffers = [_buffer(pack, dense, "mailboxes") for pack in reduction.program.packs]
     else:
-        ways = reduction.ways()
+        ways = reduction.routes()
         buffers = [_buffer(pack, dense, way) for pack, way in zip(reduction.packs, ways, strict=True)]
     rounds = getattr(communicator, "rounds", False)
     buffers = [replace(each, rounds=rounds) for each in buffers if each.nbytes]

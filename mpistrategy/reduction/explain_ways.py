@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import bfloat16, two_level
 from mpistrategy.mpi.shared_memory import chunk_size, pipelined
-from mpistrategy.mpi.tuning.thresholds import Paths
+from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Buffer:
         dtype: in which it travels.
         nbytes: how long it is.
         arrays: how many are in it.
-        way: a `mpistrategy.mpi.tuning.thresholds.Way`, "cells" or "arena".
+        way: a `mpistrategy.mpi.tuning.thresholds.Route`, "mailboxes" or "arena".
         is_copy: whether arrays are copied into it first.
         converted: whether they have another dtype.
         in_place: whether the result is written over it, and not elsewhere.
@@ -61,7 +61,7 @@ class Ground:
     local_size: int
     lanes: int
     is_shared: bool
-    paths: Paths
+    thresholds: Thresholds
 
     @classmethod
     def of(cls, communicator: Communicator) -> Ground:
@@ -73,7 +73,7 @@ class Ground:
             node_of.count(node_of[communicator.rank]),
             two_level.lanes_of(node_of),
             communicator.shares_memory,
-            communicator.paths,
+            communicator.thresholds,
         )
 
     def sent_between_nodes(self, buffer: Buffer) -> float:
@@ -85,7 +85,7 @@ class Ground:
 def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
     """Return the way of buffers that go the same one, what is copied, and what each rank writes or sends."""
     first, nbytes = alike[0], sum(buffer.nbytes for buffer in alike)
-    local, paths = ground.local_size, ground.paths
+    local, paths = ground.local_size, ground.thresholds
     size, part = size_in_words(nbytes), f"1/{local}"
     copies: list[tuple[float, str]] = []
     if first.converted:
@@ -102,27 +102,30 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
     is_elsewhere = first.is_copy or first.converted or first.in_place
     result = [] if is_elsewhere else [(1.0, "all into the result")]
     match first.way:
-        case "cells":
-            copies = [(1, "all into this rank's cell")]
-            way = "in the ranks' cells, with the check of the call"
-            moved = f"each rank writes {size} and reads the cells of all {ground.size}"
+        case "mailboxes":
+            copies = [(1, "all into this rank's mailbox")]
+            way = "in the ranks' mailboxes, with the check of the call"
+            moved = f"each rank writes {size} and reads the mailboxes of all {ground.size}"
         case "arena":
             target = "into every one" if first.in_place else "into the node's one result"
             way = f"where the arrays are, each rank {part} of them"
             written = nbytes if first.in_place else nbytes / local
             moved = f"each rank reads {size} and writes {size_in_words(written)}, {target}"
-        case "window":
+        case "pipelined":
             chunk = pipelined.chunk_bytes_for(local, paths.chunk_bytes)
-            way = f"through the node's window, in {_pieces(alike, chunk, 'chunk')}"
+            way = f"through the node's bounce buffers, in {_pieces(alike, chunk, 'chunk')}"
             if nbytes >= chunk_size.LEAST_BYTES and local <= chunk_size.MOST_RANKS and ground.nodes == 1:
                 way += f", or of {size_in_words(chunk_size.LARGE_BYTES)} while these are faster"
-            copies += [((local - 1) / local, f"{local - 1}/{local} into the window"), (1, "the result out of it")]
+            copies += [
+                ((local - 1) / local, f"{local - 1}/{local} into the bounce buffers"),
+                (1, "the result out of it"),
+            ]
             read = size_in_words(2 * (local - 1) / local * nbytes)
             moved = f"each rank writes {size} there and reads {read}"
-        case "blocks":
-            way = f"in blocks that the node shares, where the results stay, each rank {part} of them"
-            copies.append(((local - 1) / local, f"{local - 1}/{local} into this rank's block"))
-            moved = f"each rank reads {size} and writes {size}, into every block"
+        case "result_buffers":
+            way = f"in result buffers that the node shares, each rank {part} of them"
+            copies.append(((local - 1) / local, f"{local - 1}/{local} into this rank's result buffer"))
+            moved = f"each rank reads {size} and writes {size}, into every result buffer"
         case "across":
             piece = two_level.piece_bytes_for(ground.lanes, ground.nodes, paths)
             rounded = first.rounds and bfloat16.travels(first.dtype, "SUM")
@@ -159,26 +162,26 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
 
 def seconds_of(buffers: Sequence[Buffer], ground: Ground) -> float:
     """Return about how long the reduction of these takes, with the check of the call."""
-    rates = ground.paths.rates
+    rates = ground.thresholds.rates
     call = rates.cell_seconds if ground.nodes == 1 else rates.message_seconds
     return call + sum(_seconds(buffer, ground) for buffer in buffers)
 
 
 def _seconds(buffer: Buffer, ground: Ground) -> float:
-    nbytes, rates = buffer.nbytes, ground.paths.rates
+    nbytes, rates = buffer.nbytes, ground.thresholds.rates
     copy = nbytes / rates.copy_bytes_per_second
     before = copy * (buffer.is_copy + buffer.converted)
     link = ground.sent_between_nodes(buffer) / rates.link_bytes_per_second
-    through_window, in_arena = nbytes / rates.window_bytes_per_second, nbytes / rates.arena_bytes_per_second
-    within = 0 if ground.local_size == 1 else in_arena if buffer.is_seen else through_window
+    pipelined, in_arena = nbytes / rates.window_bytes_per_second, nbytes / rates.arena_bytes_per_second
+    within = 0 if ground.local_size == 1 else in_arena if buffer.is_seen else pipelined
     match buffer.way:
-        case "cells":
+        case "mailboxes":
             return ground.size * copy
         case "arena":
             return in_arena
-        case "window":
-            return before + through_window
-        case "blocks":
+        case "pipelined":
+            return before + pipelined
+        case "result_buffers":
             return before + copy * (1 - 1 / ground.local_size) + in_arena
         case "across":  # one piece is on the network while the node works on the next
             return before + rates.message_seconds + max(link, within)

@@ -1,7 +1,7 @@
 """The all-reduce of a list of arrays to every rank, laid out once for their dtypes and shapes and run many times.
 
-Small lists travel in the ranks' cells together with the check of the call.  Of other lists, small arrays are packed by
-dtype, and large ones go as they are: no array is copied that need not be, and results are in memory that is used again.
+Small lists travel in the mailboxes, with the check of the call.  Of other lists, small arrays are packed by and
+large ones go as they are: no array is copied that need not be, and results are in memory that is used again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.mpi.tuning.thresholds import Route
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
 from mpistrategy.reduction.routes.in_place import combine
-from mpistrategy.reduction.routes.mailboxes import CellProgram, fits
-from mpistrategy.reduction.routes.quick_cells import MISFIT, Agreed
-from mpistrategy.reduction.routes.result_buffers import BlockReduction, Combination
+from mpistrategy.reduction.routes.mailboxes import MISFIT, Agreed, MailboxReduction, fits
+from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferReduction
 
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
 NUMBERS: dict[type, np.dtype[Any]] = {
@@ -60,12 +59,12 @@ class DenseReduction:
     """See `dense_reduction`.
 
     Attributes:
-        program: how a small list travels in the cells; None for others.
+        program: how a small list travels in the mailboxes; None for others.
         packs: the buffers of the others: several small arrays, or one large one.
     """
 
-    #: Whether small lists travel in the cells, where they are combined in rank order.
-    uses_cells = True
+    #: Whether small lists travel in the mailboxes, where they are combined in rank order.
+    uses_mailboxes = True
     #: How the ranks' blocks are combined.
     combination: Combination = staticmethod(combine)
 
@@ -81,40 +80,42 @@ class DenseReduction:
             dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
             for dtype in self._dtypes
         )
-        self.program: CellProgram | None = None
+        self.program: MailboxReduction | None = None
         self.packs: tuple[Pack, ...] = ()
-        cells = communicator.cells
-        if self.uses_cells and cells is not None and fits(cells, layouts):
-            self.program = CellProgram(cells, layouts, op.on_the_wire)
+        mailboxes = communicator.mailboxes
+        if self.uses_mailboxes and mailboxes is not None and fits(mailboxes, layouts):
+            self.program = MailboxReduction(mailboxes, layouts, op.on_the_wire)
         else:
-            self.packs = _hybrid(layouts, communicator.paths.pack_bytes, bytes_per_pack)
+            self.packs = _hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
         self._nbytes = sum(pack.nbytes for pack in self.packs)
         #: What is done instead of the window once there are blocks; None for what takes other ways.
-        self._blocks: BlockReduction | None = None
-        if communicator.blocks is not None and set(self._ways()) == {"window"}:
+        self._blocks: ResultBufferReduction | None = None
+        if communicator.result_buffers is not None and set(self._routes()) == {"pipelined"}:
             divisors = [self._divisor(pack.dtype) for pack in self.packs]
-            self._blocks = BlockReduction(communicator, self.packs, op.on_the_wire, divisors, self.combination)
+            self._blocks = ResultBufferReduction(communicator, self.packs, op.on_the_wire, divisors, self.combination)
         #: Memory for each pack, between `prepare` and `run`: short memory must show before the ranks agree.
         self._memory: list[Array] | None = None
         #: Lone numbers in blocks, and in packs: their results must not keep so much memory.
         self._numbers = [m.index for p in self.packs for m in p.members if m.stop - m.start == 1]
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
-    def ways(self) -> list[Way]:
+    def routes(self) -> list[Route]:
         """Return the way of each of `packs`."""
         if self._blocks is not None and self._blocks.is_possible:
-            return ["blocks"] * len(self.packs)
-        return self._ways()
+            return ["result_buffers"] * len(self.packs)
+        return self._routes()
 
     def _divisor(self, dtype: np.dtype[Any]) -> int:
         """Return what sums of a dtype of the wire are divided by before they leave it."""
         return self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
 
-    def _ways(self) -> list[Way]:
+    def _routes(self) -> list[Route]:
         """Return the ways without blocks: all go through the window together, or each by itself."""
         ranks, op = self._communicator, self._op.on_the_wire
         return [
-            "window" if ranks.way(self._nbytes, pack.dtype, op) == "window" else ranks.way(pack.nbytes, pack.dtype, op)
+            "pipelined"
+            if ranks.route(self._nbytes, pack.dtype, op) == "pipelined"
+            else ranks.route(pack.nbytes, pack.dtype, op)
             for pack in self.packs
         ]
 
@@ -145,7 +146,7 @@ class DenseReduction:
         if len(self.packs) != 1 or not self._exact:
             return None
         ranks, op, pack = self._communicator, self._op.on_the_wire, self.packs[0]
-        if len(pack.members) > 1 or ranks.way(pack.nbytes, pack.dtype, op) not in ("window", "mpi", "threads"):
+        if len(pack.members) > 1 or ranks.route(pack.nbytes, pack.dtype, op) not in ("pipelined", "mpi", "threads"):
             return None
         divisor = self._divisor(pack.dtype)
         return lambda source, target: ranks.allreduce(target, op, source, divisor)

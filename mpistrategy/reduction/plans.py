@@ -28,12 +28,12 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.leaves import Leaves, leaves_of
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import NUMBERS, Run, dense_reduction, described, plan_of_arrays, plan_of_one_array
-from mpistrategy.reduction.routes.quick_cells import (
+from mpistrategy.reduction.routes.mailboxes import (
     MISFIT,
-    array_in_cells,
-    lone_element_in_cells,
-    number_in_cells,
-    numbers_in_cells,
+    array_in_mailboxes,
+    lone_element_in_mailboxes,
+    number_in_mailboxes,
+    numbers_in_mailboxes,
 )
 
 WHERE = "ReplicaContext.all_reduce"
@@ -131,7 +131,7 @@ class Plans:
         self._call = None
         if not communicator.guard.closed:
             self._call = communicator.guard.call(WHERE)
-            self._call.is_whole = True
+            self._call.is_leaf = True
         #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or MISFIT before anything
         #: has been sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
         #: `step` is the code of the step function.
@@ -153,7 +153,7 @@ class Plans:
         append, next_number, take_back = guard.record.append, guard.record.next_number, guard.record.take_back
 
         def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
-            if guard.current is not None or guard.takes_no_short_way:
+            if guard.current is not None or guard.must_enter:
                 return MISFIT
             # What `place_of` finds is looked for here, frame by frame, since to call it takes longer than the rest.
             place: SitePlans | None = None
@@ -210,11 +210,11 @@ class Plans:
     def _failed(self, known: Run, error: BaseException) -> None:
         """Tell the other ranks of an error in `known`."""
         guard = self._guard
-        if guard.is_settled(error):
-            guard.unsettled(error)  # they know: it came after the agreement
+        if guard.was_told(error):
+            guard.clear_told(error)  # they know: it came after the agreement
         elif isinstance(error, MpiStrategyError):
             pass  # it is raised on all of them
-        elif "in_cells" in known.__dict__ and guard.failures is not None:
+        elif "in_mailboxes" in known.__dict__ and guard.failures is not None:
             guard.failures.break_off(WHERE, error)  # data and agreement are one
         else:
             guard.fail(WHERE, error, agreed=False)
@@ -322,15 +322,17 @@ class Plans:
         agreed = (self._guard, self._guard.digest(signature), signature)
         reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
         program = reduction.program
-        if program is not None and program.cells.fence is None and len(program.packs) == 1:
+        if program is not None and program.mailboxes.fence is None and len(program.packs) == 1:
             pack, adds = program.packs[0], op in (ReduceOp.SUM, ReduceOp.MEAN)
             if where.single and kinds == {np.ndarray} and layouts[0][0] == pack.dtype:
                 is_lone = adds and pack.size == 1 and pack.dtype.char in "fd"
-                return _in_cells((lone_element_in_cells if is_lone else array_in_cells)(program, op, agreed))
+                return _in_mailboxes(
+                    (lone_element_in_mailboxes if is_lone else array_in_mailboxes)(program, op, agreed)
+                )
             if kinds in ({float}, {np.float64}) and where.single and adds:
-                return _in_cells(number_in_cells(program, op, agreed))
+                return _in_mailboxes(number_in_mailboxes(program, op, agreed))
             if len(kinds) == 1 and kinds <= NUMBERS.keys():
-                return _in_cells(numbers_in_cells(program, op, agreed, where))
+                return _in_mailboxes(numbers_in_mailboxes(program, op, agreed, where))
         dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
         general = plan_of_arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
         only = reduction.only_array() if where.single and kinds == {np.ndarray} else None
@@ -341,8 +343,8 @@ class Plans:
         )
 
 
-def _in_cells(run: Run) -> Run:
-    run.__dict__["in_cells"] = True
+def _in_mailboxes(run: Run) -> Run:
+    run.__dict__["in_mailboxes"] = True
     return run
 
 

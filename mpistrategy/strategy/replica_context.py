@@ -30,7 +30,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
-from mpistrategy.reduction.routes.quick_cells import MISFIT
+from mpistrategy.reduction.routes.mailboxes import MISFIT
 from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:

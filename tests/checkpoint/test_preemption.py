@@ -223,12 +223,12 @@ def test_a_signal_in_the_middle_of_a_step_rides_in_what_is_left_of_it(
 def test_steps_that_compare_nothing_are_checked_now_and_then(
     strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
 ) -> None:
-    handler, cells = made(every=4), strategy.extended.communicator.cells
+    handler, mailboxes = made(every=4), strategy.extended.communicator.mailboxes
     for _ in range(4):
         handler.run(lambda: None)
-    before = cells.sequence if cells is not None else 0
+    before = mailboxes.sequence if mailboxes is not None else 0
     handler.run(lambda: None)
-    assert (cells.sequence if cells is not None else 0) == before  # nothing was sent
+    assert (mailboxes.sequence if mailboxes is not None else 0) == before  # nothing was sent
     handler.run(STEPS["number"], strategy)  # compares, and begins to count anew
     tell()
     if SIZE == 1:

@@ -23,7 +23,7 @@ def ranks() -> Iterator[Any]:
     """Ranks that leave all-reduces to MPI, in pieces of 4 KiB."""
     with ms.MirroredStrategy() as strategy:
         communicator: Any = strategy.extended.communicator
-        communicator.paths = replace(communicator.paths, window_bytes=2**40, piece_bytes=4096)
+        communicator.thresholds = replace(communicator.thresholds, window_bytes=2**40, piece_bytes=4096)
         yield communicator
 
 
@@ -38,7 +38,7 @@ def test_allreduce_of_a_source(ranks: Any, op: str, count: int, where: str) -> N
         held[...] = source
         source = held
     brought = source.copy()
-    assert ranks.way(target.nbytes, target.dtype, op) == "mpi"
+    assert ranks.route(target.nbytes, target.dtype, op) == "mpi"
     ranks.allreduce(target, op, source)
     right = value_of(0, np.float64, (count,), 3)
     for rank in RANKS[1:]:

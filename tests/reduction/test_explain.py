@@ -16,11 +16,11 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, gather_texts, outcomes
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.testing import run_replicas
 
 several = pytest.mark.mpi(min_size=2)
-PATHS = Paths(2**15, 2**13, 2**18, 2**16, 2**20, source="this test")
+PATHS = Thresholds(2**15, 2**13, 2**18, 2**16, 2**20, source="this test")
 LARGE = np.zeros(2**20, np.float32)
 SMALL = np.zeros(2**10, np.float32)
 
@@ -45,10 +45,12 @@ def two_nodes() -> Iterator[ms.Strategy]:
 
 
 @several
-def test_a_number_goes_in_the_cells(one_node: ms.Strategy) -> None:
+def test_a_number_goes_in_the_mailboxes(one_node: ms.Strategy) -> None:
     text = one_node.explain(1.0)
     assert f"SUM of 1 array, 8 bytes, on {SIZE} ranks of 1 node by MpiAllReduce; about 2.5 us" in text
-    assert "1 array by itself, float64, 8 bytes: in the ranks' cells, with the check of the call\n    1 copy" in text
+    assert (
+        "1 array by itself, float64, 8 bytes: in the ranks' mailboxes, with the check of the call\n    1 copy" in text
+    )
     assert text.endswith("thresholds: this test; rates: the defaults")
 
 
@@ -57,23 +59,23 @@ def test_small_arrays_are_packed_and_large_ones_are_not(one_node: ms.Strategy) -
     lines = one_node.explain([SMALL] * 9 + [LARGE, LARGE], "mean").splitlines()
     assert lines[0].startswith("all_reduce MEAN of 11 arrays, 8 MiB, ")
     pack, large = lines.index(_line(lines, "1 pack of 9")), lines.index(_line(lines, "2 arrays by themselves"))
-    where = f"in blocks that the node shares, where the results stay, each rank 1/{SIZE} of them"
+    where = f"in result buffers that the node shares, each rank 1/{SIZE} of them"
     assert f"float32, 36 KiB: {where}" in lines[pack]
     assert f"float32, 8 MiB: {where}" in lines[large]
     assert "all into the pack, " in lines[pack + 1]
     less = 1 - 1 / SIZE
-    assert lines[large + 1].strip() == f"{less:.3g} copies: {SIZE - 1}/{SIZE} into this rank's block"
-    assert "each rank reads 8 MiB and writes 8 MiB, into every block" in lines[large + 2]
+    assert lines[large + 1].strip() == f"{less:.3g} copies: {SIZE - 1}/{SIZE} into this rank's result buffer"
+    assert "each rank reads 8 MiB and writes 8 MiB, into every result buffer" in lines[large + 2]
 
 
 @several
 def test_what_is_too_large_for_blocks_goes_through_the_window(
     one_node: ms.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_node.extended.communicator.blocks, "_left", 2**20)
+    monkeypatch.setattr(one_node.extended.communicator.result_buffers, "_left", 2**20)
     text = one_node.explain(np.zeros(2**20 + 7, np.float32))
-    assert "through the node's window, in 17 chunks of at most 256 KiB" in text
-    assert f"{2 - 1 / SIZE:.3g} copies: {SIZE - 1}/{SIZE} into the window, the result out of it" in text
+    assert "through the node's bounce buffers, in 17 chunks of at most 256 KiB" in text
+    assert f"{2 - 1 / SIZE:.3g} copies: {SIZE - 1}/{SIZE} into the bounce buffers, the result out of it" in text
     assert "each rank writes 4 MiB there and reads " in text
     text = one_node.explain(np.zeros(2**21 + 7, np.float32))
     assert "in 33 chunks of at most 256 KiB, or of 4 MiB while these are faster" in text
@@ -82,7 +84,7 @@ def test_what_is_too_large_for_blocks_goes_through_the_window(
 @several
 def test_what_must_be_converted(one_node: ms.Strategy) -> None:
     text = one_node.explain({"half": np.zeros(2**16, np.float16), "turned": np.zeros((300, 200)).T})
-    assert "float32, 256 KiB: in blocks that the node shares" in text
+    assert "float32, 256 KiB: in result buffers that the node shares" in text
     assert "all into float32, " in text
     assert "the result back" in text
     assert "all in order, " in text
@@ -98,7 +100,7 @@ def test_an_arena_is_reduced_where_it_is(one_node: ms.Strategy, shared_result: b
     assert lines[bucket + 1].strip() == "no copies"
     assert lines[bucket + 2].endswith("into the node's one result" if shared_result else "into every one")
     assert _line(lines, "1 bucket of 1 array, int64, 8 bytes: ")
-    assert "blocks" in one_node.explain(arena.values)  # they are ordinary arrays without the arena
+    assert "result buffers" in one_node.explain(arena.values)  # they are ordinary arrays without the arena
     arena.close()
     with pytest.raises(ms.errors.ContextError, match="close"):
         one_node.explain(arena)
@@ -226,7 +228,7 @@ def test_bad_input_is_that_of_all_reduce(value: Any, op: str) -> None:
 
 # ------------------------------------------------------------------------------------------------- equal bits
 
-TABLES: dict[str, Paths] = {
+TABLES: dict[str, Thresholds] = {
     "the defaults": DEFAULT,
     "all in the window": replace(DEFAULT, cell_bytes=64, window_bytes=64, chunk_bytes=4096),
     "all by MPI": replace(DEFAULT, cell_bytes=64, window_bytes=2**40, piece_bytes=4096),
@@ -236,7 +238,7 @@ PLACES: dict[str, list[int]] = {"one node": [0] * SIZE, "two nodes": [r % 2 for 
 
 
 @contextmanager
-def strategy_of(paths: Paths, places: list[int]) -> Iterator[ms.Strategy]:
+def strategy_of(paths: Thresholds, places: list[int]) -> Iterator[ms.Strategy]:
     with trying(paths):
         made = OnNodes(places, ms.MpiAllReduce())
     with made:
@@ -244,7 +246,7 @@ def strategy_of(paths: Paths, places: list[int]) -> Iterator[ms.Strategy]:
 
 
 def gradients() -> list[Array]:
-    """Return arrays whose sums depend on the order: in a cell, in packs, large, and between."""
+    """Return arrays whose sums depend on the order: in a mailbox, in packs, large, and between."""
     random = np.random.default_rng(RANK)
     scales = 10.0 ** random.integers(-3, 4, 6)
     sizes = (1, 3, 1000, 20_011, 70_001, 300_007)

@@ -35,15 +35,15 @@ from mpistrategy import errors
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 
 pytestmark = pytest.mark.mpi
 
 THRESHOLDS = {
     "the defaults": DEFAULT,
-    "small ones": Paths(128, 1024, 4096, 512, 4096),
-    "everything in the window": Paths(64, 0, 4096, 64, 4096),
-    "nothing in the window": Paths(64, 2**40, 4096, 256, 1024),
+    "small ones": Thresholds(128, 1024, 4096, 512, 4096),
+    "everything in the window": Thresholds(64, 0, 4096, 64, 4096),
+    "nothing in the window": Thresholds(64, 2**40, 4096, 256, 1024),
 }
 
 
@@ -117,7 +117,7 @@ NUMBERS: list[Callable[[int, int], Any]] = [
     lambda rank, seed: brought(rank, np.longdouble, (), seed)[()],
 ]
 
-# Around the borders of cells, packs, windows, chunks and pieces, for items of every size.
+# Around the borders of mailboxes, packs, windows, chunks and pieces, for items of every size.
 sizes = st.sampled_from([0, 1, 2, 7, 15, 16, 17, 32, 63, 64, 65, 127, 128, 129, 257, 511, 513, 1024, 1025, 4097, 9001])
 shapes = st.one_of(sizes.map(lambda n: (n,)), st.sampled_from([(), (0,), (2, 0, 3), (3, 5), (1,), (1, 1), (13, 4, 5)]))
 an_array = st.tuples(st.sampled_from(DTYPES), shapes, st.integers(0, 5))
@@ -573,10 +573,10 @@ def test_a_second_thread_is_refused(strategy: ms.Strategy, value: Any) -> None:
 
 def _wait_for_rank_0(strategy: ms.Strategy) -> None:
     """Give the second thread of rank 0 time: only a bound, the test is right however long it takes."""
-    cells = strategy.extended.communicator.cells
-    if cells is not None:
-        theirs = cells.slots[(cells.sequence + 1) & 1].peers[0]
-        while theirs[0] != cells.sequence + 1:
+    mailboxes = strategy.extended.communicator.mailboxes
+    if mailboxes is not None:
+        theirs = mailboxes.slots[(mailboxes.sequence + 1) & 1].peers[0]
+        while theirs[0] != mailboxes.sequence + 1:
             pass
     end = threading.Event()
     end.wait(0.3)

@@ -17,17 +17,17 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.buffers import Pool
 from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 
 pytestmark = pytest.mark.mpi
 
 FLOAT = np.dtype(np.float64)
 LARGE = 2**17  # bytes, enough for the pool
 N = LARGE // 8
-WAYS: dict[str, Paths] = {
+WAYS: dict[str, Thresholds] = {
     "the defaults": DEFAULT,
-    "everything in the window": Paths(64, 0, 4096, 64, 2**20),
-    "nothing in the window": Paths(64, 2**40, 4096, 256, 2**20),
+    "everything in the window": Thresholds(64, 0, 4096, 64, 2**20),
+    "nothing in the window": Thresholds(64, 2**40, 4096, 256, 2**20),
 }
 
 
@@ -152,7 +152,7 @@ def pool_bytes(pool: Pool) -> int:
 
 
 def values(seed: int) -> dict[str, Any]:
-    """Return arrays that go alone, in packs, and in cells."""
+    """Return arrays that go alone, in packs, and in mailboxes."""
     return {
         "large": np.full(N, seed + RANK, FLOAT),
         "shaped": np.full((3, N), seed + RANK, np.float32),
@@ -195,7 +195,7 @@ def test_a_kept_part_is_never_overwritten(any_strategy: ms.Strategy, part: str) 
 
 
 def test_memory_of_dropped_results_is_used_again(any_strategy: ms.Strategy) -> None:
-    packed = any_strategy.extended.communicator.paths.pack_bytes > 7200
+    packed = any_strategy.extended.communicator.thresholds.pack_bytes > 7200
     for value in (np.full(N, 1.0), {"a": np.full((2, N), 1.0)}, [np.full(900 if packed else N, 1.0)] * 20):
         seen = set()
         for _ in range(5):  # blocks are made when they are missed

@@ -34,7 +34,7 @@ class Call:
         "_guard",
         "_on_gpu",
         "_outer",
-        "is_whole",
+        "is_leaf",
         "name",
         "place",
         "signature",
@@ -54,7 +54,7 @@ class Call:
         #: What was compared last.
         self.signature: Signature | None = None
         #: Whether nothing of this thread can be inside it, so that whoever comes is another one.
-        self.is_whole = False
+        self.is_leaf = False
         #: How long it may wait for the other ranks, in seconds; None: as long as its strategy says.
         self.timeout: float | None = None
         self.where = where
@@ -74,7 +74,7 @@ class Call:
                     self.place = guard.here().place
                 self._entry = guard.record.enter(self, time.monotonic())
         else:
-            if outer.is_whole or guard.thread != me:
+            if outer.is_leaf or guard.thread != me:
                 raise errors.ContextError.at(
                     self.where,
                     found=f"a collective while another thread is in {outer.where} of the same strategy",
@@ -171,13 +171,13 @@ class Call:
         if error is None:
             self._leave()
             return
-        if not guard.is_settled(error):
+        if not guard.was_told(error):
             guard.fail(self.where, error, agreed=self._agreed)
         self._leave()
         if self._outer is None:
-            guard.unsettled(error)  # the same object may be raised again, in another call
+            guard.clear_told(error)  # the same object may be raised again, in another call
         else:
-            guard.settled(error)
+            guard.mark_told(error)
 
     def _leave(self) -> None:
         guard = self._guard

@@ -72,7 +72,7 @@ class TellsErrors(ABC):
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
         """Do `fail` in a call that was agreed on outside every `Call`, and mark the error as known to the peers."""
         self.fail(where, error, agreed=True)
-        self.settled(error)
+        self.mark_told(error)
 
     def _break_off(self, where: str, error: BaseException) -> None:
         """Tell the peers of an error that has come between what this rank has shown them and what they answer."""
@@ -123,7 +123,7 @@ class TellsErrors(ABC):
             self.failures.look(agreed=False)
         elif self.late is not None and self.is_told_late:
             self.stop(str(self.late[0]))
-            raise self.settled(self.late[0])
+            raise self.mark_told(self.late[0])
 
     def leave_with(self, error: BaseException) -> None:
         """Tell the peers of an error that has ended this rank's program; waits until all hear of it, where it must."""
@@ -179,17 +179,17 @@ class TellsErrors(ABC):
                     # Some peer has sent what this rank never received, and which it would take for the next data.
                     self.give_up(error)
 
-    def settled(self, error: E) -> E:
+    def mark_told(self, error: E) -> E:
         """Mark an error that the peers of this guard know, or that it is too late to tell them."""
         error.__dict__.setdefault(_SETTLED, set()).add(id(self))
         return error
 
-    def is_settled(self, error: BaseException) -> bool:
-        """Return whether `settled` marked the error."""
+    def was_told(self, error: BaseException) -> bool:
+        """Return whether `mark_told` marked the error."""
         return id(self) in error.__dict__.get(_SETTLED, ())
 
-    def unsettled(self, error: BaseException) -> None:
-        """Take the mark of `settled` back."""
+    def clear_told(self, error: BaseException) -> None:
+        """Take the mark of `mark_told` back."""
         error.__dict__.get(_SETTLED, set()).discard(id(self))
 
 

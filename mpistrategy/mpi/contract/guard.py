@@ -2,9 +2,9 @@
 
 MPI adds two swapped Allreduces, or reinterprets a float64 as a float32, and exits with status 0.  Here every
 collective of the library starts with `Call.agree`: a 62-bit digest of the call (public name, operation, structure,
-dtypes, shapes, destination, and its place in the program or its name) is compared on a channel of its own: in the cells
-of a node, else with one 16-byte Allreduce.  Only when the digests differ do the ranks exchange their calls in words,
-and then every rank raises the same table.
+dtypes, shapes, destination, and its place in the program or its name) is compared on a channel of its own: in the
+mailboxes of a node, else with one 16-byte Allreduce.  Only when the digests differ do the ranks exchange their calls in
+words, and then every rank raises the same table.
 
 A rank that cannot make the call at all (a string among its arrays, say) takes part in the comparison with its error,
 so that its peers raise too instead of waiting for it.
@@ -115,9 +115,9 @@ class Guard(TellsErrors):
         #: Set when messages of calls that differed may be under way; no call is taken any more.
         self.is_spoiled = False
         #: Whether calls must come here: the guard is closed, or this rank's hand is up.
-        self.takes_no_short_way = False
+        self.must_enter = False
         self._hand = 0
-        #: Set on all ranks, in the same call, after some have raised their hands; `raise_hand` tells more.
+        #: Set on all ranks, in the same call, after some have raised their hands; `raise_flag` tells more.
         self.hand_was_seen = False
         #: What the program's `Strategy.close` gives back besides; not called when the program ends without it.
         self.at_close: list[Callable[[], object]] = []
@@ -132,7 +132,7 @@ class Guard(TellsErrors):
     @closed.setter
     def closed(self, closed: bool) -> None:
         self._closed = closed
-        self.takes_no_short_way = closed or bool(self._hand)
+        self.must_enter = closed or bool(self._hand)
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class Guard(TellsErrors):
         finally:
             self.own_gpu_since = math.inf
 
-    def raise_hand(self) -> None:
+    def raise_flag(self) -> None:
         """Show the other ranks at the next comparison that this one wants something; does nothing after it was seen.
 
         A signal handler may do so: nothing but attributes is written.
@@ -163,11 +163,11 @@ class Guard(TellsErrors):
         if self._channel is None:
             self.hand_was_seen = True
         else:
-            self._hand, self.takes_no_short_way = _HAND, True
+            self._hand, self.must_enter = _HAND, True
 
     def lower_hands(self) -> None:
         """Forget that hands were seen, on all ranks at the same place in the program."""
-        self._hand, self.takes_no_short_way, self.hand_was_seen = 0, self._closed, False
+        self._hand, self.must_enter, self.hand_was_seen = 0, self._closed, False
 
     def call(
         self, where: str, structure: str = "", name: str = "", *, called: Any = None, anywhere: bool = False
@@ -225,14 +225,14 @@ class Guard(TellsErrors):
     def compare_digest(self, digest: int, signature: Signature) -> None:
         """Do `compare` with a digest that is known, sparingly, outside every `call`."""
         if self._channel is not None and not self._agrees(digest, signature, due=False):
-            self.settle(signature)
+            self.resolve(signature)
 
-    def settle(self, signature: Signature) -> None:
+    def resolve(self, signature: Signature) -> None:
         """Raise on every rank, after the digests were found to differ, outside every `call`; not for a raised hand."""
         try:
             self._settle(self._report(signature))
         except MpiStrategyError as error:
-            self.unsettled(error)
+            self.clear_told(error)
             raise
 
     def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None:
@@ -339,7 +339,7 @@ class Guard(TellsErrors):
         """
         assert self._channel is not None
         if self.is_broken:
-            raise self.settled(self.remote_error())
+            raise self.mark_told(self.remote_error())
         import json  # here, for the quick import: only reports need it
 
         texts = self._channel.allgather_text(json.dumps(astuple(mine)))
@@ -347,7 +347,7 @@ class Guard(TellsErrors):
 
     def _see_hands(self) -> None:
         self.hand_was_seen = True  # before the hand goes down: a signal may come in between
-        self._hand, self.takes_no_short_way = 0, self._closed
+        self._hand, self.must_enter = 0, self._closed
 
     def _settle(self, mine: Report) -> None:
         """Find out why the digests differ; raise on every rank unless hands are up and nothing else."""
@@ -360,7 +360,7 @@ class Guard(TellsErrors):
         if self._sparingly is not None:
             self._sparingly.begin_anew()
         if self.hear_of_ends(reports):
-            raise self.settled(self.remote_error())
+            raise self.mark_told(self.remote_error())
         for rank, report in enumerate(reports):
             if report.error:
                 kind = getattr(errors, report.error, RemoteError)
@@ -371,8 +371,8 @@ class Guard(TellsErrors):
                 text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
                 error = kind(text)
                 error.__dict__[OF_ANOTHER_RANK] = True
-                raise self.settled(error)
+                raise self.mark_told(error)
         if is_late(reports):
             # What was sent and not received would be taken for the next data.
             self.closed = self.is_spoiled = True
-        raise self.settled(CollectiveMismatchError(table(reports)))
+        raise self.mark_told(CollectiveMismatchError(table(reports)))

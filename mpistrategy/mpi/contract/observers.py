@@ -54,7 +54,7 @@ def described(guard: Guard, call: Call) -> tuple[int, Signature | None]:
     entry = guard.record.last()
     if entry is None:
         return 0, call.signature
-    if call.is_whole:  # one of those that were worked out before
+    if call.is_leaf:  # one of those that were worked out before
         return entry[NUMBER], getattr(entry[WHAT], "signature", None)
     return (entry[NUMBER] if entry[WHAT] is call else 0), call.signature
 

@@ -17,10 +17,10 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Pool, divide_by
 from mpistrategy.mpi.interface.gpu_transport import DevicePaths
-from mpistrategy.mpi.shared_memory.mailboxes import Cells
-from mpistrategy.mpi.shared_memory.result_buffers import Blocks
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths, Way
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Route, Thresholds
 
 
 class Communicator(Protocol):
@@ -36,8 +36,8 @@ class Communicator(Protocol):
         library: the MPI library and its version, in words; "" without one.
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
         paths: which way a buffer takes, by its size.
-        cells: where small values travel with the check of the call; None unless all ranks share one node's memory.
-        blocks: where packs are reduced and results stay; None where there are no cells.
+        mailboxes: where small values travel with the check of the call; None unless all ranks share one node's memory.
+        blocks: where packs are reduced and results stay; None where there are no mailboxes.
         pool: memory for results.
         compiled: what was worked out once for values of certain layouts; a cache of the algorithms.
         device_paths: in which ways arrays in GPU memory travel; filled by `mpistrategy.mpi.gpu.transports.setup`.
@@ -51,14 +51,14 @@ class Communicator(Protocol):
     local_rank: int
     library: str
     shares_memory: bool
-    paths: Paths
-    cells: Cells | None
-    blocks: Blocks | None
+    thresholds: Thresholds
+    mailboxes: Mailboxes | None
+    result_buffers: ResultBuffers | None
     pool: Pool
     compiled: dict[Any, Any]
     device_paths: DevicePaths
 
-    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return which way `allreduce` takes with a buffer of so many bytes."""
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
@@ -135,14 +135,14 @@ class SingleCommunicator:
     local_rank: int = 0
     library: str = ""
     shares_memory: bool = False
-    paths: Paths = DEFAULT
-    cells: Cells | None = None
-    blocks: Blocks | None = None
+    thresholds: Thresholds = DEFAULT
+    mailboxes: Mailboxes | None = None
+    result_buffers: ResultBuffers | None = None
     pool: Pool = field(default_factory=Pool)
     compiled: dict[Any, Any] = field(default_factory=dict)
     device_paths: DevicePaths = field(default_factory=DevicePaths)
 
-    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return "none": nothing goes anywhere."""
         return "none"
 

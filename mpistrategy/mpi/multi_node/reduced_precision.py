@@ -11,7 +11,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.buffers import divide_by
 from mpistrategy.mpi.multi_node.bfloat16 import bfloat16, travels
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
-from mpistrategy.mpi.tuning.thresholds import Way
+from mpistrategy.mpi.tuning.thresholds import Route
 
 
 def check(wire: str | None) -> None:
@@ -59,11 +59,11 @@ class _Rounding:
     def across(self, state: Any) -> None:
         self._communicator.across = state
 
-    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return which way `allreduce` takes: what is rounded goes the one on which that happens."""
         if travels(dtype, op):
             return "across"
-        way: Way = self._communicator.way(nbytes, dtype, op)
+        way: Route = self._communicator.route(nbytes, dtype, op)
         return way
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:

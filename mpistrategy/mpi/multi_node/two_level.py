@@ -25,7 +25,7 @@ from mpistrategy.mpi.multi_node import bfloat16
 from mpistrategy.mpi.multi_node.node_stage import Alone, Messages, Visible, Window, WithinNode
 from mpistrategy.mpi.multi_node.pairwise import Flight, Link, Space, exact
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
-from mpistrategy.mpi.tuning.thresholds import Paths
+from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 #: More lanes than this do not fill a network better, and make short messages.
 MOST_LANES = 4
@@ -41,7 +41,7 @@ def lanes_of(node_of: Sequence[int], most: int = MOST_LANES) -> int:
     return min(most, *map(node_of.count, node_of))
 
 
-def piece_bytes_for(lanes: int, nodes: int, paths: Paths) -> int:
+def piece_bytes_for(lanes: int, nodes: int, paths: Thresholds) -> int:
     """Return how much of a buffer is one piece; more than is wanted where blocks of it would become short messages."""
     return max(paths.across_piece_bytes, min(lanes * nodes * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
 
@@ -54,7 +54,7 @@ class Ranks(Communicator, Protocol):
     """What the two-level exchange needs of a communicator besides the verbs."""
 
     across: Any
-    paths: Paths
+    paths: Thresholds
 
     def links(self, most: int) -> tuple[int, Link | None]:
         """Return how many ranks of each node have counterparts on all nodes, and this rank's counterparts."""
@@ -159,7 +159,7 @@ class AcrossNodes:
         self._link = link if link is not None and link.size > 1 else None
         self._manner = manner
         nodes = max(communicator.node_of) + 1  # the same on ranks that have no counterparts
-        self.piece_bytes = piece_bytes_for(self.lanes, nodes, communicator.paths)
+        self.piece_bytes = piece_bytes_for(self.lanes, nodes, communicator.thresholds)
         self._flights: deque[_Piece] = deque()
         slice_bytes = self.piece_bytes // self.lanes + ALIGNMENT
         # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.

@@ -18,8 +18,8 @@ from mpistrategy.mpi.interface.buffers import divide_by
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory.failures import Failures
-from mpistrategy.mpi.shared_memory.pipelined import NodeWindow
-from mpistrategy.mpi.tuning.thresholds import Paths, Way
+from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+from mpistrategy.mpi.tuning.thresholds import Route, Thresholds
 
 #: Open MPI announces messages of 64 KiB and more over TCP, and sends them when the receiver answers; but the answer
 #: stands in line behind what is on its way: 16 MiB both ways at 1 Gbit/s take 160-200 ms so, and 142 in shorter ones.
@@ -36,7 +36,7 @@ class Verbs:
         size: how many ranks there are.
         local_rank, local_size: the same among the ranks of this node.
         node_of: the node of each rank.
-        window: the memory that the ranks of this node share; None where they share none.
+        pipelined: the memory that the ranks of this node share; None where they share none.
         failures: what the ranks have told each other of failures; None where they cannot, on several nodes.
         paths: from how many bytes on which way is taken.
         max_count: how many elements one MPI call may carry.
@@ -50,17 +50,21 @@ class Verbs:
     local_rank: int
     local_size: int
     node_of: tuple[int, ...]
-    window: NodeWindow | None = None
+    pipelined: PipelinedAllReduce | None = None
     failures: Failures | None = None
-    paths: Paths
+    thresholds: Thresholds
     max_count: int
     across: Any
 
-    def way(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Way:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
         """Return which way `allreduce` takes with so many bytes."""
-        if self.window is not None and self.local_size == self.size and nbytes >= self.paths.window_bytes_for(dtype):
-            return "window"
-        return "across" if nbytes >= self.paths.across_bytes and max(self.node_of) > 0 else "mpi"
+        if (
+            self.pipelined is not None
+            and self.local_size == self.size
+            and nbytes >= self.thresholds.window_bytes_for(dtype)
+        ):
+            return "pipelined"
+        return "across" if nbytes >= self.thresholds.across_bytes and max(self.node_of) > 0 else "mpi"
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
@@ -68,10 +72,10 @@ class Verbs:
         What this rank brings is in `source`, which stays as it is; None means in `buffer`.  The result is divided by
         `divisor`, which must be 1 unless the dtype is a floating one.
         """
-        way = self.way(buffer.nbytes, buffer.dtype, op)
-        if self.window is not None and way == "window":
+        way = self.route(buffer.nbytes, buffer.dtype, op)
+        if self.pipelined is not None and way == "pipelined":
             flat = buffer.reshape(-1)
-            self.window.allreduce(flat if source is None else source.reshape(-1), flat, op, divisor)
+            self.pipelined.allreduce(flat if source is None else source.reshape(-1), flat, op, divisor)
             return
         if way == "across":
             allreduce_across(self, buffer, op, source=source)
@@ -98,10 +102,10 @@ class Verbs:
     ) -> None:
         """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype.
 
-        They are part of a list of `nbytes`, which goes through the window of a node as a whole or not at all.
+        They are part of a list of `nbytes`, which is pipelined through shared memory as a whole or not at all.
         """
-        if self.window is not None and self.way(nbytes, pairs[0][1].dtype, op) == "window":
-            self.window.allreduce_many(pairs, op, divisor)
+        if self.pipelined is not None and self.route(nbytes, pairs[0][1].dtype, op) == "pipelined":
+            self.pipelined.allreduce_many(pairs, op, divisor)
             return
         for source, target in pairs:
             self.allreduce(target, op, source, divisor)
@@ -122,7 +126,7 @@ class Verbs:
 
     def _count(self, buffer: Array) -> int:
         """Return how many elements MPI is given to combine in one call: it may take as much memory besides."""
-        return min(self.max_count, max(1, self.paths.piece_bytes // buffer.itemsize))
+        return min(self.max_count, max(1, self.thresholds.piece_bytes // buffer.itemsize))
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
@@ -178,8 +182,8 @@ class Verbs:
 
         It does nothing on several nodes.
         """
-        if self.failures is not None and self.window is not None:
-            self.window.barrier()
+        if self.failures is not None and self.pipelined is not None:
+            self.pipelined.barrier()
 
     def isend(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
         """Begin to send `block`, of any dtype; it must stay as it is until the requests are done."""
@@ -191,8 +195,8 @@ class Verbs:
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
-        if self.window is not None:
-            self.window.barrier()
+        if self.pipelined is not None:
+            self.pipelined.barrier()
         elif self.local_size > 1:
             self._inside.Barrier()
 

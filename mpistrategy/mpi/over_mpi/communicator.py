@@ -28,15 +28,15 @@ from mpistrategy.mpi.multi_node.two_level import lanes_of
 from mpistrategy.mpi.over_mpi.collectives import Verbs
 from mpistrategy.mpi.shared_memory import failures
 from mpistrategy.mpi.shared_memory.failures import Failures
-from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.node_ranks import NodePeers
-from mpistrategy.mpi.shared_memory.pipelined import NodeWindow
-from mpistrategy.mpi.shared_memory.result_buffers import Blocks
+from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import Fence, SharedMemory, part, private_memory, share
-from mpistrategy.mpi.shared_memory.setup import CellChannel, NodeMemory, warn_without_memory
+from mpistrategy.mpi.shared_memory.setup import MailboxChannel, NodeMemory, warn_without_memory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
 
 
@@ -88,9 +88,9 @@ class MpiCommunicator(Verbs):
         self.node_of = tuple(leaders.index(each.leader) for each in ranks)
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
         self.library = library_name(MPI.Get_library_version())
-        self.paths: Paths = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
-        self.cells: Cells | None = None
-        self.blocks: Blocks | None = None
+        self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
+        self.mailboxes: Mailboxes | None = None
+        self.result_buffers: ResultBuffers | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
@@ -121,7 +121,7 @@ class MpiCommunicator(Verbs):
             self._watch_waiting(memory, ranks[0].directory)
 
     def _watch_waiting(self, memory: SharedMemory, path: str) -> None:
-        shown = None if self.cells is None else self.cells.shown
+        shown = None if self.mailboxes is None else self.mailboxes.shown
         world.watch_waiting(self._comm, self.guard, memory, self.node_of, path, shown)
 
     def _introduce(self, me: Introduction) -> list[Introduction]:
@@ -139,14 +139,14 @@ class MpiCommunicator(Verbs):
             self._comm.Free()
             raise
 
-    def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | CellChannel]:
-        """Make the cells and the window of this node.
+    def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | MailboxChannel]:
+        """Make the memory that the ranks of this node share.
 
         Returns the memory of the watchdogs' lines, and the channel on which the ranks compare their calls.
         """
         assert self._control is not None
         before = status_board.BYTES + failures.BYTES
-        shared = self.shared(before + NodeMemory.bytes_for(self.local_size, self.paths))
+        shared = self.shared(before + NodeMemory.bytes_for(self.local_size, self.thresholds))
         lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)
         shared = part(shared, before)
         self.shares_memory = shared.is_shared
@@ -154,14 +154,14 @@ class MpiCommunicator(Verbs):
             return lines, self._control
         control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
         if self.local_size < self.size:
-            self.window = NodeMemory(shared, self.paths, wait(), wait()).window
+            self.pipelined = NodeMemory(shared, self.thresholds, wait(), wait()).pipelined
             return lines, control
-        told = self.failures = Failures(errors, lambda: node.cells.sequence)
+        told = self.failures = Failures(errors, lambda: node.mailboxes.sequence)
         waits = wait(partial(told.look, agreed=False)), wait(partial(told.look, agreed=True))
-        node = NodeMemory(shared, self.paths, *waits, self._shared_if_there_is_room)
-        self.window, self.cells = node.window, node.cells
-        self.blocks = Blocks(node.cells, self._shared_if_there_is_room)
-        return lines, CellChannel(node.cells, control.allgather_text)
+        node = NodeMemory(shared, self.thresholds, *waits, self._shared_if_there_is_room)
+        self.pipelined, self.mailboxes = node.pipelined, node.mailboxes
+        self.result_buffers = ResultBuffers(node.mailboxes, self._shared_if_there_is_room)
+        return lines, MailboxChannel(node.mailboxes, control.allgather_text)
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see.  Collective.
@@ -174,7 +174,7 @@ class MpiCommunicator(Verbs):
         memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
             if not self._has_warned:
-                warn_without_memory(memory, self.rank, later=self.window is not None)
+                warn_without_memory(memory, self.rank, later=self.pipelined is not None)
             self._has_warned = True
             return private_memory(nbytes)
         return memory
@@ -206,7 +206,7 @@ class MpiCommunicator(Verbs):
             self._meet()
             across = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
             self._node = NodeGroups(
-                _Group(self._inside.Dup(), self.max_count, self.window, self.failures),
+                _Group(self._inside.Dup(), self.max_count, self.pipelined, self.failures),
                 _Group(across, self.max_count) if across != MPI.COMM_NULL else None,
             )
         return self._node
@@ -288,7 +288,7 @@ class _Group(MpiCommunicator):
     """A part of a communicator whose ranks have already agreed: the same verbs without a guard of its own."""
 
     def __init__(
-        self, comm: Any, max_count: int, window: NodeWindow | None = None, failures: Failures | None = None
+        self, comm: Any, max_count: int, window: PipelinedAllReduce | None = None, failures: Failures | None = None
     ) -> None:
         self._comm = comm
         self._inside = MPI.COMM_NULL
@@ -296,8 +296,8 @@ class _Group(MpiCommunicator):
         self.size = comm.size
         self.local_rank, self.local_size = (self.rank, self.size) if window is not None else (0, 1)
         self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
-        self.paths = DEFAULT
-        self.cells, self.blocks, self.window, self.failures = None, None, window, failures
+        self.thresholds = DEFAULT
+        self.mailboxes, self.result_buffers, self.pipelined, self.failures = None, None, window, failures
         self.pool, self.compiled = Pool(), {}
         self.guard, self.devices = Guard(), ()
         self.across, self.engine, self._links, self.device_paths = None, None, [], DevicePaths()

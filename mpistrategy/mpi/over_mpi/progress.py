@@ -125,7 +125,7 @@ class Engine(AtOnce):
         super().__init__(communicator.duplicate(self._patient))
         self.communicator.guard.is_in_background = True
         # One call of MPI could not be asked to move on.
-        self.communicator.paths = replace(self.communicator.paths, across_bytes=0)
+        self.communicator.thresholds = replace(self.communicator.thresholds, across_bytes=0)
         across_nodes(self.communicator, _PATIENT)
         self._thread = threading.Thread(target=self._run, name="mpistrategy progress", daemon=True)
         self._thread.start()

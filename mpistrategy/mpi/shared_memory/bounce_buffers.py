@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     outs: list[tuple[slice, Array]]
 
 
-class Staging:
+class BounceBuffers:
     """Two staging buffers of each rank, in turn: in each what it brings, and what it has added up.
 
     Args:

@@ -1,8 +1,8 @@
-"""Cells: what the ranks of one node show each other, in memory that all of them see.
+"""Mailboxes: what the ranks of one node show each other, in memory that all of them see.
 
-A cell holds a sequence number, the digest of the call that its rank is about to make, and a few bytes of data.  The
+A mailbox holds a sequence number, the digest of the call that its rank is about to make, and a few bytes of data.  The
 digest and the data are written first and the number last, so that who sees the number sees the rest: one look at a
-peer's cell checks the call and brings the data.
+peer's mailbox checks the call and brings the data.
 
 Two slots are used in turn.  A rank writes a slot again only after it has seen every peer's next number, which a peer
 writes after it has read this one.
@@ -20,7 +20,7 @@ _NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
 
 
 def segment_bytes(payload_bytes: int) -> int:
-    """Return how much memory each rank's cell takes."""
+    """Return how much memory each rank's mailbox takes."""
     return 2 * _slot_bytes(payload_bytes)
 
 
@@ -29,7 +29,7 @@ def _slot_bytes(payload_bytes: int) -> int:
 
 
 class Slot(NamedTuple):
-    """One of the two slots of all cells.
+    """One of the two slots of all mailboxes.
 
     Attributes:
         mine: the sequence number and the digest of this rank, to be written.
@@ -42,12 +42,12 @@ class Slot(NamedTuple):
     payloads: tuple[Array, ...]
 
 
-class Cells:
-    """The cells of all ranks of one node.
+class Mailboxes:
+    """The mailboxes of all ranks of one node.
 
     Args:
         memory: `segment_bytes(payload_bytes)` for each rank, zeroed.
-        payload_bytes: how much data a cell can hold.
+        payload_bytes: how much data a mailbox can hold.
         waiting: how to wait for a peer.
 
     Attributes:

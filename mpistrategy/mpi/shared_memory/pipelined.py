@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, quiet_runner
 from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size, counters
-from mpistrategy.mpi.shared_memory.bounce_buffers import Layout, Staging
+from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers, Layout
 from mpistrategy.mpi.shared_memory.chunk_size import LARGE_BYTES, LEAST_BYTES, SMALL, ChunkChoice
 from mpistrategy.mpi.shared_memory.counters import Counter
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
@@ -39,7 +39,7 @@ def segment_bytes(chunk_bytes: int) -> int:
     return counters.bytes_of(_COUNTERS) + bounce_buffers.bytes_of(chunk_bytes)
 
 
-class NodeWindow:
+class PipelinedAllReduce:
     """The staging buffers of all ranks of one node.
 
     Args:
@@ -61,7 +61,7 @@ class NodeWindow:
         self.size = len(memory.segments)
         self._waiting = waiting
         self._brought, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
-        self._stagings = [Staging(memory, chunk_bytes, counters.bytes_of(_COUNTERS))]
+        self._bounce_buffers = [BounceBuffers(memory, chunk_bytes, counters.bytes_of(_COUNTERS))]
         self._choice: ChunkChoice | None = None
         self._more = more if self.size <= chunk_size.MOST_RANKS and chunk_bytes < LARGE_BYTES else None
         self._quiet = quiet_runner()
@@ -94,9 +94,9 @@ class NodeWindow:
         nbytes = sum(source.nbytes for source, _ in pairs)
         choice = self._choice_for(nbytes, pairs[0][0].dtype, combine)
         if choice is None:
-            self._through(self._stagings[SMALL], pairs, combine, divisor)
+            self._through(self._bounce_buffers[SMALL], pairs, combine, divisor)
             return
-        self._through(self._stagings[choice.begin()], pairs, combine, divisor, choice.first_chunk_is_over)
+        self._through(self._bounce_buffers[choice.begin()], pairs, combine, divisor, choice.first_chunk_is_over)
         choice.end(nbytes)
 
     def _choice_for(self, nbytes: int, dtype: np.dtype[Any], combine: Combine) -> ChunkChoice | None:
@@ -108,13 +108,13 @@ class NodeWindow:
             more, self._more = self._more, None
             memory = more(ALIGNMENT + bounce_buffers.bytes_of(LARGE_BYTES))
             if memory is not None:
-                self._stagings.append(Staging(memory, LARGE_BYTES, ALIGNMENT))
+                self._bounce_buffers.append(BounceBuffers(memory, LARGE_BYTES, ALIGNMENT))
                 self._choice = ChunkChoice(Counter(memory, 0), self.local_rank == 0)
         return self._choice
 
     def _through(
         self,
-        stage: Staging,
+        stage: BounceBuffers,
         pairs: Sequence[tuple[Array, Array]],
         combine: Combine,
         divisor: int,

@@ -1,7 +1,7 @@
 """Memory for results that the ranks of a node see: arrays are reduced where they were brought, and the result stays.
 
 Every rank has blocks of each size that is asked for, and brings its arrays into one that none of its earlier results
-lives in.  It tells the peers which, in its cell, with the check of the call.  Results are views of the rank's own
+lives in.  It tells the peers which, in its mailbox, with the check of the call.  Results are views of the rank's own
 block, which is used again once nobody holds a view of it.
 
 Blocks are made when a size is asked for the second time, and more of them when a rank holds results in all of its own.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 
 #: What each rank's blocks may take together.
@@ -51,22 +51,23 @@ class _Size:
     last_call: int = 0
 
 
-class Blocks:
+class ResultBuffers:
     """The blocks of all ranks of one node.
 
     Args:
-        cells: where the ranks tell each other which block they took.
+        mailboxes: where the ranks tell each other which block they took.
         share: returns so many bytes for each rank, None where they cannot be shared; collective.
     """
 
-    def __init__(self, cells: Cells, share: Callable[[int], SharedMemory | None]) -> None:
-        self._cells = cells
+    def __init__(self, mailboxes: Mailboxes, share: Callable[[int], SharedMemory | None]) -> None:
+        self._mailboxes = mailboxes
         self._share = share
         self._left = _MOST_BYTES
         self._sizes: dict[int, _Size] = {}
         self._calls = 0
         self._chosen: list[list[memoryview]] = [
-            [payload[: 8 * MOST_SIZES].data.cast("B").cast("q") for payload in slot.payloads] for slot in cells.slots
+            [payload[: 8 * MOST_SIZES].data.cast("B").cast("q") for payload in slot.payloads]
+            for slot in mailboxes.slots
         ]
 
     def may_have(self, sizes: Sequence[int]) -> bool:
@@ -76,11 +77,11 @@ class Blocks:
         return all(size.may_grow for size in missing.values()) and sum(missing) <= self._left
 
     def take(self, sizes: Sequence[int]) -> list[Array] | None:
-        """Return free blocks of at least so many bytes, as uint8, and tell the peers in this rank's cell.
+        """Return free blocks of at least so many bytes, as uint8, and tell the peers in this rank's mailbox.
 
         None means that one is missing; nothing is taken then.
         """
-        chosen = self._chosen[(self._cells.sequence + 1) & 1][self._cells.local_rank]
+        chosen = self._chosen[(self._mailboxes.sequence + 1) & 1][self._mailboxes.local_rank]
         found = []
         for at, nbytes in enumerate(sizes):
             size = self._sizes.get(block_bytes_for(nbytes))
@@ -93,7 +94,7 @@ class Blocks:
 
     def decline(self) -> None:
         """Tell the peers that this rank takes no block in the next call: nobody will."""
-        self._chosen[(self._cells.sequence + 1) & 1][self._cells.local_rank][0] = _DECLINED
+        self._chosen[(self._mailboxes.sequence + 1) & 1][self._mailboxes.local_rank][0] = _DECLINED
 
     def taken(self, sizes: Sequence[int]) -> list[tuple[Array, ...]] | None:
         """Return for each size the blocks that the ranks took, after the agreement; None when one rank took none.
@@ -101,7 +102,7 @@ class Blocks:
         It is None on all ranks then, and blocks are made for later calls.
         """
         self._calls += 1
-        everybodys = self._chosen[self._cells.sequence & 1]
+        everybodys = self._chosen[self._mailboxes.sequence & 1]
         if any(chosen[0] == _DECLINED for chosen in everybodys):
             return None
         found = []

@@ -1,4 +1,4 @@
-"""What the ranks of one node share: cells to compare calls in, and a window to reduce through."""
+"""What the ranks of one node share: mailboxes to compare calls in, and bounce buffers to reduce through."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ from collections.abc import Callable
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.shared_memory import mailboxes as cells
+from mpistrategy.mpi.shared_memory import mailboxes as mailboxes
 from mpistrategy.mpi.shared_memory import pipelined
-from mpistrategy.mpi.shared_memory.mailboxes import Cells
-from mpistrategy.mpi.shared_memory.pipelined import NodeWindow
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned, part
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
-from mpistrategy.mpi.tuning.thresholds import Paths
+from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 
 class NodeMemory:
-    """The cells and the window of one node, in one piece of shared memory.
+    """The mailboxes and the bounce buffers of one node, in one piece of shared memory.
 
     Args:
         memory: `bytes_for` the same ranks and paths.
         paths: how large the parts are.
-        waiting: how to wait for a peer in the cells, before the ranks have agreed on a call.
+        waiting: how to wait for a peer in the mailboxes, before the ranks have agreed on a call.
         waiting_for_data: how to wait after that.
-        more: for the window; see `NodeWindow`.
+        more: see `PipelinedAllReduce`.
     """
 
     def __init__(
         self,
         memory: SharedMemory,
-        paths: Paths,
+        paths: Thresholds,
         waiting: Waiting,
         waiting_for_data: Waiting,
         more: Callable[[int], SharedMemory | None] | None = None,
     ) -> None:
         cell_bytes = _cell_bytes(paths)
         chunk_bytes = pipelined.chunk_bytes_for(len(memory.segments), paths.chunk_bytes)
-        self.cells = Cells(part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
-        self.window = NodeWindow(part(memory, cell_bytes), chunk_bytes, waiting_for_data, more)
+        self.mailboxes = Mailboxes(part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
+        self.pipelined = PipelinedAllReduce(part(memory, cell_bytes), chunk_bytes, waiting_for_data, more)
 
     @staticmethod
-    def bytes_for(ranks: int, paths: Paths) -> int:
+    def bytes_for(ranks: int, paths: Thresholds) -> int:
         """Return how much memory each of so many ranks of a node needs."""
         return _cell_bytes(paths) + pipelined.segment_bytes(pipelined.chunk_bytes_for(ranks, paths.chunk_bytes))
 
 
-class CellChannel:
+class MailboxChannel:
     """The guard's channel among the ranks of one node.
 
     Args:
-        cells: where the digests are compared.
+        mailboxes: where the digests are compared.
         allgather_text: returns every rank's text; for the reports.
     """
 
-    def __init__(self, cells: Cells, allgather_text: Callable[[str], list[str]]) -> None:
-        self.start, self.finished, self.all_equal = cells.start, cells.finished, cells.all_equal
+    def __init__(self, mailboxes: Mailboxes, allgather_text: Callable[[str], list[str]]) -> None:
+        self.start, self.finished, self.all_equal = mailboxes.start, mailboxes.finished, mailboxes.all_equal
         self.allgather_text = allgather_text
 
 
@@ -79,5 +79,5 @@ def warn_without_memory(reason: str, rank: int, *, later: bool = False) -> None:
         )
 
 
-def _cell_bytes(paths: Paths) -> int:
-    return aligned(cells.segment_bytes(paths.cell_bytes))
+def _cell_bytes(paths: Thresholds) -> int:
+    return aligned(mailboxes.segment_bytes(paths.cell_bytes))

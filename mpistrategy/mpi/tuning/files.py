@@ -22,11 +22,11 @@ import numpy as np
 from mpistrategy import own_files
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths, Rates, default_for
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Rates, Thresholds, default_for
 
 VARIABLE = "MPISTRATEGY_PATHS"
 _FORMAT = 2
-_NAMES = tuple(DEFAULT.thresholds())
+_NAMES = tuple(DEFAULT.sizes())
 _RATES = tuple(field.name for field in fields(Rates))
 _LARGEST = 2**40
 _FASTEST = 1e30
@@ -126,7 +126,7 @@ def replace_whole(file: Path, text: str) -> None:
     os.replace(draft.name, file)
 
 
-def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
+def save(paths: Thresholds, machine: Machine, file: Path | None = None) -> Path:
     """Write thresholds for `machine`; return the file, its own by default.
 
     Raises:
@@ -137,7 +137,7 @@ def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
         "format": _FORMAT,
         "machine": asdict(machine),
         "source": paths.source,
-        "paths": paths.thresholds(),
+        "paths": paths.sizes(),
         "rates": asdict(paths.rates),
     }
     check_can_save(file)
@@ -145,7 +145,7 @@ def save(paths: Paths, machine: Machine, file: Path | None = None) -> Path:
     return file
 
 
-def load(file: Path) -> Paths:
+def load(file: Path) -> Thresholds:
     """Return the thresholds of a file.
 
     Raises:
@@ -175,7 +175,7 @@ def load(file: Path) -> Paths:
     for name, value in rates.items():
         if type(value) not in (int, float) or not 0 < value < _FASTEST:
             raise ValueError(f"{name} is {_shown(value)}, expected a positive number")
-    return Paths(**values, window_bytes_by_dtype=tuple(by_dtype.items()), source=str(file), rates=Rates(**rates))
+    return Thresholds(**values, window_bytes_by_dtype=tuple(by_dtype.items()), source=str(file), rates=Rates(**rates))
 
 
 def _is_dtype(name: str) -> bool:
@@ -195,7 +195,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def agreed(version: str, ranks: Ranks) -> Paths:
+def agreed(version: str, ranks: Ranks) -> Thresholds:
     """Return the thresholds for these ranks, the same on all of them.  Collective.
 
     A file that cannot be used, and files that are not the same on all ranks, mean the defaults on every rank, and one
@@ -242,11 +242,11 @@ def _own_file(machine: Machine) -> str:
         return ""
 
 
-_tried: list[Paths] = []
+_tried: list[Thresholds] = []
 
 
 @contextmanager
-def trying(paths: Paths) -> Iterator[None]:
+def trying(paths: Thresholds) -> Iterator[None]:
     """Give these thresholds to strategies that are made meanwhile, on all ranks: for whoever searches better ones."""
     _tried.append(paths)
     try:
@@ -255,5 +255,5 @@ def trying(paths: Paths) -> Iterator[None]:
         _tried.pop()
 
 
-def _values(paths: Paths) -> list[Any]:
-    return [*paths.thresholds().values(), *asdict(paths.rates).values()]
+def _values(paths: Thresholds) -> list[Any]:
+    return [*paths.sizes().values(), *asdict(paths.rates).values()]

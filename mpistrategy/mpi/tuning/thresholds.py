@@ -10,7 +10,7 @@ import numpy as np
 
 #: Which way `Communicator.allreduce` takes: none (one rank), between threads, through the window of the node, within
 #: and between nodes, by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may want instead.
-Way = Literal["none", "threads", "window", "blocks", "across", "mpi", "root", "exchange"]
+Route = Literal["none", "threads", "pipelined", "result_buffers", "across", "mpi", "root", "exchange"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Rates:
     """How fast the ways are, to tell beforehand how long a call will take; nothing else depends on them.
 
     Attributes:
-        cell_seconds: a small call in the cells of the ranks of one node.
+        cell_seconds: a small call in the mailboxes of the ranks of one node.
         message_seconds: the same call between nodes.
         window_bytes_per_second: a buffer through the node's window.
         arena_bytes_per_second: a bucket of an arena, in place.
@@ -37,12 +37,12 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Paths:
+class Thresholds:
     """The thresholds, in bytes.
 
     Attributes:
-        cell_bytes: up to here a value travels in the cells of two ranks, together with the check of the call; of more
-            ranks in proportion less, since every rank reads all cells.
+        cell_bytes: up to here a value travels in the mailboxes of two ranks, with the check of the call; of more ranks
+            in proportion less, since every rank reads all mailboxes.
         window_bytes: from here on a buffer is reduced through the node's window, in chunks; below it MPI does.
         chunk_bytes: what each rank has under way in the window at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
@@ -67,7 +67,7 @@ class Paths:
     source: str = "the defaults"
     rates: Rates = Rates()
 
-    def thresholds(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         """Return the thresholds by name, for JSON: what decides which way a value takes, and so the bits of its sum."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return sizes | {"window_bytes_by_dtype": dict(self.window_bytes_by_dtype)}
@@ -82,13 +82,13 @@ class Paths:
 
 
 #: The thresholds that are one number each.
-SIZES = tuple(field.name for field in fields(Paths) if field.type == "int")
-DEFAULT = Paths()
+SIZES = tuple(field.name for field in fields(Thresholds) if field.type == "int")
+DEFAULT = Thresholds()
 #: Where the shipped thresholds differ, by how the library's name begins. Intel's own Allreduce is the faster one up
 #: to there (2 ranks, times raw: 64 KiB 2.4, else 4.7; 512 KiB 1.3, else 1.4; with far cores and `out=` 1.1, else 5).
 _OF_LIBRARIES = {"Intel": replace(DEFAULT, window_bytes=3 * 2**19)}
 
 
-def default_for(library: str) -> Paths:
+def default_for(library: str) -> Thresholds:
     """Return the shipped thresholds for an MPI library."""
     return next((paths for name, paths in _OF_LIBRARIES.items() if library.startswith(name)), DEFAULT)

@@ -50,7 +50,7 @@ def find(everything: Sequence[Watched], rank: int, now: float) -> tuple[Watched,
             continue
         waits = peer.waited > _LEAST_SECONDS and now - peer.beat < _OLDEST_SECONDS
         there = known.get(peer.strategy)
-        for_me = peer.is_whole if there is None else not there.was_met_by(rank, peer.rank)
+        for_me = peer.is_leaf if there is None else not there.was_met_by(rank, peer.rank)
         if waits and for_me and not mine.was_met_by(peer.rank, rank):
             return mine, CollectiveMismatchError(_in_words(everything, mine, peer))
     return None

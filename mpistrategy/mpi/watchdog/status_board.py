@@ -37,7 +37,7 @@ class Line:
         signal: which signal makes the process show its stacks; 0 without one.
         text: where it was.
         strategy: a number for the strategy in which it waited; 0 for none.
-        is_whole: whether that has all ranks of the job.
+        is_leaf: whether that has all ranks of the job.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Line:
     signal: int
     text: str
     strategy: int = 0
-    is_whole: bool = False
+    is_leaf: bool = False
 
 
 class Lines:
@@ -76,7 +76,7 @@ class Lines:
         mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = line.rank, line.process, line.signal
         mine[_BEAT], mine[_EXPECTED] = _to_ns(line.beat), _to_ns(line.expected)
         mine[_WAITED], mine[_LIMIT] = _to_ns(line.waited), _to_ns(line.limit)
-        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), line.strategy, line.is_whole
+        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), line.strategy, line.is_leaf
         self._texts[self.local_rank][: len(text)] = text
         mine[_STATE] = max(mine[_STATE], line.state)
         self._order()

@@ -166,8 +166,8 @@ class Watchdog:
         text = local_process.now_doing(watched.guard for watched in everything)
         waited, limit = longest.waited(now, self._resumed), longest.limit
         alone = crossed_waits.only_wait(everything, now)
-        where, is_whole = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
-        return Line(self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, is_whole)
+        where, is_leaf = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
+        return Line(self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, is_leaf)
 
     def _remind(self, now: float, everything: list[Watched]) -> None:
         """Say once that this rank has come to its end and waits: others may be at work, which is nobody's fault."""

@@ -20,7 +20,7 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK, resolve
 from mpistrategy.reduction.plan import described
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.in_place import Replicas, broadcast_replicas, combine, is_in_place, reduce_replicas
-from mpistrategy.reduction.routes.quick_cells import MISFIT
+from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.arena.gpu import BucketReduction

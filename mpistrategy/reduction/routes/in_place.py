@@ -87,7 +87,7 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
         and len(replicas.arrays) > 1
         and hasattr(communicator, "links")
         and host_wire_dtype(mine.dtype) == mine.dtype
-        and communicator.way(mine.nbytes, mine.dtype, op) == "across"
+        and communicator.route(mine.nbytes, mine.dtype, op) == "across"
     )
 
 

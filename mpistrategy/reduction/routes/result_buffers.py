@@ -23,7 +23,7 @@ from mpistrategy.reduction.routes.in_place import combine
 Combination = Callable[[Sequence[Array], Sequence[Array], str, int, tuple[int, int]], None]
 
 
-class BlockReduction:
+class ResultBufferReduction:
     """The reduction of certain packs.
 
     Small arrays and large ones have blocks of their own: who keeps a small result keeps no large ones alive.
@@ -53,7 +53,7 @@ class BlockReduction:
         for small in (True, False):
             start = 0
             for pack, divisor in zip(packs, divisors, strict=True):
-                if (len(pack.members) > 1 or pack.nbytes < communicator.paths.pack_bytes) == small:
+                if (len(pack.members) > 1 or pack.nbytes < communicator.thresholds.pack_bytes) == small:
                     own = share(pack.size, communicator.local_rank, communicator.size, pack.dtype.itemsize)
                     others = [slice(*part) for part in ((0, own[0]), (own[1], pack.size)) if part[0] < part[1]]
                     self._places.append(_Place(pack, divisor, len(self._sizes), start, own, others))
@@ -67,7 +67,7 @@ class BlockReduction:
     @property
     def is_possible(self) -> bool:
         """Whether there are blocks for it, or will be when it is done again."""
-        blocks = self._communicator.blocks
+        blocks = self._communicator.result_buffers
         return blocks is not None and blocks.may_have(self._sizes)
 
     @property
@@ -77,7 +77,7 @@ class BlockReduction:
 
     def prepare(self, arrays: Sequence[Array], *, wanted: bool = True) -> None:
         """Bring this rank's arrays, before the ranks agree on the call; where one does not want it, none will."""
-        blocks = self._communicator.blocks
+        blocks = self._communicator.result_buffers
         assert blocks is not None
         self._blocks, self._sources = None, []  # those before are free when their results are
         if not wanted:
@@ -92,8 +92,8 @@ class BlockReduction:
         ranks = self._communicator
         mine, self._blocks = self._blocks, None
         sources, self._sources = self._sources, []
-        assert ranks.blocks is not None
-        everybodys = ranks.blocks.taken(self._sizes)
+        assert ranks.result_buffers is not None
+        everybodys = ranks.result_buffers.taken(self._sizes)
         if everybodys is None or mine is None:
             return None
         if not self._has_begun:

@@ -27,7 +27,7 @@ several = pytest.mark.mpi(min_size=2)
 
 VALUES: dict[str, Any] = {
     "one number": 1.0,
-    "an array in a cell": np.ones(3),
+    "an array in a mailbox": np.ones(3),
     "an array in the window": np.ones(30_000),
     "several numbers": {"a": 1.0, "b": 2.0},
     "a list": [np.ones(5000), np.ones(7)],

@@ -120,7 +120,7 @@ def test_the_others_hear_of_it_within_five_seconds(strategy: ms.Strategy, monkey
     for _ in range(3):
         in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE))
     if RANK == SIZE - 1:
-        blocks: Any = strategy.extended.communicator.blocks
+        blocks: Any = strategy.extended.communicator.result_buffers
         monkeypatch.setattr(blocks, "taken", no_memory)
     began = time.monotonic()
     ends = outcomes(lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE)))
@@ -169,7 +169,7 @@ def test_an_error_before_the_agreement_leaves_the_strategy_as_it_is(
         step()
     with monkeypatch.context() as patched:
         if RANK == 0:
-            blocks: Any = strategy.extended.communicator.blocks
+            blocks: Any = strategy.extended.communicator.result_buffers
             patched.setattr(blocks, "take", no_memory)
             patched.setattr(arena, "is_intact", no_memory)
         ends = outcomes(step)
@@ -243,8 +243,8 @@ def test_an_interrupt_on_one_rank_ends_what_the_others_wait_for(
 
     with monkeypatch.context() as patched:
         if RANK == 0:  # in the middle of its wait
-            patched.setattr(communicator.cells.waiting, "until", interrupted)
-            patched.setattr(type(communicator.cells), "all_equal", interrupted)
+            patched.setattr(communicator.mailboxes.waiting, "until", interrupted)
+            patched.setattr(type(communicator.mailboxes), "all_equal", interrupted)
         try:
             while True:  # until the peers are late once
                 make()
@@ -276,7 +276,7 @@ def step():
 for _ in range(3):
     strategy.run(step)
 if rank == 1:
-    strategy.extended.communicator.blocks.taken = no_memory
+    strategy.extended.communicator.result_buffers.taken = no_memory
 try:
     strategy.run(step)
 except (MemoryError, ms.errors.RemoteError) as error:

@@ -48,7 +48,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[MpiCommunicator]:
 def on_nodes(node: int) -> MpiCommunicator:
     """Return a communicator with this rank on a node, and pieces so short that a test has many of them."""
     made = MpiCommunicator(MPI.COMM_WORLD, node_key=node)
-    made.paths = replace(made.paths, across_piece_bytes=2**12)
+    made.thresholds = replace(made.thresholds, across_piece_bytes=2**12)
     return made
 
 

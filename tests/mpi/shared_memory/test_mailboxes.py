@@ -1,4 +1,4 @@
-"""The ranks' cells, and waiting for a peer: what it costs the others, and how it ends when the peer does not come."""
+"""The mailboxes of the ranks, and waiting for a peer: its cost, and how it ends when the peer does not come."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from replicas import RANK, RANKS, SIZE, context, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.shared_memory import mailboxes as cells_module
+from mpistrategy.mpi.shared_memory import mailboxes as mailboxes_module
 from mpistrategy.mpi.shared_memory import spin_wait
-from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
@@ -39,7 +39,7 @@ class RefusedError(Exception):
 
 
 class NoWaiting(Waiting):
-    """For cells whose ranks take turns in one thread: nobody may have to wait."""
+    """For mailboxes whose ranks take turns in one thread: nobody may have to wait."""
 
     def __init__(self) -> None:
         super().__init__(1, lambda: None)
@@ -52,9 +52,9 @@ class NoWaiting(Waiting):
 # ------------------------------------------------------------------------------------- the protocol, rank by rank
 
 
-def all_cells(ranks: int, payload: int, fence: Callable[[], object] | None = None) -> list[Cells]:
-    segments = tuple(np.zeros(cells_module.segment_bytes(payload), np.uint8) for _ in range(ranks))
-    return [Cells(SharedMemory(segments, rank, True, fence), payload, NoWaiting()) for rank in range(ranks)]
+def all_mailboxes(ranks: int, payload: int, fence: Callable[[], object] | None = None) -> list[Mailboxes]:
+    segments = tuple(np.zeros(mailboxes_module.segment_bytes(payload), np.uint8) for _ in range(ranks))
+    return [Mailboxes(SharedMemory(segments, rank, True, fence), payload, NoWaiting()) for rank in range(ranks)]
 
 
 @settings(max_examples=part_of(100))
@@ -67,29 +67,29 @@ def all_cells(ranks: int, payload: int, fence: Callable[[], object] | None = Non
 def test_every_rank_learns_the_same_and_sees_all_payloads(
     ranks: int, payload: int, digests: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    them = all_cells(ranks, payload)
+    them = all_mailboxes(ranks, payload)
     for number, (digest, odd_one) in enumerate(digests):
         order = data.draw(st.permutations(range(ranks)))
         for come, rank in enumerate(order):
-            cells = them[rank]
-            cells.next_slot().payloads[rank][:] = (7 * number + rank) % 251
-            cells.start(digest + 1 if rank == odd_one else digest)
-            assert (cells.finished() is None) == (come < ranks - 1)
+            mailboxes = them[rank]
+            mailboxes.next_slot().payloads[rank][:] = (7 * number + rank) % 251
+            mailboxes.start(digest + 1 if rank == odd_one else digest)
+            assert (mailboxes.finished() is None) == (come < ranks - 1)
         for rank in data.draw(st.permutations(range(ranks))):
-            cells = them[rank]
-            assert cells.finished() == (odd_one >= ranks)
-            assert cells.sequence == number + 1
-            for peer, seen in enumerate(cells.slots[cells.sequence & 1].payloads):
+            mailboxes = them[rank]
+            assert mailboxes.finished() == (odd_one >= ranks)
+            assert mailboxes.sequence == number + 1
+            for peer, seen in enumerate(mailboxes.slots[mailboxes.sequence & 1].payloads):
                 assert np.all(seen == (7 * number + peer) % 251)
 
 
 def test_a_payload_is_seen_until_all_have_come_to_the_next_call() -> None:
     """A rank that is one call ahead writes into the other slot."""
-    first, second = all_cells(2, 64)
+    first, second = all_mailboxes(2, 64)
     for number in range(1, 6):
-        for cells in (first, second):
-            cells.next_slot().payloads[cells.local_rank][:] = number
-            cells.start(1)
+        for mailboxes in (first, second):
+            mailboxes.next_slot().payloads[mailboxes.local_rank][:] = number
+            mailboxes.start(1)
         first.next_slot().payloads[0][:] = 99
         first.start(1)  # ahead
         assert np.all(second.slots[second.sequence & 1].payloads[0] == number)
@@ -102,8 +102,8 @@ def test_a_payload_is_seen_until_all_have_come_to_the_next_call() -> None:
 def test_the_data_are_written_before_the_number_and_read_after_it() -> None:
     """Where processors reorder writes, a fence stands on both sides."""
     seen: list[tuple[int, int]] = []
-    them: list[Cells] = []
-    them += all_cells(2, 64, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
+    them: list[Mailboxes] = []
+    them += all_mailboxes(2, 64, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
     them[0].start(42)
     assert seen == [(0, 42)], "the digest is there, the number not yet"
     them[1].start(42)
@@ -112,8 +112,8 @@ def test_the_data_are_written_before_the_number_and_read_after_it() -> None:
     assert seen == [(1, 42)], "the number has been seen, the digest is read after this"
 
 
-def test_cells_wait_for_those_who_are_missing_only() -> None:
-    first, second, third = all_cells(3, 16)
+def test_mailboxes_wait_for_those_who_are_missing_only() -> None:
+    first, second, third = all_mailboxes(3, 16)
     second.start(5)
     third.start(5)
     assert first.all_equal(5)
@@ -256,7 +256,7 @@ import mpistrategy as ms
 
 strategy = ms.MirroredStrategy()
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-assert strategy.extended.communicator.cells is not None
+assert strategy.extended.communicator.mailboxes is not None
 
 
 def all_reduce(value):

@@ -16,10 +16,10 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, part_of, sam
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size, pipelined
-from mpistrategy.mpi.shared_memory.bounce_buffers import Staging
+from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers
 from mpistrategy.mpi.shared_memory.chunk_size import ChunkChoice
 from mpistrategy.mpi.shared_memory.counters import Counter
-from mpistrategy.mpi.shared_memory.pipelined import NodeWindow
+from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
@@ -30,12 +30,12 @@ CHUNKS = [64, 192, 4096]
 
 
 @pytest.fixture(scope="module")
-def windows(strategy: ms.Strategy) -> dict[int, NodeWindow]:
+def windows(strategy: ms.Strategy) -> dict[int, PipelinedAllReduce]:
     """Windows of other chunk sizes than a strategy's own."""
     ranks = strategy.extended.communicator
     assert strategy.extended.communicator.node_of == (0,) * SIZE
     waiting = Waiting(SIZE, lambda: None)
-    return {size: NodeWindow(ranks.shared(pipelined.segment_bytes(size)), size, waiting) for size in CHUNKS}
+    return {size: PipelinedAllReduce(ranks.shared(pipelined.segment_bytes(size)), size, waiting) for size in CHUNKS}
 
 
 def idle(loops: int) -> None:
@@ -75,7 +75,7 @@ counts = st.sampled_from(
     late=st.lists(st.integers(0, 5000), min_size=SIZE, max_size=SIZE),
 )
 def test_lists(
-    windows: dict[int, NodeWindow],
+    windows: dict[int, PipelinedAllReduce],
     chunk: int,
     dtype: Any,
     sizes: list[int],
@@ -114,7 +114,7 @@ SPECIAL = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 5e-324, 1.7e308, 1.1, -3
     seed=st.integers(0, 1000),
 )
 def test_equal_bits_on_all_ranks_wherever_each_rank_has_its_arrays(
-    windows: dict[int, NodeWindow],
+    windows: dict[int, PipelinedAllReduce],
     chunk: int,
     dtype: Any,
     count: int,
@@ -142,7 +142,7 @@ def test_equal_bits_on_all_ranks_wherever_each_rank_has_its_arrays(
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("lateness", [0, 300, 20_000])
-def test_many_reductions_in_a_row_never_mix(windows: dict[int, NodeWindow], chunk: int, lateness: int) -> None:
+def test_many_reductions_in_a_row_never_mix(windows: dict[int, PipelinedAllReduce], chunk: int, lateness: int) -> None:
     common, own = np.random.default_rng(chunk), np.random.default_rng([chunk, RANK])
     for number in range(300 if lateness < 1000 else 60):
         idle(int(own.integers(0, lateness + 1)))
@@ -158,7 +158,7 @@ def test_many_reductions_in_a_row_never_mix(windows: dict[int, NodeWindow], chun
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_rank_that_is_late_within_a_reduction(
-    windows: dict[int, NodeWindow], chunk: int, monkeypatch: pytest.MonkeyPatch
+    windows: dict[int, PipelinedAllReduce], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of chunks each rank stops now and then: nobody runs over what it has not read yet."""
     own = np.random.default_rng([7, RANK])
@@ -210,13 +210,13 @@ def test_the_window_of_a_strategy_takes_large_arrays_and_no_small_ones(
 ) -> None:
     ranks: Any = strategy.extended.communicator
     went: list[int] = []
-    usual: Callable[..., None] = ranks.window.allreduce_many
+    usual: Callable[..., None] = ranks.pipelined.allreduce_many
     monkeypatch.setattr(
-        ranks.window,
+        ranks.pipelined,
         "allreduce_many",
         lambda pairs, *more: (went.extend(t.size for _, t in pairs), usual(pairs, *more)),
     )
-    limit = ranks.paths.window_bytes // 4
+    limit = ranks.thresholds.window_bytes // 4
     for size in (limit, limit - 1, 10 * limit):
         target = np.ones(size, np.float32)
         ranks.allreduce_many([(target, target)], nbytes=target.nbytes)
@@ -224,7 +224,7 @@ def test_the_window_of_a_strategy_takes_large_arrays_and_no_small_ones(
     assert went == [limit, 10 * limit]
 
 
-def test_no_warning_in_the_middle(windows: dict[int, NodeWindow]) -> None:
+def test_no_warning_in_the_middle(windows: dict[int, PipelinedAllReduce]) -> None:
     """It would end one rank and leave its peers waiting."""
     with np.errstate(all="raise"):
         for op, value in (("SUM", 1.7e308), ("PROD", 1e300), ("PROD", 1e-300), ("SUM", np.inf * (-1) ** RANK)):
@@ -285,10 +285,10 @@ def test_sums_are_the_same_whatever_the_chunks(
     monkeypatch.setattr(pipelined, "LARGE_BYTES", size)
     monkeypatch.setattr(ChunkChoice, "_next", lambda self: self._calls * 7 // 3 & 1)
     shared = ranks.shared(pipelined.segment_bytes(128))
-    made = NodeWindow(shared, 128, Waiting(SIZE, lambda: None), ranks.shared)
+    made = PipelinedAllReduce(shared, 128, Waiting(SIZE, lambda: None), ranks.shared)
     sizes: set[int] = set()
-    usual = Staging.layout
-    monkeypatch.setattr(Staging, "layout", lambda self, *key: (sizes.add(self.chunk_bytes), usual(self, *key))[1])
+    usual = BounceBuffers.layout
+    monkeypatch.setattr(BounceBuffers, "layout", lambda self, *key: (sizes.add(self.chunk_bytes), usual(self, *key))[1])
     own, common = np.random.default_rng(RANK), np.random.default_rng(5)
     for number in range(60):
         counts = [int(common.integers(0, 400)) for _ in range(3)]
@@ -307,7 +307,7 @@ def test_sums_are_the_same_whatever_the_chunks(
 def test_without_room_for_large_chunks_all_ranks_go_on_with_small_ones(strategy: ms.Strategy) -> None:
     asked: list[int] = []
     shared = strategy.extended.communicator.shared(pipelined.segment_bytes(4096))
-    made = NodeWindow(shared, 4096, Waiting(SIZE, lambda: None), lambda nbytes: asked.append(nbytes))
+    made = PipelinedAllReduce(shared, 4096, Waiting(SIZE, lambda: None), lambda nbytes: asked.append(nbytes))
     target = np.ones(chunk_size.LEAST_BYTES // 8)
     for _ in range(3):
         made.allreduce(np.full_like(target, RANK), target)
@@ -322,4 +322,4 @@ def test_a_strategy_has_both_chunks_for_large_arrays(strategy: ms.Strategy) -> N
     for _ in range(4):
         ranks.allreduce(target, source=np.arange(target.size, dtype=np.float32))
         np.testing.assert_array_equal(target, np.arange(target.size, dtype=np.float32) * SIZE)
-    assert len(ranks.window._stagings) == 2
+    assert len(ranks.pipelined._bounce_buffers) == 2

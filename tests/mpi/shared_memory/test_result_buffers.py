@@ -30,7 +30,7 @@ def strategy() -> Iterator[ms.MirroredStrategy]:
 
 
 def arrays_of(rank: int, round_: int, dtype: str = "float32") -> list[Array]:
-    """Return a list that is too large for the cells and small enough for a block."""
+    """Return a list that is too large for the mailboxes and small enough for a block."""
     shapes: list[tuple[int, ...]] = [(length,) for length in range(1, 300)] + [(7, 9), (), (0,)]
     return [value_of(rank, dtype, shape, 1000 * round_ + at) for at, shape in enumerate(shapes)]
 
@@ -75,7 +75,7 @@ def address(array: Array) -> int:
 
 def in_block(strategy: ms.Strategy, array: Array) -> bool:
     """Return whether an array lies in one of this rank's blocks."""
-    blocks = strategy.extended.communicator.blocks
+    blocks = strategy.extended.communicator.result_buffers
     assert blocks is not None
     mine = [block for size in blocks._sizes.values() for block in size.mine]
     return any(address(block) <= address(array) < address(block) + block.nbytes for block in mine)
@@ -98,7 +98,7 @@ def test_a_large_array(strategy: ms.Strategy, shape: tuple[int, ...], dtype: str
             found = reduced(strategy, mine, op)
             np.testing.assert_array_equal(found, expected(op, everybodys))
             np.testing.assert_array_equal(mine, everybodys[RANK], "what a rank brings stays as it is")
-    # Those of float16 are rounded to memory of their own; a few kilobytes travel in the cells.
+    # Those of float16 are rounded to memory of their own; a few kilobytes travel in the mailboxes.
     assert in_block(strategy, found) == (dtype != "float16" and found.nbytes >= 2**15)
 
 
@@ -155,7 +155,7 @@ def test_a_small_result_keeps_no_large_one(strategy: ms.Strategy) -> None:
 
 
 def test_sizes_that_are_not_asked_for_make_room(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = strategy.extended.communicator.blocks
+    blocks = strategy.extended.communicator.result_buffers
     assert blocks is not None
     monkeypatch.setattr("mpistrategy.mpi.shared_memory.result_buffers._KEPT_FOR", 20)
     monkeypatch.setattr(blocks, "_left", 2**20)
@@ -182,7 +182,7 @@ def test_where_there_is_no_room_nothing_is_said(strategy: ms.Strategy, monkeypat
     def no_room(nbytes: int) -> None:
         asked.append(nbytes)
 
-    monkeypatch.setattr(communicator.blocks, "_share", no_room)
+    monkeypatch.setattr(communicator.result_buffers, "_share", no_room)
     for round_ in range(6):
         everybodys = [value_of(rank, "float32", (777_777,), round_) for rank in range(SIZE)]
         np.testing.assert_array_equal(reduced(strategy, everybodys[RANK]), expected("SUM", everybodys))
@@ -196,7 +196,7 @@ def test_half_of_the_memory_stays_free(strategy: ms.Strategy, monkeypatch: pytes
             patch.setattr(memory_limits, "memory", lambda: little)
         for _ in range(4):
             assert (reduced(strategy, np.ones(1_234_567)) == SIZE).all()
-    blocks = strategy.extended.communicator.blocks
+    blocks = strategy.extended.communicator.result_buffers
     assert blocks is not None
     assert not blocks._sizes[block_bytes_for(8 * 1_234_567)].mine
 

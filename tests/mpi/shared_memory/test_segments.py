@@ -132,7 +132,7 @@ CASES = [(0, "no file"), *((rank, t) for rank in sorted({0, SIZE - 1}) for t in 
 
 
 def assert_all_works(strategy: ms.Strategy) -> None:
-    """Reduce arrays that go in cells, packs and chunks elsewhere; numbers, arenas, variables; and make a mistake."""
+    """Reduce arrays in mailboxes, packs and chunks, numbers, arenas and variables; and make a mistake."""
 
     def step(value: Any, **more: Any) -> Any:
         return strategy.run(lambda: context().all_reduce("SUM", value, **more))
@@ -178,8 +178,8 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
     if RANK == 0:
         assert reason in str(ours[0].message)
         assert "srun --mem" in str(ours[0].message)
-    assert ranks.cells is None
-    assert ranks.window is None
+    assert ranks.mailboxes is None
+    assert ranks.pipelined is None
     assert not again.is_shared
     assert not lasting(files_in_memory() - before), "no file is left"
     ranks.node_barrier()
@@ -204,7 +204,7 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         assert all("cannot share more memory" in str(warning.message) for warning in caught)
         assert not memory.is_shared
         memory.mine[:] = 1
-        assert ranks.cells is not None
+        assert ranks.mailboxes is not None
         assert still_works(strategy)
         assert ranks.shared(10_000).is_shared, "where there is room again"
 

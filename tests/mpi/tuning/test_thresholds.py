@@ -23,11 +23,11 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.gpu import cuda_trials
 from mpistrategy.mpi.tuning import files
 from mpistrategy.mpi.tuning.files import VARIABLE, Machine
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths, Rates, default_for
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Rates, Thresholds, default_for
 
 pytestmark = pytest.mark.one_rank
 
-MEASURED = Paths(64, 2**16, 2**17, 2**12, 2**21, 2**17, 2**19, (("float64", 4096),), "a test")
+MEASURED = Thresholds(64, 2**16, 2**17, 2**12, 2**21, 2**17, 2**19, (("float64", 4096),), "a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
 
 
@@ -86,7 +86,7 @@ def test_a_dtype_may_have_its_own_threshold() -> None:
     window_bytes = [MEASURED.window_bytes_for(np.dtype(name)) for name in ("float64", "float32", "int64")]
     assert window_bytes == [4096, 2**16, 2**16]
     assert DEFAULT.window_bytes_for(np.dtype("float64")) == DEFAULT.window_bytes
-    assert json.loads(json.dumps(MEASURED.thresholds()))["window_bytes_by_dtype"] == {"float64": 4096}
+    assert json.loads(json.dumps(MEASURED.sizes()))["window_bytes_by_dtype"] == {"float64": 4096}
 
 
 def test_defaults_of_a_library() -> None:
@@ -205,10 +205,10 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
     monkeypatch.setenv(VARIABLE, str(file))
     with ms.MirroredStrategy() as strategy:
         communicator = strategy.extended.communicator
-        assert communicator.paths.chunk_bytes == 4096
-        if communicator.window is not None:
-            ways = [communicator.way(2**15, np.dtype(name), "SUM") for name in ("float64", "float32")]
-            assert ways == ["window", "mpi"]
+        assert communicator.thresholds.chunk_bytes == 4096
+        if communicator.pipelined is not None:
+            ways = [communicator.route(2**15, np.dtype(name), "SUM") for name in ("float64", "float32")]
+            assert ways == ["pipelined", "mpi"]
         total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.arange(50_000.0)))
         np.testing.assert_array_equal(total, comm.size * np.arange(50_000.0))
 
@@ -224,7 +224,7 @@ def test_a_strategy_of_ranks_with_different_files(
         warnings.simplefilter("always")
         with ms.MirroredStrategy() as strategy:
             communicator = strategy.extended.communicator
-            assert communicator.paths == default_for(communicator.library)
+            assert communicator.thresholds == default_for(communicator.library)
             assert strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1)) == comm.size
     assert len([one for one in caught if "different thresholds" in str(one.message)]) == (comm.rank == 0)
 

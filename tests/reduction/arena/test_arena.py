@@ -46,7 +46,7 @@ def in_two_levels(node_of: list[int]) -> ms.Strategy:
     """Let the smallest buffers go within the nodes, between them and back, as large ones do."""
     made = OnNodes(node_of, ms.MpiAllReduce())
     communicator = made.extended.communicator
-    communicator.paths = replace(communicator.paths, across_bytes=1)
+    communicator.thresholds = replace(communicator.thresholds, across_bytes=1)
     return made
 
 

@@ -23,12 +23,12 @@ from mpistrategy.cli.bench.cases.sums import Bench, size_in_words
 from mpistrategy.cross_device_ops import MpiAllReduce
 from mpistrategy.mpi.contract import check_level
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.shared_memory.mailboxes import Cells
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.plan import DenseReduction, dense_reduction
 from mpistrategy.reduction.plans import Plans
-from mpistrategy.reduction.routes.mailboxes import CellProgram
+from mpistrategy.reduction.routes.mailboxes import MailboxReduction
 
 #: A single element takes a way of its own, which the bare variant does not know.
 SIZES = (64, 4 * 2**10, 2**20)
@@ -119,12 +119,12 @@ def _through(kind: type[Plans], mine: Array, communicator: MpiCommunicator) -> C
 
 def _bare(mine: Array, communicator: MpiCommunicator) -> Callable[[], Any]:
     """Return the same reduction of one array, as short as it can be without the check."""
-    cells = communicator.cells
-    assert cells is not None
+    mailboxes = communicator.mailboxes
+    assert mailboxes is not None
     reduction = dense_reduction(communicator, ((mine.dtype, mine.shape),), ReduceOp.SUM, 0)
-    run = _bare_in_blocks(reduction, communicator, cells)
+    run = _bare_in_blocks(reduction, communicator, mailboxes)
     if reduction.program is not None:
-        run = _bare_in_cells(reduction.program, mine.shape)
+        run = _bare_in_mailboxes(reduction.program, mine.shape)
     known = {("SUM", mine.dtype, mine.shape): run}
 
     def call() -> Any:
@@ -133,10 +133,12 @@ def _bare(mine: Array, communicator: MpiCommunicator) -> Callable[[], Any]:
     return call
 
 
-def _bare_in_blocks(reduction: DenseReduction, communicator: MpiCommunicator, cells: Cells) -> Callable[[Array], Any]:
+def _bare_in_blocks(
+    reduction: DenseReduction, communicator: MpiCommunicator, mailboxes: Mailboxes
+) -> Callable[[Array], Any]:
     def run(mine: Array) -> Any:
         reduction.prepare((mine,), None)
-        _meet(cells)
+        _meet(mailboxes)
         found = reduction.run_in_blocks()
         if found is not None:
             return found[0]
@@ -149,30 +151,30 @@ def _bare_in_blocks(reduction: DenseReduction, communicator: MpiCommunicator, ce
     return run
 
 
-def _meet(cells: Cells) -> None:
-    sequence = cells.sequence = cells.sequence + 1
-    slot = cells.slots[sequence & 1]
+def _meet(mailboxes: Mailboxes) -> None:
+    sequence = mailboxes.sequence = mailboxes.sequence + 1
+    slot = mailboxes.slots[sequence & 1]
     slot.mine[0] = sequence
     for peer in slot.peers:
         if peer[0] != sequence:
-            cells.waiting.until(peer, sequence)
+            mailboxes.waiting.until(peer, sequence)
 
 
-def _bare_in_cells(program: CellProgram, shape: tuple[int, ...]) -> Callable[[Array], Any]:
-    cells, quiet, combine = program.cells, program.quiet, program.combine
+def _bare_in_mailboxes(program: MailboxReduction, shape: tuple[int, ...]) -> Callable[[Array], Any]:
+    mailboxes, quiet, combine = program.mailboxes, program.quiet, program.combine
     slots = [
         (slot.mine, slot.peers, [part.reshape(shape) for part in parts])
-        for slot, (parts,) in zip(cells.slots, program.parts, strict=True)
+        for slot, (parts,) in zip(mailboxes.slots, program.parts, strict=True)
     ]
 
     def run(mine: Array) -> Any:
-        sequence = cells.sequence = cells.sequence + 1
+        sequence = mailboxes.sequence = mailboxes.sequence + 1
         number, peers, parts = slots[sequence & 1]
-        parts[cells.local_rank][...] = mine
+        parts[mailboxes.local_rank][...] = mine
         number[0] = sequence
         for peer in peers:
             if peer[0] != sequence:
-                cells.waiting.until(peer, sequence)
+                mailboxes.waiting.until(peer, sequence)
         first, second, *others = parts
         total = quiet(combine, first, second)
         for other in others:

@@ -1,4 +1,4 @@
-"""`mpistrategy bench --save`: measures the thresholds of `thresholds.Paths` for this machine and job.
+"""`mpistrategy bench --save`: measures the thresholds of `thresholds.Thresholds` for this machine and job.
 
 One threshold after the other: strategies that differ in it alone take turns, and a value other than the default must
 be clearly faster.  All ranks come to the same values, since all see the same figures.
@@ -18,7 +18,7 @@ from mpistrategy.cli.bench.cases.case import Case, Ranks, Variant
 from mpistrategy.cli.bench.cases.sums import size_in_words
 from mpistrategy.cli.bench.measuring.timing import Effort, measure
 from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Paths, Rates
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Rates, Thresholds
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
@@ -35,7 +35,7 @@ CHUNKS = tuple(size * _KIB for size in (64, 128, 256, 512, 1024))
 PIECES = tuple(size * _KIB for size in (256, 512, 1024, 2048, 4096))
 LARGE = (_MIB, 16 * _MIB)
 WINDOW_SIZES = tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096))
-CELL_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
+MAILBOX_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
 PACK_SIZES = tuple(size * _KIB for size in (1, 4, 16, 64, 256))
 ACROSS_SIZES = tuple(size * _KIB for size in (16, 64, 256, 1024))
 PACKED_ARRAYS = 50
@@ -62,7 +62,7 @@ class Search:
         share_memory: bool,
         nodes: int,
         tell: Callable[[str], None],
-        default: Paths = DEFAULT,
+        default: Thresholds = DEFAULT,
         effort: Effort = EFFORT,
         trials: int = 3,
     ) -> None:
@@ -75,7 +75,7 @@ class Search:
         self.default = self.paths = default
         self.cases: list[dict[str, Any]] = []
 
-    def run(self) -> Paths:
+    def run(self) -> Thresholds:
         """Measure all thresholds, and how fast the ways are with them; return them.  Collective."""
         if self.nodes > 1:  # what is for a node alone is not used then
             self._best("across_piece_bytes", PIECES, replace(self.default, across_bytes=64))
@@ -86,7 +86,7 @@ class Search:
                 self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
                 for name in DTYPES:
                     self._window_of(name)
-                self._up_to_size("cell_bytes", CELL_SIZES, _one)
+                self._up_to_size("cell_bytes", MAILBOX_SIZES, _one)
             self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER, window_bytes_by_dtype=()))
         self._up_to_size("pack_bytes", PACK_SIZES, _many)
         self.paths = replace(self.paths, rates=self._rates())
@@ -121,7 +121,7 @@ class Search:
         chosen = [("median_us" if each["disturbed_left_out"] else "fastest_us", each) for each in case["variants"]]
         return [each[name] / 1e6 for name, each in chosen]
 
-    def _best(self, name: str, candidates: Sequence[int], base: Paths) -> None:
+    def _best(self, name: str, candidates: Sequence[int], base: Thresholds) -> None:
         """Find the value that is fastest over all large sizes."""
         default = getattr(self.default, name)
         ordered = [default, *(value for value in candidates if value != default)]
@@ -129,7 +129,7 @@ class Search:
         logs = self._logs(name, LARGE, tried, _one)
         self._settle(name, dict(zip(ordered, logs.mean(axis=0), strict=True)))
 
-    def _from_size(self, name: str, sizes: Sequence[int], base: Paths) -> None:
+    def _from_size(self, name: str, sizes: Sequence[int], base: Thresholds) -> None:
         """Find the size from which the way that `name` opens is the faster one."""
         self._settle(name, self._costs_from(name, sizes, _with(base, name, NEVER), _with(base, name, 64), _one))
 
@@ -149,7 +149,7 @@ class Search:
             self.paths = replace(self.paths, window_bytes_by_dtype=(*others, (name, value)))
 
     def _costs_from(
-        self, name: str, sizes: Sequence[int], without: Paths, most: Paths, make: _Make
+        self, name: str, sizes: Sequence[int], without: Thresholds, most: Thresholds, make: _Make
     ) -> dict[int, float]:
         logs = self._with_and_without(name, sizes, without, most, make)
         return {start: sum(log for size, log in logs.items() if size >= start) for start in (*sizes, NEVER)}
@@ -162,7 +162,7 @@ class Search:
         self._settle(name, costs)
 
     def _with_and_without(
-        self, name: str, sizes: Sequence[int], without: Paths, most: Paths, make: _Make
+        self, name: str, sizes: Sequence[int], without: Thresholds, most: Thresholds, make: _Make
     ) -> dict[int, float]:
         logs = self._logs(name, sizes, {"without": without, "with": most}, make)
         return dict(zip(sizes, logs[:, 1].tolist(), strict=True))
@@ -180,7 +180,7 @@ class Search:
         self.tell(f"{name}: {words[0]} (default {words[1]})")
         return value
 
-    def _logs(self, name: str, sizes: Sequence[int], tried: dict[str, Paths], make: _Make) -> Array:
+    def _logs(self, name: str, sizes: Sequence[int], tried: dict[str, Thresholds], make: _Make) -> Array:
         """Return the logarithms of the ratios to the first, by size and what is tried; zeros where others disturbed.
 
         They are medians of several trials with new strategies: where in memory a window comes to lie makes a
@@ -219,7 +219,7 @@ class Search:
         return case
 
 
-def _with(paths: Paths, name: str, value: int) -> Paths:
+def _with(paths: Thresholds, name: str, value: int) -> Thresholds:
     changes: dict[str, Any] = {name: value}
     return replace(paths, **changes)
 
@@ -247,7 +247,7 @@ def _sum(strategy: Strategy, operands: Sequence[Any]) -> Callable[[], Any]:
 
 
 @contextmanager
-def _strategies(tried: Sequence[Paths]) -> Iterator[list[Strategy]]:
+def _strategies(tried: Sequence[Thresholds]) -> Iterator[list[Strategy]]:
     """Make a strategy for each set of thresholds.  Collective."""
     with ExitStack() as stack:
         made: list[Strategy] = []

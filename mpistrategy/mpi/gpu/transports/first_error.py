@@ -16,7 +16,7 @@ def trouble_of(work: Callable[[], str | None]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def first_trouble(ranks: Communicator, mine: str) -> str:
+def first_error(ranks: Communicator, mine: str) -> str:
     """Return the trouble of some rank, with its number; "" if none has any.  Collective, and a barrier."""
     everyone = ranks.allgather_text(mine)
     those = [rank for rank, trouble in enumerate(everyone) if trouble]

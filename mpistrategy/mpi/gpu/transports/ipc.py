@@ -28,7 +28,7 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu import inventory
 from mpistrategy.mpi.gpu.transports import ipc_kernels
-from mpistrategy.mpi.gpu.transports.first_error import first_trouble, trouble_of
+from mpistrategy.mpi.gpu.transports.first_error import first_error, trouble_of
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory
@@ -168,7 +168,7 @@ class IpcPath:
             right = sum(rank + number for rank in range(self._ranks.size))
             return "" if found == [right] else f"a wrong sum: {found[:3]} for {right}"
 
-        return first_trouble(self._ranks, trouble_of(write)) or first_trouble(self._ranks, trouble_of(combine))
+        return first_error(self._ranks, trouble_of(write)) or first_error(self._ranks, trouble_of(combine))
 
     def free(self) -> None:
         """Give the memory back: when no kernel reads it, and no peer has it open."""
@@ -201,10 +201,10 @@ def join(ranks: Communicator) -> IpcPath | str:
     def offer() -> None:
         offers.append(path.offer())
 
-    trouble = first_trouble(ranks, trouble_of(offer))
+    trouble = first_error(ranks, trouble_of(offer))
     if not trouble:
         everyone = ranks.allgather_text(offers[0])
-        trouble = first_trouble(ranks, trouble_of(lambda: path.open(everyone)))
+        trouble = first_error(ranks, trouble_of(lambda: path.open(everyone)))
     # Each slot once, and the first again.
     trouble = trouble or path.trial(1) or path.trial(2) or path.trial(3)
     if not trouble:

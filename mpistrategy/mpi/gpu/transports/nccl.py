@@ -23,7 +23,7 @@ import numpy as np
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.gpu.transports.first_error import first_trouble, trouble_of
+from mpistrategy.mpi.gpu.transports.first_error import first_error, trouble_of
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory
@@ -191,7 +191,7 @@ class NcclPath:
         with self._cupy.cuda.Device(self._device):
             self._staged.free()
             trouble = trouble_of(self._wait_for_all) or self._failure
-            self.leave(first_trouble(self._ranks, trouble))
+            self.leave(first_error(self._ranks, trouble))
 
     def leave(self, trouble: str) -> None:
         """Let go of NCCL where all ranks do; without waiting for anything if some rank has trouble."""
@@ -228,7 +228,7 @@ def join(ranks: Communicator) -> NcclPath | str:
             raise
 
     # All ranks are through before the first of them uses it: what connecting does to a GPU must not meet a collective.
-    trouble = first_trouble(ranks, trouble_of(connect)) or first_trouble(ranks, trouble_of(lambda: made[0].trial()))
+    trouble = first_error(ranks, trouble_of(connect)) or first_error(ranks, trouble_of(lambda: made[0].trial()))
     if not trouble:
         return made[0]
     for path in made:
