@@ -4,7 +4,7 @@
 # shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
-# bench SUITES ARGUMENT...: takes --mpi and -n, and hands everything else to mpistrategy bench.
+# bench SUITES ARGUMENT...: takes --mpi and -n, and passes everything else to mpistrategy bench.
 bench() {
     local suites=$1 ranks=2 arguments=()
     shift
@@ -18,7 +18,7 @@ bench() {
     done
     choose_mpi "$MPI"
     prepare bench
-    # A rank that has a core of its own need not give it away: MPI is measured as its users have it.
+    # Where every rank has a core, waiting ranks need not yield: MPI is measured with its default settings.
     if ((ranks <= $(nproc))); then
         export MPIR_CVAR_ENABLE_HEAVY_YIELD=0 OMPI_MCA_mpi_yield_when_idle=0
     fi

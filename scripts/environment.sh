@@ -83,7 +83,7 @@ run_ranks() {
             ;;
         impi) export I_MPI_PIN=0 ;;
     esac
-    # timeout puts the job into a process group of its own, so that it can end all of it; Ctrl-C must be passed on.
+    # timeout puts the job into a process group of its own, so that it can end the whole job; Ctrl-C must be passed on.
     timeout -k 5 "$limit" "$VENV/bin/mpiexec" "${flags[@]}" -n "$ranks" "$VENV/bin/python" "$@" &
     job=$!
     trap 'interrupted=yes; kill -TERM "$job" 2>/dev/null || true' INT TERM

@@ -15,7 +15,7 @@ from mpistrategy.cli.bench import command as bench
 from mpistrategy.cli.doctor import command as doctor
 from mpistrategy.cli.slurm import command as slurm
 
-#: What a shell makes of SIGPIPE.
+#: The exit status that a shell reports after SIGPIPE.
 _NOBODY_READS = 128 + signal.SIGPIPE
 
 
@@ -26,7 +26,7 @@ class Command:
     Attributes:
         summary: one line for the list of subcommands.
         add_options: declares its options.
-        run: does it and returns the exit status: 0 done, 1 found something wrong, 2 could not be done as asked.
+        run: runs it and returns the exit status: 0 success, 1 found something wrong, 2 could not run as asked.
     """
 
     summary: str
@@ -35,11 +35,11 @@ class Command:
 
 
 COMMANDS = {
-    "bench": Command("measure collectives and steps beside what one would use instead", bench.add_options, bench.run),
+    "bench": Command("time collectives and training steps beside mpi4py", bench.add_options, bench.run),
     "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", doctor.add_options, doctor.run),
     "run": Command("run a program on every rank, in place of python", run.add_options, run.run),
     "slurm": Command("write a job script for a cluster, check it, or submit it", slurm.add_options, slurm.run),
-    "trace": Command("put the recordings of all ranks together, for a viewer", trace.add_options, trace.run),
+    "trace": Command("merge the recordings of all ranks for a trace viewer", trace.add_options, trace.run),
 }
 
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = COMMANDS[options.command].run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who reads has seen enough, as `head` has. What is still to be written goes nowhere.
+        # The reader of a pipe, such as `head`, has closed it. The rest of the output goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return _NOBODY_READS
     return status

@@ -1,7 +1,7 @@
-"""`mpistrategy run program.py`: what a job starts on every rank in place of `python program.py`.
+"""`mpistrategy run program.py`: runs a program on every rank, in place of `python program.py`.
 
-MPI starts, and is found in order, before a line of the program runs; from then on the end of one rank is the end of
-the job, also when an import fails.  Everything else is as under `python`: arguments, path, `__main__`, exit status.
+MPI is started and checked before the program runs.  From then on the end of one rank ends the job, also when an import
+fails.  Everything else is as under `python`: arguments, path, `__main__`, exit status.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _checked(parse: Callable[[str, str], object], option: str) -> Callable[[str]
 
 def _folder(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("the name of a folder is wanted")
+        raise argparse.ArgumentTypeError("expected the name of a folder")
     return text
 
 
@@ -88,7 +88,7 @@ SETTINGS = {
         "MPISTRATEGY_INJECT",
         "PLAN",
         _checked(plans.parse, "--inject"),
-        "make a collective go wrong, to see what a job makes of it",
+        "make a collective fail, to test how the job reacts",
     ),
     "--trace": Setting(
         switch.VARIABLE, "DIR", _folder, "record what the rank does into a folder, for mpistrategy trace"
@@ -119,7 +119,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unfinished",
         metavar="FILE",
-        help="take this file away, on rank 0, once the program has ended with status 0; for job scripts",
+        help="remove this file on rank 0 when the program has ended with status 0; for job scripts",
     )
     rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "default": []}
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does", **rest)
@@ -186,7 +186,7 @@ def _start_mpi() -> int:
 def _show_stacks_of_crashes() -> None:
     """Show all threads' stacks when the process crashes; and on SIGQUIT, after which it goes on.
 
-    Jobs are told things by SIGUSR1, SIGUSR2 and SIGTERM; SIGQUIT is free.
+    Job scripts use SIGUSR1, SIGUSR2 and SIGTERM for other purposes.
     """
     with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation):  # stderr may be no file
         if not faulthandler.is_enabled():
@@ -266,7 +266,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _main_of(program: _Program) -> dict[str, Any]:
-    """Make a fresh `__main__` for the program, and return its names; ours stays alive."""
+    """Make a new `__main__` for the program, and return its names; keep a reference to ours."""
     main = ModuleType("__main__")
     names = vars(main)
     names.update(program.names, __builtins__=sys.modules["builtins"])
@@ -296,7 +296,7 @@ def _note_exit(error: SystemExit, unfinished: str) -> None:
 
 
 def _take_away(unfinished: str) -> None:
-    """Take the file away that says that the program has not come to a good end."""
+    """Remove the file that marks the program as unfinished."""
     try:
         if unfinished:
             os.unlink(unfinished)

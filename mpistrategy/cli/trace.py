@@ -1,4 +1,4 @@
-"""The command `mpistrategy trace`: the recordings of all ranks on one clock, for a viewer, and in a few lines."""
+"""`mpistrategy trace`: merges the recordings of all ranks on one clock, for a viewer, and prints a summary."""
 
 from __future__ import annotations
 

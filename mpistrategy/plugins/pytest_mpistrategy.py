@@ -1,7 +1,7 @@
-"""A plugin of pytest: what the library reports before it ends a job goes past pytest's capture, failed tests included.
+"""A pytest plugin: reports that the library prints before it ends a job bypass pytest's capture.
 
 pytest loads it wherever mpistrategy is installed.  It does nothing unless a launcher started several ranks; then it
-keeps a descriptor of stderr from before the capture, and the first failures, of which pytest tells only at its end.
+keeps a descriptor of stderr from before the capture, and the first failures, which pytest shows only at its end.
 `watchdog.reports` finds them here.  It is installed beside the package: importing the package takes longer.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-#: Where launchers say how many ranks they have started, on this node or in all.
+#: Launchers set these to the number of ranks, on this node or in total.
 _SIZES = (
     "PMI_SIZE",
     "OMPI_COMM_WORLD_SIZE",
@@ -27,7 +27,7 @@ _MOST_FAILURES, _MOST_LINES = 3, 60
 
 
 class Reports:
-    """What the library is told of this session of pytest.
+    """What the library uses of this session of pytest.
 
     Attributes:
         stderr: a descriptor of what stderr was before the capture.
@@ -76,7 +76,7 @@ reports: Reports | None = None
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Begin, under several ranks: this is called before pytest captures anything."""
     global reports
-    # pytest rewrites the assertions of packages that bring a plugin: where it cannot keep the result, at each import.
+    # pytest rewrites the assertions of packages with plugins, on each import where it cannot store the result.
     hook = getattr(pluginmanager, "rewrite_hook", None)
     getattr(hook, "_must_rewrite", set()).discard("mpistrategy")
     if reports is None and any(os.environ.get(name, "1") not in ("", "0", "1") for name in _SIZES):

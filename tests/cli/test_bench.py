@@ -17,7 +17,7 @@ import pytest
 from mpistrategy.cli.bench.cases import nodes, steps
 from mpistrategy.cli.bench.cases.case import Case, Variant, is_right
 from mpistrategy.cli.bench.cases.shapes import LISTS, elements
-from mpistrategy.cli.bench.measuring import plot, report
+from mpistrategy.cli.bench.measuring import report
 from mpistrategy.cli.bench.measuring.timing import Effort, measure, summary
 
 Launch = Callable[..., launching.Finished]
@@ -98,6 +98,32 @@ def test_steps(launch: Launch, tmp_path: Path) -> None:
     assert {"NumPy, mpi4py in place", "mpistrategy SGD", "mpistrategy SGD, sliced update"} <= set(
         case["communication_us"]
     )
+
+
+PEER = """
+    import numpy as np
+    from mpistrategy.cli.bench.cases.case import Variant
+
+    PACKAGE = {package!r}
+
+    class PEER:
+        def __init__(self, ranks, nodes):
+            self.ranks = ranks
+
+        def one_array(self, array):
+            yield Variant("a peer", lambda: self.ranks.allreduce(self.ranks.in_place, array), [array])
+
+        def close(self):
+            print("closed")
+    """
+
+
+def test_files_add_other_libraries(launch: Launch, tmp_path: Path) -> None:
+    files = [launching.program(PEER.format(package=name), tmp_path) for name in ("numpy", "lost")]
+    [case] = figures(launch, tmp_path, "--only", "all_reduce", "--sizes", "4", "--peers", *map(str, files))["cases"]
+    check(case, "mpi4py")
+    assert case["variants"][-1]["name"] == "a peer"
+    assert case["missing"] == {files[1].stem: "lost is not installed"}
 
 
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
@@ -218,9 +244,9 @@ def test_what_follows_from_figures() -> None:
 
 
 def test_no_picture_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "was not run" in plot.draw({"cases": []}, "x.png")
+    assert "was not run" in report.draw({"cases": []}, "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "matplotlib is not installed" in plot.draw({"cases": [{"suite": "all_reduce"}]}, "x.png")
+    assert "matplotlib is not installed" in report.draw({"cases": [{"suite": "all_reduce"}]}, "x.png")
 
 
 def _environment() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from secrets_planted import PLANTED
 
 from mpistrategy.cli.doctor.checks import catalog
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
-from mpistrategy.cli.doctor.facts import blas, cuda_trial, file_system, gather, peer_access
+from mpistrategy.cli.doctor.facts import c_libraries, cuda_trial, gather
 from mpistrategy.cli.doctor.facts.facts import Clock, Facts, Job, Speed, Trial
 from mpistrategy.cli.doctor.report import report
 from mpistrategy.cli.doctor.report.privacy import HIDDEN, covered, veil
@@ -327,7 +327,7 @@ def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
     at = next(number for number, line in enumerate(lines) if line.startswith("BAD "))
     assert lines[at].startswith("BAD   versions")
     assert lines[at + 1].strip().startswith("-> Give all nodes one environment")
-    assert lines[-1] == "1 BAD. What is BAD wants to be fixed first."
+    assert lines[-1] == "1 BAD. Fix what is BAD first."
     well = job()
     assert report.as_text(well, catalog.examine(well)).splitlines()[-1] == "Nothing is bad."
 
@@ -419,9 +419,9 @@ def test_what_a_launcher_offers(environment: dict[str, str], offered: tuple[str,
 
 
 def test_file_systems(tmp_path: Path) -> None:
-    assert file_system.kind_of("/proc") == "file system 0x9fa0"
-    assert file_system.kind_of("/dev/shm") in ("tmpfs", "overlay")
-    assert file_system.kind_of(str(tmp_path / "missing")) == "unknown"
+    assert c_libraries.kind_of("/proc") == "file system 0x9fa0"
+    assert c_libraries.kind_of("/dev/shm") in ("tmpfs", "overlay")
+    assert c_libraries.kind_of(str(tmp_path / "missing")) == "unknown"
 
 
 def test_leftovers(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_threads_of_linear_algebra(files: list[str], environment: dict[str, str]
             raise OSError
         return SimpleNamespace(scipy_openblas_get_num_threads64_=lambda: 5, MKL_Get_Max_Threads=lambda: 7)
 
-    assert blas.threads(files, environment, 6, load) == found
+    assert c_libraries.blas_threads(files, environment, 6, load) == found
 
 
 def test_peer_access_as_the_driver_tells_it() -> None:
@@ -464,8 +464,8 @@ def test_peer_access_as_the_driver_tells_it() -> None:
             answer._obj.value = int((one, other) != (0, 2))
             return 0
 
-    assert peer_access.missing(3, Driver()) == ((0, 2),)
-    assert peer_access.missing(3, SimpleNamespace(cuInit=lambda flags: 100)) == ()
+    assert c_libraries.pairs_without_peer_access(3, Driver()) == ((0, 2),)
+    assert c_libraries.pairs_without_peer_access(3, SimpleNamespace(cuInit=lambda flags: 100)) == ()
 
 
 # ------------------------------------------------------------------------------------------------ GPU memory, tried

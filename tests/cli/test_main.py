@@ -47,7 +47,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["bench", "--only", ""], "nothing is named; eligible: all_reduce"),
         (["bench", "--lists", "resnet51"], "there is no 'resnet51'; eligible: resnet50, gpt2-small, tiny1000"),
-        (["bench", "--peers", "gloo"], "there is no 'gloo'; eligible: torch"),
+        (["bench", "--peers", "gloo.py"], "'gloo.py' is no file of Python"),
         (["bench", "--sizes", "4,many"], "'many' is no size"),
         (["bench", "--sizes", "6"], "'6' is no size"),
         (["bench", "--sizes", "0"], "'0' is no size"),

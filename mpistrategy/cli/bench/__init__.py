@@ -1,1 +1,1 @@
-"""`mpistrategy bench`: what the library's collectives cost, beside what a user would call instead, in one run."""
+"""`mpistrategy bench`: times the library's collectives and mpi4py's in the same run."""

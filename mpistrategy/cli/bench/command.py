@@ -16,9 +16,8 @@ import numpy as np
 from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
 from mpistrategy.cli.bench.measuring import report as reports
 from mpistrategy.cli.bench.measuring.environment import describe
-from mpistrategy.cli.bench.measuring.plot import draw
 from mpistrategy.cli.bench.measuring.timing import FULL, QUICK, measure
-from mpistrategy.cli.bench.peers.installed import PEERS, open_peers
+from mpistrategy.cli.bench.peers import open_peers
 from mpistrategy.mpi.tuning.files import VARIABLE, Machine, check_can_save, expanded, save, trying
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, default_for
 from mpistrategy.strategy.mirrored import MirroredStrategy
@@ -35,8 +34,8 @@ UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g":
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Say what `mpistrategy bench` takes."""
-    parser.add_argument("--quick", action="store_true", help="less than a minute: fewer sizes and rounds")
+    """Declare the options of `mpistrategy bench`."""
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; takes less than a minute")
     parser.add_argument(
         "--only", type=_names(SUITES), default=list(SUITES[:-1]), metavar="SUITE,...", help=f"of {', '.join(SUITES)}"
     )
@@ -51,10 +50,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--peers",
-        type=_names(PEERS),
-        default=["torch"],
-        metavar="PEER,...",
-        help="other libraries to run as well, where installed",
+        nargs="+",
+        type=_python_file,
+        default=[],
+        metavar="FILE.py",
+        help="files that add other libraries, such as scripts/peers/torch_gloo.py of the source tree",
     )
     parser.add_argument("--seconds", type=_positive, help="for each case")
     parser.add_argument(
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks of the job; return the exit status."""
-    # What is about to be measured may not be there yet.
+    # Saved thresholds must not influence their own measurement.
     with trying(DEFAULT) if options.save else nullcontext():
         strategy = MirroredStrategy()  # starts MPI
     if strategy.num_replicas_in_sync == 1:
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             reports.write(options.json, reports.as_json(report))
         if options.plot:
-            _tell(draw(report, options.plot) or f"drew {options.plot}")
+            _tell(reports.draw(report, options.plot) or f"drew {options.plot}")
     ranks.close()
     strategy.close()
     right = all(row["right"] for case in report["cases"] for row in case["variants"])
@@ -148,7 +148,7 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
             for variant in case.variants:
                 if variant.close is not None:
                     variant.close()
-            case.variants.clear()  # their memory is wanted for the next
+            case.variants.clear()  # frees their memory for the next case
     for peer in peers:
         peer.close()
 
@@ -211,12 +211,19 @@ def _names(eligible: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def _file(text: str) -> str:
-    """Refuse what cannot be written before anything is measured."""
+    """Check that a file can be written, before anything is measured."""
     path = Path(text)
     target = path if path.exists() else path.parent
     if text != "-" and (path.is_dir() or not os.access(target, os.W_OK)):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return text
+
+
+def _python_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".py" or not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file of Python")
+    return path
 
 
 def _positive(text: str) -> float:

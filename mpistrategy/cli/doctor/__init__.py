@@ -1,1 +1,1 @@
-"""`mpistrategy doctor`: is this job the one that was asked for, and is anything in its way?  One verdict a check."""
+"""`mpistrategy doctor`: is this the job that was asked for, and will it run well?  One verdict a check."""

@@ -1,4 +1,4 @@
-"""Nothing here hangs: a process that is not done in time says where it waits, and ends."""
+"""The time limit of the doctor: a process that exceeds it says where it waits, and ends."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-#: The exit status of a doctor that found something bad; a hang is.
+#: The exit status when something is bad; a hang counts as bad.
 STATUS = 1
 
 
 class Deadline:
-    """Ends this process when it is not done in time.
+    """Ends this process when its time is over.
 
     Args:
         seconds: from now on.
-        title: what its last words begin with.
+        title: the beginning of its last message.
 
     Attributes:
-        stage: what is being done, in words: the last words say so.
+        stage: what is being done, for the last message.
     """
 
     def __init__(self, seconds: float, title: str = "") -> None:
@@ -55,16 +55,16 @@ class Deadline:
 def starting_mpi(seconds: float, title: str) -> Iterator[None]:
     """End this process when MPI does not start in time.
 
-    While it starts, no other thread of Python's runs: a child looks at the clock.
+    MPI holds the interpreter while it starts, so a child process watches the clock.
 
     Args:
         seconds: from now on.
-        title: what the last words begin with.
+        title: the beginning of the last message.
     """
     inside, outside = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that the child has not: it needs none
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the child does not need
         child = os.fork()
     if child == 0:
         try:

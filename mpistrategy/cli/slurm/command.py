@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpistrategy.cli.slurm import sites, toml_files
+from mpistrategy.cli.slurm import sites
 from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
 from mpistrategy.cli.slurm.render import all_files, render
 from mpistrategy.cli.slurm.spec import JobSpec
@@ -31,8 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="source", metavar="FILE.toml", help="read keys from there; those above win")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the script there; default: the screen")
     parser.add_argument("--force", action="store_true", help="overwrite files")
-    parser.add_argument("--check", action="store_true", help="ask Slurm whether it would take it: sbatch --test-only")
-    parser.add_argument("--submit", action="store_true", help="hand it to sbatch (or qsub)")
+    parser.add_argument("--check", action="store_true", help="check the script with sbatch --test-only")
+    parser.add_argument("--submit", action="store_true", help="submit it with sbatch (or qsub)")
     parser.add_argument("--list", action="store_true", help="show templates, keys and sites")
     parser.add_argument("--all", metavar="FOLDER", help="write all templates as they stand, and what goes with them")
 
@@ -79,7 +79,7 @@ def _stated(options: argparse.Namespace) -> Mapping[str, object]:
     statement: dict[str, object] = {}
     if options.source is not None:
         try:
-            statement |= toml_files.read(options.source)
+            statement |= sites.read_toml(options.source)
         except ValueError as error:
             raise OptionError.at(
                 "mpistrategy slurm", found=f"{options.source} ({error})", expected="a file in TOML"

@@ -1,4 +1,4 @@
-"""From a statement to the text of a job script: a pure function, the same bytes for the same statement."""
+"""Writes the text of a job script: a pure function of the statement."""
 
 from __future__ import annotations
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mpistrategy.cli.slurm import toml_files, values
+from mpistrategy import own_files
+from mpistrategy.cli.slurm import values
 from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
 from mpistrategy.errors import OptionError
 
 FOLDER = Path(__file__).parent / "sites"
+#: Far more than a profile has; keys of many parts take tomllib quadratic time.
+_MOST_BYTES = 2**14
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,30 @@ def load(name: str) -> Site:
         )
     path = Path(os.path.expanduser(text)) if is_file else FOLDER / f"{text}.toml"
     try:
-        table = toml_files.read(path)
+        table = read_toml(path)
     except (OSError, ValueError) as error:
         raise _refusal(path, str(error), "a file in TOML that can be read") from None
     return _site(table, path)
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what is in a file of TOML: a site's profile, or what a job is to be.
+
+    Raises:
+        OSError: when it cannot be read, is not a regular file or is too large; where everybody can write, for somebody
+            else's.
+        ValueError: when it is not TOML, or nested too deeply.
+    """
+    name = os.path.realpath(path)
+    descriptor = own_files.open_trusted(name)
+    try:
+        text = own_files.read_all(descriptor, _MOST_BYTES, name).decode()
+    finally:
+        os.close(descriptor)
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _site(table: dict[str, Any], path: Path) -> Site:

@@ -127,7 +127,7 @@ def in_seconds(limit: str) -> int:
 
 
 def memory(given: object, key: str) -> str:
-    """Return an amount of memory; "0" stands for all that a node has."""
+    """Return an amount of memory; "0" means all memory of a node."""
     text = one_line(given, key)
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}[KMGT]?", text):
         _refuse(key, given, "a whole number with K, M, G or T behind it, such as 64G; or 0 for all that the node has")

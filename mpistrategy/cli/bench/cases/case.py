@@ -1,4 +1,4 @@
-"""What is measured: cases, each with several ways to do the same, and whether all come to the right result."""
+"""What is measured: cases, each with several variants, and whether every variant is right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpistrategy.arrays.dtypes import Array
 
 
 class Ranks(Protocol):
-    """What the timing needs of the ranks; `mpistrategy.cli.bench.measuring.raw.RawRanks`."""
+    """What the timing uses of `mpistrategy.cli.bench.measuring.raw.RawRanks`."""
 
     rank: int
     size: int
@@ -29,17 +29,17 @@ class Ranks(Protocol):
 
 @dataclass
 class Variant:
-    """One way to do what a case asks for.
+    """One implementation of a case.
 
     Attributes:
-        name: how tables call it.
-        call: does it; returns the result (a nest of arrays or numbers), or None when it is in `results`.
+        name: its row in the tables.
+        call: runs it; returns the result (a nest of arrays or numbers), or None when it is in `results`.
         operands: this rank's arrays that are rewritten before every call.
         results: where `call` writes to; None means the operands themselves.
-        check: does it once and says whether the result is right here; None means that it is a sum of the operands.
-        load: brings rewritten operands to where the call takes them from, when they are no arrays of its own.
-        close: gives back what the variant holds.  Collective.
-        within: what is entered for the variant's turn, and left before the others'; not counted.  Collective.
+        check: runs it once and returns whether the result is right here; None: the result is the sum of the operands.
+        load: copies the rewritten operands to where `call` reads them, if it does not read the arrays themselves.
+        close: frees what the variant holds.  Collective.
+        within: entered for the variant's turn; not timed.  Collective.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Variant:
 
 @dataclass
 class Case:
-    """A question and the ways to answer it; the first variant is the reference of the ratios.
+    """One operation and its variants; ratios are relative to the first.
 
     Attributes:
         suite: the group that it belongs to.
@@ -142,5 +142,5 @@ def _is_right(variant: Variant, ranks: Ranks) -> bool:
 
 
 def _pattern(like: Array, index: int, times: int, plus: int) -> Array:
-    """Return small whole numbers, different from place to place and array to array: their sums are exact."""
+    """Return small integers, whose sums are exact, and which differ by position and array."""
     return np.resize((np.arange(251) + index % 7) * times + plus, like.shape).astype(like.dtype)

@@ -54,7 +54,7 @@ def on_the_line(nbytes: int, nodes: int, gbit: float) -> float:
 
 
 def hidden(case: dict[str, Any]) -> float:
-    """Return how much of the communication takes no time of its own, from 0 to 1, of the case of overlap."""
+    """Return the share of the communication that is hidden behind computation, from 0 to 1."""
     median = {row["name"]: row["median_us"] for row in case["variants"]}
     return float(round(1 - (median[BEHIND] - median[COMPUTATION]) / median[COMMUNICATION], 4))
 
@@ -115,7 +115,7 @@ def _computation(seconds: float) -> Callable[[], None]:
 
 
 def _rounded(bench: Bench, mine: Array) -> Callable[[], bool]:
-    """Return a check that allows for what bfloat16 loses: a part in 2^8 of what each node brings, at the most."""
+    """Return a check within bfloat16's rounding error: at most 2^-8 of each node's contribution."""
 
     def check() -> bool:
         pattern = np.resize(np.arange(251, dtype=np.float32), mine.shape)

@@ -30,7 +30,7 @@ from mpistrategy.reduction.plan import DenseReduction, dense_reduction
 from mpistrategy.reduction.plans import Plans
 from mpistrategy.reduction.routes.mailboxes import MailboxReduction
 
-#: A single element takes a way of its own, which the bare variant does not know.
+#: A single element takes another route, which the bare variant does not have.
 SIZES = (64, 4 * 2**10, 2**20)
 BARE, UNRECORDED, WHOLE = "neither check nor record", "check, no record", "mpistrategy"
 _LOOKS = 200

@@ -14,7 +14,7 @@ from mpistrategy.cli.bench.cases import network
 from mpistrategy.cli.bench.cases.case import Case, Variant
 from mpistrategy.cli.bench.cases.shapes import NETWORKS
 from mpistrategy.cli.bench.cases.sums import Bench
-from mpistrategy.cli.bench.peers.installed import Peer
+from mpistrategy.cli.bench.peers import Peer
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.one_device import OneDeviceStrategy
 from mpistrategy.strategy.strategy import Strategy

@@ -12,7 +12,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Case, Variant
 from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS, elements
 from mpistrategy.cli.bench.measuring.raw import PIECE, RawRanks
-from mpistrategy.cli.bench.peers.installed import Peer
+from mpistrategy.cli.bench.peers import Peer
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 

@@ -25,7 +25,7 @@ from mpistrategy.strategy.strategy import Strategy
 
 EFFORT = Effort(seconds=0.3, least=7, most=31)
 QUICK = Effort(seconds=0.05, least=3, most=9)
-#: What is not faster by this is no reason to leave the default.
+#: A value replaces the default only if its time is below this fraction of the default's.
 CLEARLY = 0.95
 NEVER = 2**40
 _KIB, _MIB = 2**10, 2**20
@@ -35,11 +35,11 @@ CHUNKS = tuple(size * _KIB for size in (64, 128, 256, 512, 1024))
 PIECES = tuple(size * _KIB for size in (256, 512, 1024, 2048, 4096))
 LARGE = (_MIB, 16 * _MIB)
 WINDOW_SIZES = tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096))
-MAILBOX_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
+CELL_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
 PACK_SIZES = tuple(size * _KIB for size in (1, 4, 16, 64, 256))
 ACROSS_SIZES = tuple(size * _KIB for size in (16, 64, 256, 1024))
 PACKED_ARRAYS = 50
-#: Dtypes whose sums have loops of their own, in NumPy and in MPI; 8 and 16 bits travel in 32.
+#: Dtypes whose sums have separate loops in NumPy and in MPI; 8 and 16 bits are sent as 32.
 DTYPES = ("float64", "int32", "int64", "complex128")
 
 
@@ -50,8 +50,8 @@ class Search:
         ranks: who measures.
         share_memory: whether ranks of a node reduce through shared memory at all.
         nodes: how many nodes there are.
-        tell: is given a line about each measurement.
-        default: what is left where nothing else is clearly faster.
+        tell: called with a line about each measurement.
+        default: kept where nothing else is clearly faster.
         effort: for each case.
         trials: how often each comparison is made, with new strategies.
     """
@@ -76,7 +76,7 @@ class Search:
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Thresholds:
-        """Measure all thresholds, and how fast the ways are with them; return them.  Collective."""
+        """Measure all thresholds, and the speed of the routes with them; return them.  Collective."""
         if self.nodes > 1:  # what is for a node alone is not used then
             self._best("across_piece_bytes", PIECES, replace(self.default, across_bytes=64))
             self._from_size("across_bytes", ACROSS_SIZES, self.paths)
@@ -86,14 +86,14 @@ class Search:
                 self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
                 for name in DTYPES:
                     self._window_of(name)
-                self._up_to_size("cell_bytes", MAILBOX_SIZES, _one)
+                self._up_to_size("cell_bytes", CELL_SIZES, _one)
             self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER, window_bytes_by_dtype=()))
         self._up_to_size("pack_bytes", PACK_SIZES, _many)
         self.paths = replace(self.paths, rates=self._rates())
         return self.paths
 
     def _rates(self) -> Rates:
-        """Measure how fast the ways are with these thresholds: one small value, and one large one each."""
+        """Measure the speed of the routes with these thresholds: one small and one large value each."""
         rates, size = self.paths.rates, LARGE[-1]
         with _strategies([self.paths, replace(self.paths, window_bytes=NEVER)]) as strategies:
             [small] = self._seconds(self._case("rates", 8, ["small"], strategies[:1], _one, batch=100))
@@ -130,7 +130,7 @@ class Search:
         self._settle(name, dict(zip(ordered, logs.mean(axis=0), strict=True)))
 
     def _from_size(self, name: str, sizes: Sequence[int], base: Thresholds) -> None:
-        """Find the size from which the way that `name` opens is the faster one."""
+        """Find the size from which the route of the threshold `name` is faster."""
         self._settle(name, self._costs_from(name, sizes, _with(base, name, NEVER), _with(base, name, 64), _one))
 
     def _window_of(self, name: str) -> None:
@@ -155,7 +155,7 @@ class Search:
         return {start: sum(log for size, log in logs.items() if size >= start) for start in (*sizes, NEVER)}
 
     def _up_to_size(self, name: str, sizes: Sequence[int], make: _Make) -> None:
-        """Find the size up to which the way that `name` opens is the faster one."""
+        """Find the size up to which the route of the threshold `name` is faster."""
         without, most = _with(self.paths, name, 64), _with(self.paths, name, 2 * sizes[-1])
         logs = self._with_and_without(name, sizes, without, most, make)
         costs = {stop: sum(log for size, log in logs.items() if size <= stop) for stop in (64, *sizes)}
@@ -183,8 +183,7 @@ class Search:
     def _logs(self, name: str, sizes: Sequence[int], tried: dict[str, Thresholds], make: _Make) -> Array:
         """Return the logarithms of the ratios to the first, by size and what is tried; zeros where others disturbed.
 
-        They are medians of several trials with new strategies: where in memory a window comes to lie makes a
-        difference of its own.
+        They are medians of several trials with new strategies: speed also depends on where their memory lies.
         """
         logs = np.zeros((self.trials, len(sizes), len(tried)))
         for trial in range(self.trials):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-#: How libraries of linear algebra are told how many threads to start.
+#: Variables that set the number of BLAS threads.
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 

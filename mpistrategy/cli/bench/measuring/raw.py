@@ -1,7 +1,6 @@
 """The reference of every ratio: mpi4py as a user without this library would call it.
 
-The one place outside mpi/ that talks to MPI: what is measured against must not go through what is measured.
-Importing it starts MPI.
+It calls MPI directly, since the reference must not go through the library.  Importing it starts MPI.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PIECE = 2**20
 
 
 class RawRanks:
-    """All ranks of the job, on a communicator of the benchmark's own."""
+    """All ranks of the job, on a separate communicator."""
 
     def __init__(self) -> None:
         self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
@@ -30,7 +29,7 @@ class RawRanks:
         #: The plain call, on buffers that mpi4py looks at itself.
         self.allreduce = self.comm.Allreduce
         self.sum = MPI.SUM
-        #: In the place of a source: the target is the operand, too.
+        #: Passed as the source: the target is also the operand.
         self.in_place = MPI.IN_PLACE
 
     def job(self) -> Job:
@@ -86,5 +85,5 @@ class RawRanks:
         return bytes(buffer).decode()
 
     def close(self) -> None:
-        """Give the communicator back.  Collective."""
+        """Free the communicator.  Collective."""
         self.comm.Free()

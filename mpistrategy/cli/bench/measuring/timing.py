@@ -1,7 +1,7 @@
 """How a case is timed: its variants in turn, round by round, on buffers that are in use.
 
-Before each call every rank rewrites its whole operand and, after it, reads its whole result: calls on idle buffers
-flatter whatever shares memory.  Long calls are timed one by one behind a barrier; short ones in batches together with
+Before each call every rank rewrites its whole operand, and after it reads its whole result: calls on idle buffers
+would favour shared memory.  Long calls are timed one by one behind a barrier; short ones in batches together with
 the rewriting and reading, whose own time is then measured and taken off.  A call's time is that of its slowest rank.
 Calls during which a rank had to share its core are left out where enough others remain: they measure the neighbours.
 """
@@ -142,7 +142,7 @@ def _time(
     short = max(batches) > 1
     one_round = float(((once[:, 0] + (1 + short) * once[:, 1]) * batches).sum())
     wanted = int(min(max(effort.seconds / one_round, effort.least), effort.most))
-    order = random.Random(wanted)  # so that nobody always runs behind the same neighbour
+    order = random.Random(wanted)  # so that no variant always follows the same one
     seconds, disturbed = np.zeros((len(variants), 0)), np.zeros((len(variants), 0), bool)
     started = time.perf_counter()
     while True:

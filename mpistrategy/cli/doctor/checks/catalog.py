@@ -1,6 +1,6 @@
-"""All checks, in the order in which they are told: functions from what is known of a job to findings.
+"""The table of all checks, in the order of the report.
 
-A further check is a function in one of the files by subject, and a line here.
+To add a check, write a function from `Job` to findings in the file of its subject, and name it here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from mpistrategy.cli.doctor.facts.facts import Job
 
 Check = Callable[[Job], Iterator[Finding]]
 
-#: What makes sense of any job, also of one whose ranks did not meet.
+#: For every job, also where ranks are missing.
 ALWAYS: tuple[Check, ...] = (launch.launch, launch.pmi)
-#: What makes sense of one rank.
+#: For jobs whose ranks all answered, also where the library refuses to start.
 ALONE: tuple[Check, ...] = (mpi.versions, mpi.library)
-#: What needs the facts of all ranks.
+#: For jobs that the library can start on.
 TOGETHER: tuple[Check, ...] = (
     mpi.thread_level,
     node.nodes,
@@ -37,7 +37,7 @@ TOGETHER: tuple[Check, ...] = (
 
 
 def examine(job: Job) -> list[Finding]:
-    """Return what all checks say of a job."""
+    """Return the findings of all checks."""
     checks = ALWAYS
     if not job.missing:
         checks += ALONE if job.facts[0].refusal else (*ALONE, *TOGETHER)

@@ -1,4 +1,4 @@
-"""What a check says: a verdict, what was found, and the line that cures it."""
+"""The result of a check: a verdict, what was found, and how to fix it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Value = TypeVar("_Value", bound=Hashable)
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has to say.
+    """The result of one check.
 
     Attributes:
         check: its name.
         verdict: "ok"; "note": works, but worth knowing; "bad": wrong results, no start, or much slower.
         found: in words.
         fix: what to type or to change; "" where there is nothing to do.
-        ranks: whom it is about; empty for all.
+        ranks: the ranks concerned; empty for all.
     """
 
     check: str

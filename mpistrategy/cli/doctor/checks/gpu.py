@@ -63,7 +63,7 @@ def _hidden(hidden: list[Facts], sight: Sight) -> Finding:
     else:
         fix = sight.fix or "Ask for them with --gpus-per-node=N"
         found += f": {sight.reason}" if sight.reason else ""
-    # Without a word of Slurm's somebody may want to work on CPUs.
+    # Where Slurm promised no GPU, the user may want CPUs.
     verdict = BAD if each.gpus_promised else NOTE
     return Finding("gpus", verdict, found, fix, tuple(one.rank for one in hidden))
 
@@ -131,7 +131,7 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
 
 
 def parts_of(error: MpiStrategyError) -> tuple[str, str]:
-    """Return what an error of ours found, and its cure."""
+    """Return what an error of this library found, and its fix."""
     text = str(error).partition(": found ")[2] or str(error)
     found, _, rest = text.partition("; expected ")
     expected, _, fix = rest.partition(". ")

@@ -1,4 +1,4 @@
-"""Is this one job of as many ranks as were started, and do launcher and MPI speak one language?"""
+"""Is this one job of as many ranks as were started, and do launcher and MPI use the same PMI?"""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _KNOWN_WRONG = "Programs that choose a GPU or a file by it all take the same."
 
 
 def local_rank(job: Job) -> Iterator[Finding]:
-    """Find launcher's variables for the place on the node that are wrong: 0 in every rank, most of all."""
+    """Find local ranks that the launcher's variables give wrongly, such as 0 on every rank."""
     told = sorted({name for each in job.facts for name in each.local_hints})
     wrong: dict[str, list[Facts]] = {}
     for name in told:

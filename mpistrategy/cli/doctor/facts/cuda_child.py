@@ -1,4 +1,4 @@
-"""The program of two ranks that gives GPU memory to MPI: what may end a process is tried in another one.
+"""The program of two ranks that passes GPU memory to MPI, in processes of its own because it may crash.
 
 ``python -m mpistrategy.cli.doctor.facts.cuda_child``; rank 0 prints one JSON object.
 """
@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.facts.ranks import Ranks
 
-#: Small messages, and large ones: MPIs send them in different ways.
+#: MPI libraries send small and large messages by different protocols.
 _SIZES = (8, 4096, 2**20, 2**23)
 _ROUNDS = 3
 

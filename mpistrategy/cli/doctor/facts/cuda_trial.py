@@ -1,4 +1,4 @@
-"""Gives GPU memory to MPI in a job of two ranks of its own, and says what came of it."""
+"""Tries MPI on GPU memory in a separate job of two ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from contextlib import suppress
 from mpistrategy.cli.doctor.facts.facts import Trial
 from mpistrategy.mpi.gpu.loaded_mpi import is_mpi
 
-#: What a launcher told this rank; a launcher of the child's own would take it for its own affairs.
+#: Variables by which a launcher tells a rank who it is; they would confuse the launcher of the separate job.
 _LAUNCHERS = (
     *("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_", "PALS_", "MV2_COMM_", "JSM_", "OMPI_"),
     *("OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir", "OMPI_MCA_mpi_oversubscribe"),
     *("OMPI_MCA_shmem_RUNTIME_", "OMPI_MCA_rmaps_", "OMPI_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_hwloc_base_binding"),
 )
-#: What a person or a module has set for Open MPI; OPAL_PREFIX, where it has been moved to, is none of the above.
+#: Set by a user or a module for Open MPI, and kept.  (OPAL_PREFIX, its location, matches nothing above.)
 _KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 #: More ranks than cores, on this machine alone.
 _HERE = {
@@ -44,7 +44,7 @@ def command(files: Sequence[str] = ()) -> list[str] | None:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what a launcher told this process."""
+    """Return an environment without the variables of a launcher."""
     return {key: value for key, value in environment.items() if not _is_told(key)} | _HERE
 
 
@@ -54,7 +54,7 @@ def _is_told(key: str) -> bool:
 
 
 def attempt(started: Sequence[str] | None, environment: Mapping[str, str], seconds: float) -> Trial:
-    """Run the two ranks and judge what came of it; never raises.
+    """Run the two ranks and judge the outcome; never raises.
 
     Args:
         started: the command; None where there is no launcher.

@@ -1,4 +1,4 @@
-"""What one rank knows of itself, in plain values: what the checks judge, and what tests plant faults in."""
+"""What each rank knows of itself, in plain values: the input of the checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank.  It travels as JSON; what another version of this package does not know of is left out.
+    """One rank.  It is sent as JSON; fields that another version of this package does not know are left out.
 
     Attributes:
         rank, size: its number, and how many MPI counts.
@@ -20,12 +20,12 @@ class Facts:
         wanted: the library that MPI4PY_LIBMPI names, without symbolic links; "" for none.
         thread_level: what MPI was started with: single, funneled, serialized or multiple.
         mpi_seconds: how long MPI took to start.
-        launcher, tasks, place, said: what the launcher told this process: who it is, how many it started (0: unknown),
-            the number of this one, and the variables that say so.
+        launcher, tasks, place, said: the launcher's name, how many processes it started (0: unknown), the number of
+            this one, and the variables that say so.
         pmi: what the launcher offers for the ranks to meet: PMI, PMIx; empty for nothing.
         refusal: why the library would not start here, and what to type instead; empty when it would.
-        leader, local_rank, local_size: the first rank of its node, as MPI counts; its place there, and how many.
-        local_hints: what the launcher's variables say is the place on the node, by their names.
+        leader, local_rank, local_size: by MPI: the first rank of its node, its local rank, the ranks there.
+        local_hints: the local rank by the launcher's variables, by their names.
         cores: the cores that it may use.
         machine_cores: how many the node has.
         threads: how many threads linear algebra takes; 0 if unknown.
@@ -34,7 +34,7 @@ class Facts:
         room_needed: what they share for each strategy.
         start_seconds: from the start of the process until this command ran: the imports.
         homes: where things lie: the path and the kind of file system, by their names.
-        sight: what it sees of GPUs, as `mpistrategy.mpi.gpu.inventory.Sight.text` has it; "" where nobody looked.
+        sight: what it sees of GPUs, as `mpistrategy.mpi.gpu.inventory.Sight.text` has it; "" if not looked for.
         gpu_devices: how many GPUs the system of the node has device files for.
         amd: whether there are AMD's GPUs, which this library cannot use.
         gpus_promised: how many Slurm says that the job has on this node.
@@ -104,8 +104,8 @@ class Speed:
         what: in words.
         nbytes: how much.
         seconds: the slowest rank's time.
-        expected: what it should take, in seconds; 0 where nobody knows.
-        where: which way it took, or which part of the job is meant; may be empty.
+        expected: what it should take, in seconds; 0 if unknown.
+        where: the route, or the part of the job; may be empty.
     """
 
     what: str
@@ -132,7 +132,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of giving GPU memory to MPI in two ranks of their own.
+    """The outcome of passing GPU memory to MPI in a separate job.
 
     Attributes:
         outcome: "right", "wrong" (the values), "died", or "unverified": it could not be tried.
@@ -149,13 +149,13 @@ class Job:
 
     Attributes:
         facts: of each rank that answered, by its number.
-        wanted_ranks: how many ranks there should be; 0 if nobody said.
+        wanted_ranks: how many ranks there should be; 0 if not given.
         missing: the ranks that did not answer.
-        patience: for how many seconds they were waited for.
-        sums_right: whether the ranks added up right; None when that was not tried.
+        patience: how many seconds the others waited for them.
+        sums_right: whether a sum over the ranks was right; None if not tried.
         untried: why not.
         speeds, clocks: what was measured.
-        trial: of GPU memory; None when there was nothing to try.
+        trial: of GPU memory; None if not tried.
     """
 
     facts: Sequence[Facts]

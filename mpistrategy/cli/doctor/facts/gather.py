@@ -1,4 +1,4 @@
-"""Gathers the facts of this process.  Nothing here raises, waits for another rank, or shows a variable unasked."""
+"""Gathers the facts of this process.  Nothing here raises, waits for another rank, or shows variables at large."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from mpistrategy.cli.doctor.checks.finding import mebibytes
 from mpistrategy.cli.doctor.checks.gpu import parts_of
-from mpistrategy.cli.doctor.facts import blas, peer_access
+from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, kind_of, pairs_without_peer_access
 from mpistrategy.cli.doctor.facts.facts import Facts
-from mpistrategy.cli.doctor.facts.file_system import kind_of
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.job import launcher
@@ -30,7 +29,7 @@ from mpistrategy.mpi.tuning.files import library_name
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.facts.ranks import Ranks
 
-#: Variables for the place on the node; a GPU is often chosen by them.
+#: Variables for the local rank; programs often choose a GPU by them.
 _LOCAL = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -47,7 +46,7 @@ _PATH = re.compile(r"[\w./+-]{1,400}")
 
 
 def seconds_since_start() -> float:
-    """Return how long ago this process began; 0.0 where the system does not tell."""
+    """Return how long ago this process began; 0.0 if unknown."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         ticks = int(launcher.stat_of(os.getpid())[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -65,7 +64,7 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
 
     files = loaded_mpi.mapped_files()
     mine = sorted(cores())
-    threads, source = blas.threads(files, environment, len(mine))
+    threads, source = blas_threads(files, environment, len(mine))
     claim = launcher.claim_in(environment)
     shared = room()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -154,7 +153,7 @@ def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
         return found
     return replace(
         found,
-        no_peer_access=peer_access.missing(len(sight.gpus)) if local_rank == 0 else (),
+        no_peer_access=pairs_without_peer_access(len(sight.gpus)) if local_rank == 0 else (),
         cuda_aware=_cuda_aware(),
     )
 

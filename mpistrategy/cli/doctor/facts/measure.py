@@ -1,6 +1,6 @@
 """Short measurements between the ranks: is a sum right, how fast is it, how far are the nodes' clocks apart?
 
-All of it takes less than three seconds on a job that is well.
+Everything together takes less than three seconds on a healthy job.
 """
 
 from __future__ import annotations

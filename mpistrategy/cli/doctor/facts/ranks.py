@@ -1,4 +1,4 @@
-"""All ranks of the job, before the library would start on them: it refuses some of the jobs that are to be looked at.
+"""All ranks of the job, by mpi4py alone: the library refuses to start on some jobs that the doctor examines.
 
 Importing it starts MPI.
 """
@@ -53,7 +53,7 @@ class Ranks:
         return _LEVELS.get(MPI.Query_thread(), "unknown")
 
     def collect(self, text: str, seconds: float) -> dict[int, str]:
-        """Return on rank 0 the texts of all ranks that sent theirs within so many seconds; elsewhere only its own."""
+        """Return the texts of all ranks that arrived in time on rank 0; elsewhere only the own text."""
         found = {self.rank: text}
         if self.rank:
             self._comm.Send(np.frombuffer(text.encode() or b" ", np.uint8), 0, _TEXT)
@@ -78,7 +78,7 @@ class Ranks:
         return int(shared[0])
 
     def place_on_node(self) -> tuple[int, int, int]:
-        """Return the first rank of this node, this one's place there, and how many it has.  Collective."""
+        """Return the first rank of this node, the local rank, and the number of local ranks.  Collective."""
         inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         leader = np.array([self.rank], np.int64)
         inside.Bcast(leader, 0)

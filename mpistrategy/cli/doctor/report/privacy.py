@@ -1,6 +1,6 @@
-"""What must not be shown: values of variables that look like secrets, and texts that look like one.
+"""Hides secrets: values of variables whose names look secret, and texts that look like a secret.
 
-Of the environment only the variables that a check speaks of are shown at all; this is the net below.
+The report shows only variables that a check names; this is a second safeguard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATTERNS = (
 
 
 def veil(environment: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a function that takes secrets out of a text.
+    """Return a function that removes secrets from a text.
 
     Args:
         environment: whose values may be among them.

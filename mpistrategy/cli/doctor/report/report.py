@@ -1,4 +1,4 @@
-"""The report: one line a finding and its cure below it; or one JSON object."""
+"""The report: one line a finding with its fix below it, or one JSON object."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def as_text(job: Job, findings: Sequence[Finding]) -> str:
             lines.append(f"      {'':<{width}}  -> {each.fix}")
     bad, notes = (sum(each.verdict == verdict for each in findings) for verdict in (BAD, NOTE))
     told = ", ".join(text for text in (f"{bad} BAD" * bool(bad), count(notes, "note") * bool(notes)) if text)
-    lines.append(
-        f"{told}. What is BAD wants to be fixed first." if bad else f"Nothing is bad{f'; {told}' * bool(notes)}."
-    )
+    lines.append(f"{told}. Fix what is BAD first." if bad else f"Nothing is bad{f'; {told}' * bool(notes)}.")
     return "\n".join(lines)
 
 
@@ -41,9 +39,9 @@ def as_json(job: Job, findings: Sequence[Finding], cover: Callable[[str], str]) 
     rank.  The last three have the names of the classes in `mpistrategy.cli.doctor.facts.facts`.
 
     Args:
-        job: what is known.
-        findings: what the checks say.
-        cover: takes secrets out of a text.
+        job: what is known of the job.
+        findings: the results of the checks.
+        cover: removes secrets from a text.
     """
     told: dict[str, Any] = {
         "format": FORMAT,

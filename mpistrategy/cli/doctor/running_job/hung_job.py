@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of(job: slurm_job.SlurmJob) -> tuple[Sequence[Seen], str, str, str, list[str]]:
-    """Return the ranks of a Slurm job, its roll call, where that comes from, what is in the way, what was left out."""
+    """Return the ranks of a Slurm job, its roll call, their source, what prevents more, and what was left out."""
     places = [os.environ.get(run_directory.VARIABLE, ""), job.folder, os.getcwd()]
     left_out: list[str] = []
     for folder in run_files.folders_of(job.number, places):

@@ -118,9 +118,9 @@ def _is_line(line: Line) -> bool:
 
 def _seen(line: Line, told_by: int) -> Seen:
     age = max(0.0, time.monotonic() - line.beat)
-    # The watchdog looks once a second: a line that is older has nobody who writes it any more.
+    # The watchdog writes once a second: nobody writes an older line any more.
     silent = local_process.why_silent(line.process) if age > 3 and line.state < ANSWERED else ""
-    # Its owner can write into that memory what he likes: it must not have somebody end other users' processes.
+    # The owner can write anything into that memory, such as the number of another user's process.
     shows_stacks = bool(line.signal) and _owner(line.process) == _owner(told_by) is not None
     return Seen(line.rank, age, line.waited, line.limit, line.text, line.process, shows_stacks, 0, silent)
 

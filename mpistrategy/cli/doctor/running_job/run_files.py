@@ -1,7 +1,7 @@
-"""Reads the files of a run directory: what the watchdogs of a job have said last, and what they wrote at its end.
+"""Reads the files of a run directory: the last reports of a job's watchdogs, and its roll call.
 
-Other users may write where run directories are looked for.  What does not belong to the user is left out, with a word;
-and so is what is no small file.
+Other users may write where run directories are searched for.  Files of other users and large files are left out, and
+named in the result.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mpistrategy.mpi.watchdog import run_directory
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_RANK, _MOST_PROCESS = 2**24, 2**22
 _MOST_FOLDERS = 64
-#: Node 0's first rank writes its file about every minute: who is silent for longer is gone, or stands still.
+#: Node 0's first rank writes its file about every minute; silence for longer means that it is gone or stopped.
 SILENT_SECONDS = 150.0
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank, as it was last heard of.
+    """The last report of one rank.
 
     Attributes:
         rank: its number.
@@ -132,7 +132,7 @@ def _why(error: OSError) -> str:
 
 
 def _seen_in(folder: int, now: float, left_out: list[str]) -> tuple[dict[int, Seen], str]:
-    """Return the ranks that an open directory tells of, and its roll call; note what is left out."""
+    """Return the ranks in an open directory, and its roll call; note what is left out."""
 
     def text(name: str) -> tuple[str, os.stat_result | None]:
         try:

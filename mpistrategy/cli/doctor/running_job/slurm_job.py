@@ -19,7 +19,7 @@ class SlurmJob:
         state: RUNNING, ...; "" if unknown.
         folder: where it works; "" if unknown.
         nodes: as Slurm writes them; "" if unknown.
-        trouble: why Slurm does not tell; "" when it does.
+        trouble: why Slurm gives no answer; "" when it does.
     """
 
     number: str

@@ -11,7 +11,9 @@ from typing import Any
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Variant
 from mpistrategy.cli.bench.measuring.raw import RawRanks
-from mpistrategy.cli.bench.peers.installed import TrainingStep
+from mpistrategy.cli.bench.peers import Start, TrainingStep
+
+PACKAGE = "tensorflow"
 
 
 class MultiWorker:
@@ -67,3 +69,6 @@ class MultiWorker:
 
     def close(self) -> None:
         """TensorFlow ends its servers with the process."""
+
+
+PEER: Start = MultiWorker

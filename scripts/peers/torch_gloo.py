@@ -1,4 +1,4 @@
-"""torch.distributed with gloo, as PyTorch's users have it on CPUs."""
+"""torch.distributed with gloo, as PyTorch's users have it on CPUs; and the benchmark's network in torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Variant
 from mpistrategy.cli.bench.measuring.raw import RawRanks
-from mpistrategy.cli.bench.peers import torch_network
-from mpistrategy.cli.bench.peers.installed import TrainingStep
+from mpistrategy.cli.bench.peers import Start, TrainingStep
+
+PACKAGE = "torch"
 
 
 class TorchGloo:
-    """torch.distributed with gloo, as PyTorch users do it on CPUs."""
+    """Sums in place; lists in buckets."""
 
     BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's default
 
@@ -84,11 +85,44 @@ class TorchGloo:
         """Yield the step of the network with these weights and biases, apart and with DistributedDataParallel."""
         torch = self.torch
         for name, apart in (("torch, no communication", True), ("torch DDP gloo", False)):
-            network = torch_network.network(parameters)
-            model = network if apart else torch.nn.parallel.DistributedDataParallel(network)
+            bare = network(parameters)
+            model = bare if apart else torch.nn.parallel.DistributedDataParallel(bare)
             optimizer = torch.optim.SGD(model.parameters(), rate)
-            yield torch_network.training_step(name, model, optimizer, inputs, classes, apart=apart)
+            yield training_step(name, model, optimizer, inputs, classes, apart=apart)
 
     def close(self) -> None:
         """Leave the process group.  Collective."""
         self.torch.distributed.destroy_process_group()
+
+
+def network(parameters: Sequence[Array]) -> Any:
+    """Return the network with these weights and biases."""
+    import torch
+
+    layers: list[Any] = []
+    for weights, bias in zip(parameters[::2], parameters[1::2], strict=True):
+        layer = torch.nn.Linear(*weights.shape)
+        with torch.no_grad():
+            layer.weight.copy_(torch.from_numpy(weights).T)
+            layer.bias.copy_(torch.from_numpy(bias))
+        layers += [layer, torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def training_step(
+    name: str, model: Any, optimizer: Any, inputs: Array, classes: Array, *, apart: bool = False
+) -> TrainingStep:
+    """Return a step of `model`, a network as above or what a library has put around it, by `optimizer`."""
+    import torch
+
+    rows, targets = torch.from_numpy(inputs), torch.from_numpy(classes)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(rows), targets).backward()
+        optimizer.step()
+
+    return TrainingStep(name, step, [parameter.detach().numpy().T for parameter in model.parameters()], apart)
+
+
+PEER: Start = TorchGloo

@@ -8,7 +8,9 @@ from typing import Any
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Variant
 from mpistrategy.cli.bench.measuring.raw import RawRanks
-from mpistrategy.cli.bench.peers.installed import TrainingStep
+from mpistrategy.cli.bench.peers import Start, TrainingStep
+
+PACKAGE = "mpi4jax"
 
 
 class Mpi4Jax:
@@ -54,3 +56,6 @@ class Mpi4Jax:
 
     def close(self) -> None:
         """Nothing holds anything."""
+
+
+PEER: Start = Mpi4Jax

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch_gloo
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Variant
 from mpistrategy.cli.bench.measuring.raw import RawRanks
-from mpistrategy.cli.bench.peers import torch_network
-from mpistrategy.cli.bench.peers.installed import TrainingStep
+from mpistrategy.cli.bench.peers import Start, TrainingStep
+
+PACKAGE = "horovod"
 
 
 class _Turn:
@@ -63,12 +65,12 @@ class Horovod:
         self, parameters: Sequence[Array], inputs: Array, classes: Array, rate: float
     ) -> Iterator[TrainingStep]:
         """Yield the step with DistributedOptimizer; the one without communication is `TorchGloo`'s."""
-        network = torch_network.network(parameters)
+        network = torch_gloo.network(parameters)
         with _Turn(self.hvd, lambda: None):  # it asks how many ranks there are
             optimizer = self.hvd.DistributedOptimizer(
                 self.torch.optim.SGD(network.parameters(), rate), network.named_parameters(), op=self.hvd.Average
             )
-        step = torch_network.training_step("torch Horovod", network, optimizer, inputs, classes)
+        step = torch_gloo.training_step("torch Horovod", network, optimizer, inputs, classes)
 
         def first() -> None:
             before = [parameter.copy() for parameter in step.parameters]
@@ -80,3 +82,6 @@ class Horovod:
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+PEER: Start = Horovod

@@ -1,1 +1,0 @@
-"""Other libraries that the benchmark measures where they are installed."""

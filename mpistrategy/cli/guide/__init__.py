@@ -1,0 +1,1 @@
+"""The pages of the user guide come here, as Markdown files."""
