@@ -20,8 +20,7 @@ from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import line_of
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Pool, divide_by
-from mpistrategy.mpi.interface.communicator import NodeGroups
-from mpistrategy.mpi.interface.gpu_transport import DevicePaths
+from mpistrategy.mpi.interface.communicator import DevicePaths, NodeGroups
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
@@ -136,6 +135,8 @@ class SimulatedCommunicator:
         rank: this thread's number among the members.
         nodes: the number of the node of each member; None puts all on one.
     """
+
+    is_simulated = True
 
     def __init__(self, meeting: Meeting, rank: int, nodes: Sequence[int] | None = None) -> None:
         self._meeting = meeting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,9 +29,6 @@ from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.variable import Variable
 
-if TYPE_CHECKING:
-    from mpistrategy.strategy.strategy import Strategy
-
 
 class StrategyExtended(Placement, NotPickled):
     """The part of a strategy that algorithms and other libraries build on; found as `strategy.extended`.
@@ -47,7 +44,7 @@ class StrategyExtended(Placement, NotPickled):
 
     def __init__(
         self,
-        container_strategy: Strategy,
+        container_strategy: Any,
         communicator: Communicator | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
@@ -67,7 +64,7 @@ class StrategyExtended(Placement, NotPickled):
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
         self.bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
 
-    def copy_for(self, container_strategy: Strategy) -> Self:
+    def copy_for(self, container_strategy: Any) -> Self:
         """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
         result = copy.copy(self)
         result._container_strategy = container_strategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mpistrategy import context
 from mpistrategy.errors import OptionError
@@ -11,16 +11,19 @@ from mpistrategy.input.distributed import DistributedDataset, DistributedDataset
 from mpistrategy.input.first_batches import OFF, WARN, FirstBatches, checked_level
 from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
 from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode, check_options, replication_mode
+from mpistrategy.mpi.interface.communicator import Communicator
 
-if TYPE_CHECKING:
-    from mpistrategy.strategy.extended import StrategyExtended
+
+class _Extended(Protocol):
+    communicator: Communicator
+    datasets_made: int
 
 
 class _Strategy(Protocol):
     is_default: bool
 
     @property
-    def extended(self) -> StrategyExtended: ...
+    def extended(self) -> _Extended: ...
 
 
 class InputMethods:

@@ -6,16 +6,12 @@ There it is harmless, in one process.  Here every rank would go on with a value 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
-from mpistrategy.context import Mode, entered
+from mpistrategy.context import Mode, Strategy, entered
 from mpistrategy.errors import OutsideStepWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
-
-if TYPE_CHECKING:
-    from mpistrategy.strategy.strategy import Strategy
 
 #: Said of a method of the default strategy, and what to write instead.
 OF_DEFAULT = "was called on the default strategy", "Outside its scope, call the method on your own strategy object."

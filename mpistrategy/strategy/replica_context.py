@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from sys import _getframe
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,16 +26,17 @@ from mpistrategy.context import (
 )
 from mpistrategy.errors import ContextError, OptionError, StructureError
 from mpistrategy.mpi.faults.injection import collective, own_value
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
     from mpistrategy.options import CommunicationOptions
-    from mpistrategy.strategy.strategy import Strategy
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 #: What to call outside a step in place of a collective of the context.
@@ -44,6 +45,25 @@ _OUTSIDE_STEPS = {
     "all_reduce_async": "strategy.reduce",
     "all_gather": "strategy.gather",
 }
+
+
+class _Extended(Protocol):
+    communicator: Communicator
+    reducer: Reducer
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]: ...
+
+
+class _Strategy(Protocol):
+    """What a context uses of its strategy."""
+
+    is_default: bool
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+    @property
+    def extended(self) -> _Extended: ...
 
 
 class ReplicaContext(NotPickled):
@@ -62,7 +82,7 @@ class ReplicaContext(NotPickled):
 
     instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
+    def __init__(self, strategy: _Strategy, replica_id_in_sync_group: int | None) -> None:
         check_strategy(strategy, "ReplicaContext")
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
             raise OptionError.at(
@@ -88,7 +108,7 @@ class ReplicaContext(NotPickled):
         self._entered.pop().__exit__(kind, error, trace)
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Any:
         """The strategy whose step function this is."""
         return self._strategy
 
@@ -256,7 +276,7 @@ class ReplicaContext(NotPickled):
         extended = self._strategy.extended
         guard = extended.communicator.guard
         with self._required("all_gather"), guard.call("ReplicaContext.all_gather", called=name) as call:
-            call.wait_as(extended.options.merge(options).timeout_seconds)
+            call.wait_as(extended.reducer.options.merge(options).timeout_seconds)
             return extended.reducer.gather_nest(value, axis, call)
 
     def merge_call(

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import IO
 
-from mpistrategy.mpi.job.launcher import stat_of
+from mpistrategy.mpi.watchdog.local_process import stat_of
 
 _LAUNCHERS = re.compile(r"(mpiexec|mpirun|prterun|orterun|srun|jsrun)(\.\w+)?$")
 _MOST_PARENTS = 16

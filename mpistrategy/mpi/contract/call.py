@@ -8,15 +8,34 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
-from mpistrategy.mpi.contract.flight_recorder import LEFT
+from mpistrategy.mpi.contract.call_sites import Site
+from mpistrategy.mpi.contract.failures import Failures
+from mpistrategy.mpi.contract.flight_recorder import LEFT, FlightRecord
 from mpistrategy.mpi.contract.signature import Signature
 
-if TYPE_CHECKING:
-    from mpistrategy.mpi.contract.guard import Guard
+
+class Guarded(Protocol):
+    """What a call uses of its guard, `mpistrategy.mpi.contract.guard.Guard`."""
+
+    current: Call | None
+    thread: int
+    size: int
+    since: float
+    failures: Failures | None
+    record: FlightRecord
+    on_gpu: Callable[[], AbstractContextManager[Any]] | None
+
+    def here(self) -> Site: ...
+    def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None: ...
+    def own_work(self) -> AbstractContextManager[None]: ...
+    def fail(self, where: str, error: BaseException, *, agreed: bool) -> None: ...
+    def was_told(self, error: BaseException) -> bool: ...
+    def mark_told(self, error: BaseException) -> BaseException: ...
+    def clear_told(self, error: BaseException) -> None: ...
 
 
 class Call:
@@ -43,7 +62,7 @@ class Call:
         "where",
     )
 
-    def __init__(self, guard: Guard, where: str, structure: str, name: str, *, called: Any, anywhere: bool) -> None:
+    def __init__(self, guard: Guarded, where: str, structure: str, name: str, *, called: Any, anywhere: bool) -> None:
         self._guard = guard
         self._called = called
         self._anywhere = anywhere or bool(called)

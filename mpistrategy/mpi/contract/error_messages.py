@@ -12,8 +12,8 @@ from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract.call_sites import Site
 from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
 from mpistrategy.mpi.contract.check_level import Sparingly
+from mpistrategy.mpi.contract.failures import NO_MORE_CALLS, Failures
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report
-from mpistrategy.mpi.shared_memory.failures import NO_MORE_CALLS, Failures
 
 E = TypeVar("E", bound=BaseException)
 

@@ -10,12 +10,25 @@ from typing import Any
 from uuid import UUID
 
 from mpistrategy.mpi.gpu import numa
-from mpistrategy.mpi.gpu.inventory import NoGpus
 
 _LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100
 _HOST_NUMA_ID = 134
 _ASK = "Ask for nodes with GPUs"
+
+
+class NoGpus(Exception):  # noqa: N818  (no mistake of anybody's)
+    """Why this process can use no GPU.
+
+    Args:
+        reason: in words.
+        fix: what somebody who wants GPUs would do; the beginning of a sentence.
+        is_strange: whether something is there and does not work, so that going on without needs a word.
+    """
+
+    def __init__(self, reason: str, fix: str, *, is_strange: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.fix, self.is_strange = reason, fix, is_strange
 
 
 class CudaDriver:

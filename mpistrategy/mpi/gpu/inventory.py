@@ -14,21 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from mpistrategy.mpi.gpu import numa
+from mpistrategy.mpi.gpu.cuda_driver import NoGpus
 from mpistrategy.mpi.shared_memory.spin_wait import cores
-
-
-class NoGpus(Exception):  # noqa: N818  (no mistake of anybody's)
-    """Why this process can use no GPU.
-
-    Args:
-        reason: in words.
-        fix: what somebody who wants GPUs would do; the beginning of a sentence.
-        is_strange: whether something is there and does not work, so that going on without needs a word.
-    """
-
-    def __init__(self, reason: str, fix: str, *, is_strange: bool = False) -> None:
-        super().__init__(reason)
-        self.reason, self.fix, self.is_strange = reason, fix, is_strange
 
 
 class Gpus(Protocol):

@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from mpistrategy.mpi.gpu import cuda_aware
+
 _MPI = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
 _OPEN_PAL = re.compile(r"libopen-pal\.so")
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
@@ -67,3 +69,22 @@ def _opened(files: Sequence[str], name: re.Pattern[str]) -> list[Any]:
             except OSError:  # replaced on disk since it was loaded
                 continue
     return libraries
+
+
+def evidence() -> cuda_aware.Evidence:
+    """Return what is known of this MPI and GPU memory."""
+    from mpi4py import MPI  # here: it starts MPI, which the doctor asks first
+
+    files = mapped_files()
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds")
+    info.Free()
+    return cuda_aware.Evidence(
+        MPI.Get_library_version(),
+        MPI.Get_version(),
+        queried(files),
+        switched_on(files),
+        kinds or "",
+        [os.path.basename(file) for file in files],
+        os.environ,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -16,11 +16,56 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Pool, divide_by
-from mpistrategy.mpi.interface.gpu_transport import DevicePaths
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Route, Thresholds
+
+if TYPE_CHECKING:
+    from mpistrategy.arrays.gpu import DeviceArray
+
+PathName = Literal["alone", "mpi", "staged", "nccl", "ipc"]
+
+
+class DevicePath(Protocol):
+    """One way in which buffers in GPU memory travel.
+
+    Attributes:
+        name: as users call it.
+    """
+
+    name: PathName
+
+    def make_room(self, nbytes: int) -> None:
+        """Take the memory that a buffer of so many bytes needs: before the ranks agree, since it may fail."""
+
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+        """Replace `buffer` (flat, contiguous, of `communication_memory`) on every rank by its combination."""
+
+    def free(self) -> None:
+        """Give back what the path holds, where all ranks are known to do so."""
+
+
+@dataclass
+class DevicePaths:
+    """The paths of one strategy.
+
+    Attributes:
+        known: the path for each word that was asked for.
+        by_name: each of these paths once.
+        reasons: why it is this one; by word.
+    """
+
+    known: dict[str, DevicePath] = field(default_factory=dict)
+    by_name: dict[str, DevicePath] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def free(self) -> None:
+        """Free all paths, where all ranks are known to do so."""
+        for path in self.by_name.values():
+            path.free()
+        self.known.clear()
+        self.by_name.clear()
 
 
 class Communicator(Protocol):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, status_of
 
 #: Python's status where standard output cannot be written.
@@ -157,3 +158,7 @@ def _leave(child: _Child) -> NoReturn:
         except Exception:  # of a stream of the program's own, too
             status = _NOT_WRITTEN
     os._exit(status)
+
+
+forks.before_forks.append(prepare)
+forks.in_children.append(follow)

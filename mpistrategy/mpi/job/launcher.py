@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.watchdog import run_directory
+from mpistrategy.mpi.watchdog import earlier_runs
+from mpistrategy.mpi.watchdog.local_process import stat_of
 
 #: Set to 1 where several programs of one rank each are meant.
 ALONE = "MPISTRATEGY_ALONE"
@@ -195,11 +196,6 @@ def _read(process: int, what: str) -> bytes:
         return file.read()
 
 
-def stat_of(process: int) -> list[str]:
-    """Return what Linux tells about a process, from its state on: ``["S", parent, ...]``; OSError where it is gone."""
-    return _read(process, "stat").decode(errors="replace").rpartition(")")[2].split()
-
-
 def _parents(process: int) -> Iterator[int]:
     """Yield the parent, its parent and so on, as far as the system shows them."""
     while process > 1:
@@ -272,7 +268,7 @@ class Introduction:
     @classmethod
     def of_this_rank(cls, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
         """Return what this rank says."""
-        return cls(version(), python_version(), size, leader, local_size, tuple(cores), run_directory.proposal())
+        return cls(version(), python_version(), size, leader, local_size, tuple(cores), earlier_runs.proposal())
 
     def text(self) -> str:
         """Return it as a text for the others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +11,15 @@ from typing import Any
 from mpi4py import MPI
 
 from mpistrategy.errors import OptionTypeError
-from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract import forks, timeouts
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
-from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
-from mpistrategy.mpi.job import abort, forks, launcher
+from mpistrategy.mpi.job import abort, launcher
 from mpistrategy.mpi.shared_memory.node_ranks import NodePeers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory, share
 from mpistrategy.mpi.tuning.files import library_name
-from mpistrategy.mpi.watchdog import earlier_runs, run_directory, status_board, watchdog
+from mpistrategy.mpi.watchdog import earlier_runs, status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Watched
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
 from mpistrategy.mpi.watchdog.status_board import Lines
@@ -126,7 +124,7 @@ def watch_from_now_on() -> None:
     shared = share(status_board.BYTES, peers)
     inside.Free()
     memory = private_memory(status_board.BYTES) if isinstance(shared, str) else shared
-    path = channel.allgather_text(run_directory.proposal())[0]
+    path = channel.allgather_text(earlier_runs.proposal())[0]
     watch_waiting(world, guard, memory, [nodes.index(leader) for leader in leaders], path)
 
 
@@ -144,7 +142,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         return
     guard = Guard(None, ranks.rank, ranks.size)
     lines = Lines(private_memory(status_board.BYTES))
-    directory = RunDirectory(run_directory.proposal(), f"[rank {ranks.rank}] ")
+    directory = RunDirectory(earlier_runs.proposal(), f"[rank {ranks.rank}] ")
     watched = Watched(guard, lines, 0, 1, directory, identity=_identity(f"the making of {where}"))
     watched.is_making = True
     _watch(ranks, watched)
@@ -169,20 +167,3 @@ def _meet(ranks: MPI.Intracomm, guard: Guard) -> None:
 
 def _identity(text: str) -> int:
     return 1 + zlib.crc32(text.encode()) if text else 0
-
-
-def evidence() -> cuda_aware.Evidence:
-    """Return what is known of this MPI and GPU memory."""
-    files = loaded_mpi.mapped_files()
-    info = MPI.COMM_WORLD.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds")
-    info.Free()
-    return cuda_aware.Evidence(
-        MPI.Get_library_version(),
-        MPI.Get_version(),
-        loaded_mpi.queried(files),
-        loaded_mpi.switched_on(files),
-        kinds or "",
-        [os.path.basename(file) for file in files],
-        os.environ,
-    )

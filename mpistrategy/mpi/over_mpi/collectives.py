@@ -13,11 +13,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array, is_buffer
+from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.interface.buffers import divide_by
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.operations import operation
-from mpistrategy.mpi.shared_memory.failures import Failures
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.tuning.thresholds import Route, Thresholds
 

@@ -15,19 +15,18 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.errors import LaunchError
+from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.channel import ControlChannel
+from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.interface.buffers import Pool
-from mpistrategy.mpi.interface.communicator import NodeGroups
-from mpistrategy.mpi.interface.gpu_transport import DevicePaths
+from mpistrategy.mpi.interface.communicator import DevicePaths, NodeGroups
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.multi_node.two_level import lanes_of
 from mpistrategy.mpi.over_mpi.collectives import Verbs
-from mpistrategy.mpi.shared_memory import failures
-from mpistrategy.mpi.shared_memory.failures import Failures
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.node_ranks import NodePeers
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce

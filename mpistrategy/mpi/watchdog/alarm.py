@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from mpistrategy.errors import RemoteError
-from mpistrategy.mpi.shared_memory.failures import NO_MORE_CALLS
+from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Watched
 from mpistrategy.mpi.watchdog.roll_call import account_of, roll_call

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from mpistrategy import own_files
 from mpistrategy.mpi.watchdog import run_directory
+from mpistrategy.mpi.watchdog.local_process import stat_of
 
 _NAME = re.compile(
     r"mpistrategy-run(?:-(\d{1,18}))?(?:-(\d{1,18}))?(?:-r(\d{1,9}))?-([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{4}"
@@ -64,6 +65,14 @@ def name_of_this_run() -> str:
     again = f"r{restart}" if job and int(restart or 0) else ""
     mark = _digest(*_machine()) + _digest_of_process(os.getpid()) + os.urandom(2).hex()
     return "-".join(filter(None, ("mpistrategy-run", job, step if job else "", again, mark)))
+
+
+def proposal() -> str:
+    """Return a new run directory for this job, which is not made yet: rank 0's is everybody's."""
+    try:
+        return os.path.join(run_directory.place(), name_of_this_run())
+    except OSError:  # the current folder is gone
+        return ""
 
 
 def remove_left_ones() -> None:
@@ -200,8 +209,6 @@ def _machine() -> tuple[str, ...]:
 
 
 def _digest_of_process(process: int) -> str:
-    from mpistrategy.mpi.job.launcher import stat_of  # here: that module uses this one's
-
     try:
         state = stat_of(process)
         began = state[19] if state[0] not in "ZX" else ""

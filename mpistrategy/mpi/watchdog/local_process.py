@@ -16,7 +16,6 @@ from mpistrategy.mpi.contract import flight_recorder
 from mpistrategy.mpi.contract.call_sites import outside
 from mpistrategy.mpi.contract.flight_recorder import ENTERED, LEFT, Entry
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.job.launcher import stat_of
 
 _STATES = {
     "T": "its process {} is stopped (SIGSTOP, SIGTSTP)",
@@ -147,3 +146,9 @@ def _state_of(process: int) -> str:
         return stat_of(process)[0]
     except (OSError, IndexError):
         return ""
+
+
+def stat_of(process: int) -> list[str]:
+    """Return what Linux tells about a process, from its state on: ``["S", parent, ...]``; OSError where it is gone."""
+    with open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().decode(errors="replace").rpartition(")")[2].split()

@@ -29,16 +29,6 @@ _PATIENCE_SECONDS = 1.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def proposal() -> str:
-    """Return a new run directory for this job, which is not made yet: rank 0's is everybody's."""
-    from mpistrategy.mpi.watchdog.earlier_runs import name_of_this_run  # here: that module uses this one
-
-    try:
-        return os.path.join(place(), name_of_this_run())
-    except OSError:  # the current folder is gone
-        return ""
-
-
 def place() -> str:
     """Return the folder in which run directories are made; OSError when it is gone."""
     return os.path.abspath(os.environ.get(VARIABLE) or os.getcwd())

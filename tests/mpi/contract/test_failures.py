@@ -16,8 +16,8 @@ from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, in_step, outcomes
 
 import mpistrategy as ms
 from mpistrategy.errors import ContextError, RemoteError
+from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.shared_memory import failures
 
 pytestmark = pytest.mark.mpi
 Launch = Callable[..., launching.Finished]

@@ -21,7 +21,8 @@ import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, DeviceError, FallbackWarning, OptionTypeError
 from mpistrategy.mpi.gpu import inventory, numa
 from mpistrategy.mpi.gpu.binding import bind, bind_if_possible
-from mpistrategy.mpi.gpu.inventory import Gpu, NoGpus, Sight
+from mpistrategy.mpi.gpu.cuda_driver import NoGpus
+from mpistrategy.mpi.gpu.inventory import Gpu, Sight
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.one_rank

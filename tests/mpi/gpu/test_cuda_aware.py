@@ -12,7 +12,6 @@ import pytest
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.gpu.cuda_aware import NO, UNVERIFIED, VARIABLE, YES, Answer, Evidence, decide, said, weakest
-from mpistrategy.mpi.job import world
 
 pytestmark = pytest.mark.one_rank
 
@@ -249,7 +248,7 @@ def test_functions_and_switches_of_libraries(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_the_evidence_about_this_mpi() -> None:
-    found = world.evidence()
+    found = loaded_mpi.evidence()
     assert found.version == launching.LIBRARY
     assert any(file.startswith("libmpi") for file in found.mapped)
     if found.version.startswith(("Open MPI", "MPICH")):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mpistrategy.mpi.gpu import cuda_driver, inventory
-from mpistrategy.mpi.gpu.cuda_driver import CudaDriver
-from mpistrategy.mpi.gpu.inventory import Gpu, NoGpus
+from mpistrategy.mpi.gpu.cuda_driver import CudaDriver, NoGpus
+from mpistrategy.mpi.gpu.inventory import Gpu
 
 pytestmark = pytest.mark.one_rank
 

@@ -25,6 +25,7 @@ from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.shared_memory.segments import room
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.mpi.watchdog.local_process import stat_of
 
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.facts.ranks import Ranks
@@ -48,7 +49,7 @@ _PATH = re.compile(r"[\w./+-]{1,400}")
 def seconds_since_start() -> float:
     """Return how long ago this process began; 0.0 if unknown."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
-        ticks = int(launcher.stat_of(os.getpid())[19])
+        ticks = int(stat_of(os.getpid())[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     return 0.0
 
@@ -217,9 +218,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _cuda_aware() -> str:
     from mpistrategy.errors import MpiStrategyError
     from mpistrategy.mpi.gpu import cuda_aware
-    from mpistrategy.mpi.job import world
 
     try:
-        return cuda_aware.decide(world.evidence(), cuda_aware.said()).text()
+        return cuda_aware.decide(loaded_mpi.evidence(), cuda_aware.said()).text()
     except MpiStrategyError as error:
         return f"{cuda_aware.UNVERIFIED} {error}"

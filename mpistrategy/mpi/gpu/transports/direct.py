@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.gpu_transport import PathName
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.interface.communicator import PathName
 
 
 class DirectPath:
@@ -40,8 +37,7 @@ class DirectPath:
         self._cupy.cuda.get_current_stream().record(event)
         with ranks.guard.own_gpu():
             event.synchronize()
-        communicator: MpiCommunicator = ranks
-        communicator.allreduce_device_memory(buffer, op)
+        ranks.allreduce_device_memory(buffer, op)
 
     def free(self) -> None:
         """Give back the pinned memory."""

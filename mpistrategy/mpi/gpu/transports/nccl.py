@@ -25,8 +25,8 @@ from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.gpu.transports.first_error import first_error, trouble_of
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory
+from mpistrategy.mpi.interface.communicator import Communicator, PathName
+from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.watchdog.gpu_progress import InFlight
 
 #: For how long a first sum may take: NCCL connects to the peers in it.
@@ -53,7 +53,7 @@ def version(cupy: Any) -> int:
 
 
 class NcclPath:
-    """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`; made by `join`.
+    """See `mpistrategy.mpi.interface.communicator.DevicePath`; made by `join`.
 
     Args:
         ranks: who takes part.

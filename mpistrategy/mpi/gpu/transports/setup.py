@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.gpu import cuda_aware, cuda_trials, inventory
+from mpistrategy.mpi.gpu import cuda_aware, cuda_trials, inventory, loaded_mpi
 from mpistrategy.mpi.gpu.transports import ipc, nccl
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.direct import DirectPath
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath
-from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.mpi.interface.communicator import DevicePath
+from mpistrategy.mpi.interface.gpu_transport import Alone
 from mpistrategy.options import GPU_PATH
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _abilities(ranks: Communicator) -> Abilities:
     cupy = cupy_for(_WHERE)
     if ranks.size == 1:
         return Abilities()
-    if isinstance(ranks, SimulatedCommunicator):
+    if getattr(ranks, "is_simulated", False):
         return Abilities(verdict=cuda_aware.NO, reason=_THREADS, ipc=_THREADS)
     answer = _takes_gpu_memory()
     return Abilities(
@@ -93,7 +93,5 @@ def _abilities(ranks: Communicator) -> Abilities:
 
 
 def _takes_gpu_memory() -> cuda_aware.Answer:
-    from mpistrategy.mpi.job import world  # MPI has started long ago
-
-    word, evidence = cuda_aware.said(), world.evidence()
+    word, evidence = cuda_aware.said(), loaded_mpi.evidence()
     return cuda_trials.verified(cuda_aware.decide(evidence, word), evidence.version, word)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import MpiStrategyError, RemoteError
-from mpistrategy.mpi.shared_memory.segments import SharedMemory
 
 #: What each rank's line takes.
 BYTES = 1024
@@ -23,6 +24,17 @@ _FAILED, _BROKEN, _ORIGIN, _LENGTH = range(_NUMBERS)
 #: How long a rank that knows of a failure goes on waiting for the numbers of the others.
 PATIENCE_SECONDS = 2.0
 NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
+
+
+class _Memory(Protocol):
+    """What is used of `mpistrategy.mpi.shared_memory.segments.SharedMemory`."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def fence(self) -> Callable[[], object] | None: ...
+    @property
+    def segments(self) -> Sequence[Array]: ...
 
 
 class Failures:
@@ -40,7 +52,7 @@ class Failures:
             the number of that agreement.
     """
 
-    def __init__(self, memory: SharedMemory, agreements: Callable[[], int]) -> None:
+    def __init__(self, memory: _Memory, agreements: Callable[[], int]) -> None:
         self.agreements = agreements
         self.on_broken: Callable[[str], object] = lambda reason: None
         self._rank = memory.local_rank

@@ -13,11 +13,13 @@ from typing import Any
 from weakref import WeakSet
 
 from mpistrategy.errors import ForkedProcessError
-from mpistrategy.mpi.job import child_exit
 
 _guards: WeakSet[Any] = WeakSet()
 _was_forked_from_rank = False
 _is_registered = False
+#: What is called before the first fork that matters, and in each child of a rank; `mpi.job.child_exit` adds to them.
+before_forks: list[Callable[[], None]] = []
+in_children: list[Callable[[], None]] = []
 
 
 def close_in_children(guard: Any) -> None:
@@ -26,7 +28,8 @@ def close_in_children(guard: Any) -> None:
     _guards.add(guard)
     if not _is_registered:
         _is_registered = True
-        child_exit.prepare()
+        for prepare in before_forks:
+            prepare()
         os.register_at_fork(after_in_child=_after_fork)
 
 
@@ -35,7 +38,8 @@ def _after_fork() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         _was_forked_from_rank = True
-        child_exit.follow()
+        for follow in in_children:
+            follow()
     for guard in list(_guards):
         guard.close_in_child()
 
