@@ -1,8 +1,8 @@
 """The exception tree: one base, one class for each kind of mistake.
 
 Every class also derives from the built-in exception that TensorFlow raises for the same mistake, so
-``except ValueError`` written for tf.distribute goes on working.  Every text says where, what was found, what
-was expected, and how to fix it.
+``except ValueError`` written for tf.distribute keeps working.  Every text says where, what was found, what was
+expected, and how to fix it.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class OptionTypeError(MpiStrategyError, TypeError):
 
 
 class LeafError(MpiStrategyError, ValueError):
-    """A leaf of a structure that is no array and cannot become one (None, an arbitrary object)."""
+    """A leaf of a structure that is no array and cannot be converted to one (None, an arbitrary object)."""
 
 
 class DTypeError(MpiStrategyError, TypeError):
-    """A dtype that the operation refuses (bool and strings in reductions), or one that does not fit."""
+    """A dtype that the operation does not support (bool and strings in reductions), or that does not fit."""
 
 
 class DTypeMismatchError(DTypeError, ValueError):
-    """An array of another dtype than the one it is written to (a ValueError in TensorFlow)."""
+    """An array whose dtype differs from that of its target (a ValueError in TensorFlow)."""
 
 
 class ShapeError(MpiStrategyError, ValueError):
@@ -60,7 +60,7 @@ class ShapeError(MpiStrategyError, ValueError):
 
 
 class BatchError(ShapeError, IndexError):
-    """A global batch that cannot be split among the replicas: no first axis, or arrays of different lengths."""
+    """A global batch that cannot be split among the replicas: scalars, or arrays of different lengths."""
 
 
 class OutOfRangeError(MpiStrategyError, IndexError):
@@ -80,11 +80,11 @@ class DeviceError(MpiStrategyError, ValueError):
 
 
 class DestinationError(MpiStrategyError, ValueError):
-    """Something that is no destination of a reduction or a broadcast."""
+    """An invalid destination of a reduction or a broadcast."""
 
 
 class PlacementError(MpiStrategyError, RuntimeError):
-    """A value was read on a rank where it does not live."""
+    """A value was read on a rank that does not have it."""
 
 
 class AggregationError(MpiStrategyError, ValueError):
@@ -96,7 +96,7 @@ class UnsupportedError(MpiStrategyError, NotImplementedError):
 
 
 class CopyError(MpiStrategyError, RuntimeError):
-    """What there is once in a process, on all its ranks, was copied or pickled."""
+    """An object that belongs to this process and its ranks was copied or pickled."""
 
 
 class ForkedProcessError(ContextError):
@@ -104,31 +104,31 @@ class ForkedProcessError(ContextError):
 
 
 class LaunchError(MpiStrategyError, RuntimeError):
-    """MPI is missing or cannot be started, or the ranks were not started as one job of equal programs."""
+    """MPI is missing or cannot be started, or the ranks were not started as one job with one program."""
 
 
 class FallbackWarning(UserWarning):
-    """Something faster cannot be had here, and the library goes another way with the same results."""
+    """A faster method is not available here; the library uses another one with the same results."""
 
 
 class DatasetWarning(UserWarning):
-    """The ranks iterate over different global batches, so that rows are lost."""
+    """The ranks iterate over different global batches, so rows are lost."""
 
 
 class OutsideStepWarning(UserWarning):
-    """A collective was called outside every step: it worked on this rank alone, where other ranks have replicas."""
+    """A collective was called outside every step, and used only this rank's value although there are other ranks."""
 
 
 class NonFiniteWarning(RuntimeWarning):
-    """Reduced gradients have NaN or infinities in them, and the step was made with them, as was asked for."""
+    """Reduced gradients contain NaN or infinities, and were applied because the program asked for it."""
 
 
 class NonFiniteError(MpiStrategyError, FloatingPointError):
-    """Reduced gradients have NaN or infinities in them.  Raised on every rank; the step has changed nothing."""
+    """Reduced gradients contain NaN or infinities.  Raised on every rank; the step has changed nothing."""
 
 
 class ReplicasDivergedError(MpiStrategyError, RuntimeError):
-    """The copies of a mirrored variable are not equal.  Raised on every rank; the text says where they differ."""
+    """The copies of a mirrored variable differ.  Raised on every rank; the text names variables and ranks."""
 
 
 class CollectiveMismatchError(MpiStrategyError, RuntimeError):
@@ -147,35 +147,35 @@ class CheckpointMissingError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """There is something under this name already, or another job writes there.  Nothing has changed."""
+    """The name exists already, or another job writes there.  Nothing has changed."""
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """Writing failed on some rank (a full disk, no permission).  Nothing half-made is left, what was there still is."""
+    """Writing failed on some rank (a full disk, no permission).  No partial files are left; old files are unchanged."""
 
 
 class CheckpointReadError(CheckpointError, OSError):
-    """Reading failed on some rank, although the files may be good (no permission, a file system that is away)."""
+    """Reading failed on some rank, although the files may be good (no permission, no file system)."""
 
 
 class CheckpointDamagedError(CheckpointError, ValueError):
-    """What is there is no whole checkpoint: no manifest, a file of another size or checksum, another format."""
+    """The checkpoint is incomplete or damaged: no manifest, a wrong size or checksum, another format."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint is good, but it does not fit the objects: other names, shapes, dtypes or kinds.  None has changed.
+    """A good checkpoint does not fit the objects: other names, shapes, dtypes or kinds.  No object has changed.
 
-    The text lists what does not fit.
+    The text lists the differences.
     """
 
 
 class TraceError(MpiStrategyError, ValueError):
-    """Where a trace was looked for there is none that can be read."""
+    """There is no readable trace in the given place."""
 
 
 class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake of anybody's)
-    """Raised on purpose, where a plan in MPISTRATEGY_INJECT says so; the other ranks are not told."""
+    """Raised on purpose, as MPISTRATEGY_INJECT asks; the other ranks are not told."""
 
 
 class RemoteError(MpiStrategyError, RuntimeError):
-    """Another rank failed, with an exception of its own, in a call that all ranks make together."""
+    """Another rank raised an exception in a call that all ranks make together."""

@@ -13,7 +13,7 @@ from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together.
+    """When the copies of a variable are combined.
 
     AUTO lets the strategy choose (ON_WRITE); NONE makes no distributed variable and is refused in a scope of
     several replicas; ON_WRITE keeps the copies equal at every write; ON_READ lets them differ and combines them
@@ -36,10 +36,10 @@ class VariableAggregation(enum.Enum):
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one.
+    """How the values of several replicas are combined.
 
-    SUM and MEAN (the sum divided by the number of replicas) are TensorFlow's; MIN, MAX and PROD are ours.  For MIN and
-    MAX -0.0 is less than +0.0, and NaN wins, with the bits of `np.nan`.
+    TensorFlow has SUM and MEAN (the sum divided by the number of replicas); MIN, MAX and PROD are additions.  For MIN
+    and MAX, -0.0 is less than +0.0, and NaN wins, with the bits of `np.nan`.
     """
 
     SUM = "SUM"
@@ -50,7 +50,7 @@ class ReduceOp(enum.Enum):
 
     @property
     def on_the_wire(self) -> str:
-        """The operation between ranks: a mean travels as a sum."""
+        """The operation between ranks: a mean is sent as a sum."""
         return "SUM" if self is ReduceOp.MEAN else self.value
 
     @classmethod
@@ -59,7 +59,7 @@ class ReduceOp(enum.Enum):
 
         Args:
             value: a ReduceOp, its name in any letter case, or VariableAggregation.SUM / MEAN.
-            where: the public name to blame in the error.
+            where: the public name that the error names.
 
         Raises:
             ReduceOpError: for anything else.
@@ -80,7 +80,7 @@ class ReduceOp(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which transport carries arrays in GPU memory: the best one (AUTO), MPI (RING) or NCCL."""
+    """The transport of arrays in GPU memory: the best one (AUTO), MPI (RING) or NCCL."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -93,18 +93,18 @@ class CommunicationOptions:
 
     Attributes:
         bytes_per_pack: small values are packed into buffers of at most this many bytes; 0 lets the library choose.
-        timeout_seconds: for how long a rank waits in a collective before the job ends, with a roll call that says who
-            waits where and who has not come; 0 for no limit.  None means what MPISTRATEGY_TIMEOUT says, else 600.
+        timeout_seconds: how long a rank waits in a collective before the job ends, with a roll call of the ranks: who
+            waits where, and who is missing.  0 for no limit; None for the value of MPISTRATEGY_TIMEOUT, else 600.
             Only time in which this rank waits counts; see `Strategy.expect_long`.
-        implementation: a `CommunicationImplementation` or its name in any letter case: "NCCL" and "RING" (MPI) say
-            what carries arrays in GPU memory, where it can be; "AUTO" leaves it to MPISTRATEGY_GPU_PATH (mpi, staged,
-            nccl, ipc), and that to the library.  Arrays on the host go by MPI whatever is asked for.
-        wire: "bfloat16" halves what travels between nodes in sums and means of float32 (and of 16-bit floats, which
-            are summed in it): each node's contribution is rounded to bfloat16 (unit roundoff u = 2^-8), the
-            contributions are added up in float32, and the sum is rounded once.  The result is equal on all ranks and
+        implementation: a `CommunicationImplementation` or its name in any letter case.  "NCCL" and "RING" (MPI) choose
+            the transport of arrays in GPU memory, where it is available.  "AUTO" uses MPISTRATEGY_GPU_PATH (mpi,
+            staged, nccl, ipc), or lets the library choose.  Arrays on the host always use MPI.
+        wire: "bfloat16" halves the bytes between nodes in sums and means of float32 (and of 16-bit floats, which are
+            summed in float32).  Each node's contribution is rounded to bfloat16 (unit roundoff u = 2^-8), the
+            contributions are added in float32, and the sum is rounded once.  The result is equal on all ranks, and
             differs from the exact one by at most (2 u + u^2) times the sum of the nodes' magnitudes.  Nothing changes
-            within a node, for other dtypes and operations, and where one rank alone wants the result.  Needs the
-            package ml_dtypes.  None, the default, sends all digits.
+            within a node, for other dtypes and operations, and where only one rank gets the result.  Needs the package
+            ml_dtypes.  None, the default, sends all digits.
 
     Raises:
         OptionError: for a negative bytes_per_pack, a negative timeout_seconds, an unknown implementation or
@@ -143,7 +143,7 @@ class CommunicationOptions:
             raise OptionError.at(where, found=f"wire={self.wire!r}", expected='None or "bfloat16"')
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options with every field that `options` sets to something else than the default."""
+        """Return these options with the fields of `options` that differ from the defaults."""
         if options is None:
             return self
         if not isinstance(options, CommunicationOptions):
@@ -158,24 +158,24 @@ class CommunicationOptions:
         return CommunicationOptions(**chosen)
 
 
-#: Names the path of arrays in GPU memory for all strategies: a hint, which yields where it cannot be.
+#: Chooses the transport of arrays in GPU memory for all strategies, where it is available.
 GPU_PATH = "MPISTRATEGY_GPU_PATH"
 _PATH_WORDS = ("auto", "mpi", "staged", "nccl", "ipc")
 _BY_IMPLEMENTATION = {CommunicationImplementation.RING: "ring", CommunicationImplementation.NCCL: "nccl"}
 
 
 def path_word(options: CommunicationOptions, chosen: str = "") -> str:
-    """Return the path that is asked for, for arrays in GPU memory.
+    """Return the transport that is requested for arrays in GPU memory.
 
     Args:
-        options: whose `implementation` asks for "ring" (what MPI carries: "mpi" or "staged") or "nccl".
-        chosen: what the algorithm asks for, which comes first; "" for one that does not.
+        options: options whose `implementation` may request "ring" (MPI: "mpi" or "staged") or "nccl".
+        chosen: the request of the algorithm, which comes first; "" for none.
 
     Returns:
-        That, or what the variable MPISTRATEGY_GPU_PATH says: "auto", "mpi", "staged", "nccl" or "ipc".
+        The request, or the value of MPISTRATEGY_GPU_PATH: "auto", "mpi", "staged", "nccl" or "ipc".
 
     Raises:
-        OptionError: for another word in the variable.
+        OptionError: for another value of the variable.
     """
     implementation: Any = options.implementation
     word = chosen or _BY_IMPLEMENTATION.get(implementation) or os.environ.get(GPU_PATH, "").lower() or "auto"

@@ -1,8 +1,8 @@
-"""Files in folders where other users may write: which of them are opened, who may read new ones, what is shown of them.
+"""Files in folders where other users may write: opening and creating them safely, and printing their text.
 
-A name there may stand for anything: somebody else's file, a pipe or a device that keeps its reader waiting, a link to
-elsewhere.  So a file is opened without following a link and without waiting, and is looked at once it is open: never
-first by name.  What belongs to root counts as the user's own, since root can write everywhere anyway.
+A name in such a folder may be another user's file, a symbolic link, or a pipe or device that blocks its reader.  So a
+file is opened without following links and without blocking, and is checked after it is open, never by name.  Files of
+root count as the user's own: root can write everywhere anyway.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
-#: How a file is opened that may be something else.
+#: The flags for reading a file that may be a link, a pipe or a device.
 READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-#: And a new one, which nobody has made before.
+#: The flags for creating a file that must not exist.
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_BYTES = 2**20
 
 
 def is_own(state: os.stat_result, folder: os.stat_result | None = None) -> bool:
-    """Return whether something belongs to this user, or to root; or to whom the folder belongs that it is in.
+    """Return whether a file belongs to this user, to root, or to the owner of its folder.
 
-    The last matters to root, whose files on a network's file system may belong to nobody.
+    The owner of the folder matters to root, whose files on a network file system may belong to nobody.
     """
     return state.st_uid in (os.geteuid(), 0) or (folder is not None and state.st_uid == folder.st_uid)
 
 
 def is_trusted(state: os.stat_result, folder: os.stat_result) -> bool:
-    """Return whether something in a folder that the user has named was put there by somebody whom the user trusts.
+    """Return whether a file in a folder that the user has named can be trusted.
 
-    That is this user, root, and whoever else may write to that folder, its owner or its group; but not everybody.
+    It can if it belongs to this user or to root, or if only the folder's owner and group may write to the folder.
     """
     return is_own(state) or not folder.st_mode & stat.S_IWOTH
 
 
 def others_can_write(state: os.stat_result) -> bool:
-    """Return whether other users than its owner could have written something."""
+    """Return whether users other than the owner may write to a file."""
     return bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
@@ -52,14 +52,14 @@ def user_in_words(number: int) -> str:
 
 
 def open_own(name: str, folder: int | None = None) -> int:
-    """Open a file of this user's own to be read; return its descriptor.
+    """Open a file of this user for reading; return its descriptor.
 
     Args:
         name: its path.
-        folder: the descriptor of an open folder that `name` is in; None for a path of its own.
+        folder: the descriptor of the open folder that `name` is relative to; None for an ordinary path.
 
     Raises:
-        OSError: when it cannot be opened, is no file, or belongs to somebody else; `strerror` says it.
+        OSError: when it cannot be opened, is no regular file, or belongs to another user; `strerror` says which.
     """
     descriptor = open_file(name, folder)
     owner = os.fstat(descriptor)
@@ -70,7 +70,7 @@ def open_own(name: str, folder: int | None = None) -> int:
 
 
 def open_file(name: str, folder: int | None = None) -> int:
-    """Open anybody's file to be read; as `open_own`."""
+    """Open a file of any user for reading; otherwise as `open_own`."""
     try:
         descriptor = os.open(name, READING, dir_fd=folder)
     except OSError as error:
@@ -84,7 +84,7 @@ def open_file(name: str, folder: int | None = None) -> int:
 
 
 def open_trusted(name: str) -> int:
-    """Open a file that the user has named to be read; as `open_own`, but with the files that `is_trusted` accepts."""
+    """Open a file that the user has named for reading; as `open_own`, but for files that `is_trusted` accepts."""
     descriptor = open_file(name)
     state = os.fstat(descriptor)
     if not is_trusted(state, os.stat(os.path.dirname(name) or os.curdir)):
@@ -95,11 +95,11 @@ def open_trusted(name: str) -> int:
 
 
 def read(name: str, most: int, folder: int | None = None) -> bytes:
-    """Return the bytes of a small file of this user's own.
+    """Return the bytes of a small file of this user.
 
     Args:
         name: its path.
-        most: how many bytes it may have.
+        most: the most bytes it may have.
         folder: as in `open_own`.
 
     Raises:
@@ -113,7 +113,7 @@ def read(name: str, most: int, folder: int | None = None) -> bytes:
 
 
 def read_all(descriptor: int, most: int, name: str = "") -> bytes:
-    """Return the bytes of an open file from where it is; OSError when there are more than `most`."""
+    """Return the bytes of an open file from its position on; OSError when there are more than `most`."""
     pieces, left = [], most + 1
     while left > 0 and (piece := os.read(descriptor, min(left, _PIECE_BYTES))):
         pieces.append(piece)
@@ -127,25 +127,25 @@ def read_all(descriptor: int, most: int, name: str = "") -> bytes:
 
 
 def file_mode(folder: os.stat_result) -> int:
-    """Return who may read a new file in a folder: the user; and the group where the folder is a group's (setgid).
+    """Return the mode of a new file in a folder: readable by the user, and by the group where the folder is setgid.
 
-    The umask may take away from that, and adds nothing.
+    The umask may remove permissions.
     """
     return 0o640 if folder.st_mode & stat.S_ISGID else 0o600
 
 
 def make_folder(path: str) -> None:
-    """Make a folder for the user; in a folder that is a group's (setgid), whose group it inherits, for the group, too.
+    """Make a folder for the user; inside a setgid folder also for its group, which the new one inherits.
 
     Raises:
-        OSError: when it is there already, or cannot be made.
+        OSError: when it exists already, or cannot be made.
     """
     above = os.stat(os.path.dirname(path) or os.curdir)
     os.mkdir(path, 0o750 if above.st_mode & stat.S_ISGID else 0o700)
 
 
 def make_folders(path: str) -> None:
-    """Make a folder, and those that it lies in, where they are missing, each as `make_folder`; OSError if it cannot."""
+    """Make a folder and its missing parents, each as `make_folder`; OSError when one cannot be made."""
     if not os.path.isdir(path):
         above = os.path.dirname(os.path.abspath(path))
         if above != path:
@@ -155,20 +155,20 @@ def make_folders(path: str) -> None:
 
 
 def new_file(path: str) -> int:
-    """Open a file that is not there yet to be written; return its descriptor.  Readable as `file_mode` says.
+    """Create a file for writing with the mode of `file_mode`; return its descriptor.
 
     Raises:
-        OSError: when there is something, or it cannot be made.
+        OSError: when the name exists, or the file cannot be created.
     """
     return os.open(path, NEW, file_mode(os.stat(os.path.dirname(path) or os.curdir)))
 
 
 @contextmanager
 def whole_file(path: str) -> Iterator[IO[bytes]]:
-    """Open a file to be written; what is there is replaced once all is written.  Readable as `file_mode` says.
+    """Open a file for writing with the mode of `file_mode`; it replaces an existing file when it is complete.
 
     Raises:
-        OSError: when it cannot be written; then there is nothing new.
+        OSError: when it cannot be written; nothing has changed then.
     """
     temporary = f"{path}.{os.urandom(4).hex()}.new"
     descriptor = new_file(temporary)
@@ -184,16 +184,16 @@ def whole_file(path: str) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def replacing(name: str, place: int, temporary: str, folder: int) -> Iterator[IO[bytes]]:
-    """Open a file to be written, under a name that nobody else uses; it gets its own name once all is written.
+    """Open a file for writing under a temporary name; it gets its final name when it is complete.
 
     Args:
-        name: its own; what is there is replaced.
-        place: the descriptor of the folder of that; the file is readable as `file_mode` says of it.
-        temporary: the name meanwhile; what has it is of a process that is gone.
-        folder: the descriptor of the folder of that.
+        name: the final name; an existing file is replaced.
+        place: the descriptor of its folder, which determines the mode as `file_mode` says.
+        temporary: the temporary name, which no other process uses; an existing file was left by an ended process.
+        folder: the descriptor of the folder of the temporary file.
 
     Raises:
-        OSError: when it cannot be written; then there is nothing new.
+        OSError: when it cannot be written; nothing has changed then.
     """
     with suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=folder)
@@ -212,11 +212,11 @@ def replacing(name: str, place: int, temporary: str, folder: int) -> Iterator[IO
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Return a text for a terminal: what would steer it, or turn its letters around, is shown as an escape.
+    """Return a text for a terminal, with control characters and other unprintable ones as escapes.
 
     Args:
         text: the text.
-        keep: control characters that stay; "" for what has to stay in its line.
+        keep: control characters to keep; "" for a text of one line.
     """
     if text.isprintable():
         return text

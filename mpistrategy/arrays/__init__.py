@@ -1,1 +1,1 @@
-"""Arrays of NumPy, CuPy and other libraries: nests, dtypes, device strings and distributed values; nothing of ranks."""
+"""Arrays of NumPy, CuPy and other libraries: nests, dtypes, device strings, distributed values.  No ranks, no MPI."""

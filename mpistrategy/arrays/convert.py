@@ -121,10 +121,10 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
 
 
 def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
-    """Return an array in GPU memory as CuPy's, without a copy; one of another library is waited for in stream order.
+    """Return an array in GPU memory as a CuPy array of the same memory, in the order of CuPy's current stream.
 
     Raises:
-        LeafError: when its library does not give it away.
+        LeafError: when its library does not export it.
         UnsupportedError: without CuPy.
     """
     if is_cupy(value):
@@ -139,15 +139,15 @@ def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
             where,
             found=closed_to("CuPy", value, path, error),
             expected="an array of a dtype that CuPy knows, on a GPU that this process sees",
-            fix="A copy that its own library makes may do; `mpistrategy doctor` tells what is wrong with the GPU.",
+            fix="Pass a copy made by its own library; check the GPU with `mpistrategy doctor`.",
         ) from error
 
 
 def as_target(target: Any, where: str, name: str) -> Any:
-    """Return an array that a result can be written to, as NumPy's or CuPy's; the same memory.
+    """Return an array for a result as a NumPy or CuPy array of the same memory.
 
     Raises:
-        ShapeError: for what is none, or may not be written.
+        ShapeError: when it is no array, or read-only.
     """
     found = type(target).__name__
     if isinstance(target, np.ndarray):
@@ -163,23 +163,23 @@ def as_target(target: Any, where: str, name: str) -> Any:
 
 
 def _is_read_only(array: Any) -> bool:
-    """Return whether an array in GPU memory of any library says that it must not be written."""
+    """Return whether an array in GPU memory says that it is read-only."""
     interface = getattr(array, _INTERFACE, None)
     data = interface.get("data") if isinstance(interface, dict) else None
     return isinstance(data, tuple) and len(data) == 2 and bool(data[1])
 
 
 def _overlaps_itself(array: DeviceArray) -> bool:
-    """Return whether elements share memory, as those of ``broadcast_to`` do; NumPy makes such arrays read-only."""
+    """Return whether elements share memory, as after ``broadcast_to``; NumPy makes such arrays read-only."""
     return any(stride == 0 and length > 1 for length, stride in zip(array.shape, array.strides, strict=True))
 
 
 def hand_back(written: Any, target: Any) -> None:
-    """Let what the library of `target` does from now on with this array in GPU memory see what was written to it.
+    """Let the library of `target` wait for what was written to it; it may work on another stream.
 
     Args:
-        written: what `as_target` returned for `target`, to which something was written on CuPy's current stream.
-        target: whose library may work on another stream, which is told to wait, as DLPack says.
+        written: the array that `as_target` returned for `target`; written to on CuPy's current stream.
+        target: the array of the other library; its stream waits as DLPack says.
     """
     if not is_cupy(target) and is_on_device(target):
         with written.device:
@@ -187,11 +187,11 @@ def hand_back(written: Any, target: Any) -> None:
 
 
 def like_given(result: Any, given: Any) -> Any:
-    """Return a result as the kind of array that was given: in GPU memory, and of the same library.
+    """Return a result as the kind of array that was given: on the same device, and of the same library.
 
     Args:
         result: an ndarray or a CuPy array.
-        given: what the caller passed; a NumPy array and a number leave the result as it is.
+        given: the caller's value; for a NumPy array and a number, the result is returned unchanged.
     """
     if type(given) is np.ndarray or isinstance(given, (np.generic, int, float, complex)):
         return result
@@ -214,35 +214,35 @@ def _on_device_of(result: Any, given: Any) -> DeviceArray:
 
 
 def on_device_of(array: Any) -> AbstractContextManager[Any]:
-    """Return what makes the GPU of an array the current one in a with block; nothing, for an array on the host."""
+    """Return a context manager that makes the GPU of an array current; it does nothing for an array on the host."""
     device: AbstractContextManager[Any] = array.device if is_on_device(array) else _ON_HOST
     return device
 
 
 def on_device_of_any(arrays: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Return what makes the GPU of those arrays that are on one the current one; nothing, where all are on the host."""
+    """Return `on_device_of` the first array that is on a GPU; it does nothing where all are on the host."""
     return on_device_of(next(filter(is_on_device, arrays), None))
 
 
 def copy_of(array: Any) -> Any:
-    """Return a copy of an array of NumPy's or CuPy's, where it is."""
+    """Return a copy of a NumPy or CuPy array on the same device."""
     with on_device_of(array):
         return array.copy()
 
 
 def host_array(value: Any) -> Array:
-    """Return an array, wherever it is, as one on the host; no copy of what is there already."""
+    """Return an array as an ndarray on the host; no copy when it is there already."""
     return to_host(as_device_array(value, "a value")) if is_on_device(value) else np.asarray(value)
 
 
 def any_array(value: Any) -> Array:
-    """Return a number or an array as an array: what is in GPU memory as it is, anything else as an ndarray."""
+    """Return an array in GPU memory as it is, and a number or an array on the host as an ndarray."""
     array: Array = value if is_on_device(value) else np.asarray(value)
     return array
 
 
 def placed_as(value: Any, place: Any) -> Array:
-    """Return an array where another one is: on the host, or on that one's GPU; no copy of what is there already."""
+    """Return an array on the device of `place`: the host or a GPU; no copy when it is there already."""
     if not is_on_device(place):
         return host_array(value)
     with place.device:
@@ -250,12 +250,12 @@ def placed_as(value: Any, place: Any) -> Array:
             placed: Array = as_device_array(value, "a value")
             if placed.device == place.device:
                 return placed
-            value = to_host(placed)  # of another GPU, whose streams are no concern of this one's
+            value = to_host(placed)  # on another GPU, with streams of its own
         return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
 
 
 def may_share_memory(one: Any, other: Any) -> bool:
-    """Return whether two arrays, NumPy's or CuPy's, may have elements in common."""
+    """Return whether two NumPy or CuPy arrays may share memory."""
     if is_on_device(one) != is_on_device(other):
         return False
     if not is_on_device(one):
@@ -265,7 +265,7 @@ def may_share_memory(one: Any, other: Any) -> bool:
 
 
 def check_places(arrays: Sequence[Any], where: str) -> None:
-    """Raise unless all arrays are on the same GPU, or all on the host: ShapeError or DeviceError."""
+    """Raise ShapeError or DeviceError unless all arrays are on the same GPU, or all on the host."""
     if len({is_on_device(array) for array in arrays}) > 1:
         kinds = ["in GPU memory" if is_on_device(array) else "on the host" for array in arrays]
         raise ShapeError.at(where, found=f"an array {kinds[-1]}", expected=f"one {kinds[0]}, as the value is")

@@ -1,7 +1,7 @@
-"""Device strings in TensorFlow's spelling, parsed once: ``/job:worker/replica:0/task:3/device:GPU:0``.
+"""Device strings in TensorFlow's spelling: ``/job:worker/replica:0/task:3/device:GPU:0``.
 
-The task is the rank.  Short forms leave parts out: ``GPU:0`` (a device on whatever rank has it), ``task:3`` or
-``/task:3`` (whatever device rank 3 drives).
+The task is the rank.  Parts may be left out: ``GPU:0`` (that device of any rank), ``task:3`` or ``/task:3`` (the device
+of rank 3).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Device:
     Attributes:
         task: the rank that drives the device.
         kind: "CPU" or "GPU".
-        index: the number of the device: of a CPU, a share of the node's cores; of a GPU, as the rank's process counts
-            those that it sees.
+        index: the number of the device.  A CPU is a share of the node's cores; GPUs are numbered among those visible
+            to the rank's process.
     """
 
     task: int | None = None
@@ -43,7 +43,7 @@ class Device:
         return "".join(parts)
 
     def matches(self, other: Device) -> bool:
-        """Return whether `other`, a complete device, is one of those that this pattern names."""
+        """Return whether the complete device `other` matches this pattern."""
         return all(
             mine is None or mine == theirs
             for mine, theirs in ((self.task, other.task), (self.kind, other.kind), (self.index, other.index))
@@ -83,5 +83,5 @@ def _parse_kind(value: str, text: str) -> tuple[str, int | None]:
 
 
 def gpu_of(devices: Sequence[Device], rank: int) -> int | None:
-    """Return the number of the GPU that a rank drives; None for a CPU, and where nothing is known of devices."""
+    """Return the number of the GPU that a rank drives; None for a CPU, and where the devices are not known."""
     return devices[rank].index if devices and devices[rank].kind == "GPU" else None

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-#: So many bytes at a time: they are looked at several times, and stay in the cache.
+#: Bytes combined at a time: they are read several times, and stay in the cache.
 _CHUNK_BYTES = 256 * 2**10
-#: The bit of the sign, by the size of a float; long double has no integers of its size.
+#: The sign bit, by the size of a float; no integer has the size of a long double.
 _SIGNS = {size: np.dtype(f"u{size}").type(1 << (8 * size - 1)) for size in (2, 4, 8)}
 _SMALL_INTEGERS = ("int8", "int16", "uint8", "uint16")
 
@@ -37,8 +37,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which values of `dtype` are combined in GPU memory, and over several steps.
 
-    The 16-bit floats are summed in float32 and rounded once.  Integers of 8 and 16 bits are combined in 32, and wrap
-    around at the end as NumPy's do.
+    The 16-bit floats are summed in float32 and rounded once.  Integers of 8 and 16 bits are combined in 32 bits, and
+    wrap around at the end as in NumPy.
     """
     if dtype.name in _SMALL_INTEGERS:
         return np.dtype(np.int32 if dtype.kind == "i" else np.uint32)
@@ -46,10 +46,10 @@ def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def host_wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which arrays of `dtype` on the host travel and are combined.
+    """Return the dtype in which arrays of `dtype` on the host are sent and combined.
 
-    The 16-bit floats as `wire_dtype` says.  Integers wrap around in their own dtype: a wider one would take several
-    times the memory.
+    The 16-bit floats as in `wire_dtype`.  Integers wrap around in their own dtype: a wider one would take several times
+    the memory.
     """
     if dtype.itemsize == 2 and (dtype.kind == "f" or is_bfloat16(dtype)):
         return np.dtype(np.float32)
@@ -64,16 +64,16 @@ def mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def is_buffer(array: Array) -> bool:
-    """Return whether MPI can be given an array as it is: contiguous, and at an address that suits its dtype.
+    """Return whether an array can be passed to MPI as it is: contiguous and aligned.
 
-    One read from the middle of a file may be contiguous and not aligned: mpi4py has no datatype for it.
+    An array in the middle of a file's bytes may be contiguous and not aligned: mpi4py has no datatype for it.
     """
     flags = array.flags
     return flags.c_contiguous and flags.aligned
 
 
 def is_python_number(value: object) -> bool:
-    """Return whether `value` is a plain Python number (bool excluded), which adapts to the dtype it meets."""
+    """Return whether `value` is a plain Python number (bool excluded), which takes the dtype of the other operand."""
     return isinstance(value, numbers.Number) and not isinstance(value, (bool, np.generic))
 
 
@@ -87,9 +87,9 @@ def span(array: Array) -> tuple[int, int]:
 
 
 def quiet_runner() -> Callable[..., Any]:
-    """Return a function that calls ``function(*args)`` without NumPy's warnings of overflow; for one thread at a time.
+    """Return a function that calls ``function(*args)`` without NumPy's overflow warnings; for one thread at a time.
 
-    MPI does not warn either.  `np.errstate` does the same, but costs more than a small sum.
+    MPI does not warn either.  `np.errstate` does the same, but takes longer than a small sum.
     """
     context = contextvars.copy_context()
     before = np.geterr()
@@ -128,7 +128,7 @@ class Extreme:
         self._join = np.logical_or if self._is_minimum else np.logical_and
 
     def __call__(self, one: Array, other: Array, out: Array | None = None) -> Array:
-        """Return the combination in `out`, which may be one of the two, or in new memory."""
+        """Return the combination in `out`, which may be one of the operands, or in new memory."""
         if one.dtype.kind != "f":
             return self._ufunc(one, other, out=out)  # type: ignore[no-any-return]
         step = _CHUNK_BYTES // one.itemsize
@@ -145,10 +145,10 @@ class Extreme:
         return target
 
     def reduce(self, array: Array, axes: tuple[int, ...], initial: Any) -> Array:
-        """Return the combination of an array along some axes; `initial` where there is nothing along them."""
+        """Return the combination of an array along some axes; `initial` for axes of length 0."""
         found = np.asarray(self._ufunc.reduce(array, axis=axes, initial=initial))
         if array.dtype.kind == "f":
-            _settle(found, self._join.reduce(np.signbit(array), axis=axes))
+            _set_zeros_and_nan(found, self._join.reduce(np.signbit(array), axis=axes))
         return found
 
     def _combined(self, one: Array, other: Array) -> Array:
@@ -156,30 +156,30 @@ class Extreme:
         if found.size == 0:
             return found
         least = abs(found.item()) if found.size == 1 else np.minimum.reduce(np.abs(found), axis=None)
-        if least > 0:  # there is neither a zero nor a NaN
+        if least > 0:  # neither zeros nor NaN
             return found
         sign = _SIGNS.get(found.itemsize)
         if sign is None:
-            _settle(found, self._join(np.signbit(one), np.signbit(other)))
+            _set_zeros_and_nan(found, self._join(np.signbit(one), np.signbit(other)))
             return found
         these, those, whole = (array.view(sign.dtype) for array in (one, other, found))
         if self._is_minimum:
             whole |= (these | those) & sign
         else:
             whole &= (these & those) | ~sign
-        _settle_nan(found)
+        _set_nan(found)
         return found
 
 
-def _settle(found: Array, negative: Any) -> None:
-    """Give zeros the signs that are said, and NaN its one pattern."""
+def _set_zeros_and_nan(found: Array, negative: Any) -> None:
+    """Set the signs of zeros, and the bits of NaN."""
     zero = found == 0
     np.copyto(found, found.dtype.type(0), where=zero)
     np.copyto(found, -found.dtype.type(0), where=zero & negative)
-    _settle_nan(found)
+    _set_nan(found)
 
 
-def _settle_nan(found: Array) -> None:
+def _set_nan(found: Array) -> None:
     is_nan = found != found
     if np.any(is_nan):
         np.copyto(found, found.dtype.type(np.nan), where=is_nan)
@@ -188,7 +188,7 @@ def _settle_nan(found: Array) -> None:
 minimum = Extreme(np.minimum)
 maximum = Extreme(np.maximum)
 
-#: Writes the combination of two arrays to a third: ``combine(one, other, out=...)``.
+#: Writes the combination of two arrays to a third: ``combine(one, other, out=third)``.
 Combine: TypeAlias = Callable[..., Any]
 #: How two arrays are combined; NaN wins in all of them.
 COMBINE: dict[str, Combine] = {

@@ -1,7 +1,7 @@
-"""Arrays of other libraries: torch's, jax's, numba's, and those of any library that speaks DLPack.
+"""Arrays of other libraries: torch, jax, numba, and any library with DLPack.
 
-They are looked at as NumPy's or CuPy's arrays, without a copy, and results are given back as the same kind.  None of
-these libraries is imported here: whoever passes its array has imported it.
+They are used as NumPy or CuPy arrays of the same memory, and results are returned as the same kind.  None of these
+libraries is imported here: a caller who passes its array has imported it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
 
 def library_of(value: object) -> str:
-    """Return the library that the kind of `value` comes from: ``torch`` for a class that somebody derived, too."""
+    """Return the library of the type of `value`; of a derived class, the library of its base."""
     kind: Any = type(value)
     return _library_of(kind)
 
@@ -32,19 +32,19 @@ def _library_of(kind: type) -> str:
 
 
 def is_foreign(value: object) -> bool:
-    """Return whether `value` is an array of another library than NumPy, wherever it is."""
+    """Return whether `value` is an array of another library than NumPy, on the host or on a GPU."""
     return not isinstance(value, (np.ndarray, np.generic)) and hasattr(type(value), "__dlpack__")
 
 
 def is_in_gpu_memory(value: Any) -> bool:
     """Return whether a value of another library than CuPy is an array in GPU memory."""
-    if library_of(value) == "torch":  # whose interface raises where gradients are wanted
+    if library_of(value) == "torch":  # its interface raises for tensors that require gradients
         return bool(getattr(value, "is_cuda", False))
     try:
         if hasattr(value, "__cuda_array_interface__"):
             return True
         return is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY
-    except Exception as error:  # of many types
+    except Exception as error:  # libraries raise errors of many types
         raise LeafError.at(
             "an array of another library",
             found=f"{type(value).__module__}.{type(value).__name__} that does not say where it is ({error})",
@@ -53,7 +53,7 @@ def is_in_gpu_memory(value: Any) -> bool:
 
 
 def unmarked(value: Any) -> Any:
-    """Return an array that other libraries can look into: one of torch without its gradient and its signs to come."""
+    """Return an array that other libraries can read: a torch tensor detached, with lazy conj and neg resolved."""
     if library_of(value) != "torch":
         return value
     value = value.detach()
@@ -63,27 +63,27 @@ def unmarked(value: Any) -> Any:
 
 
 def on_host(value: Any, where: str, path: str = "") -> Array:
-    """Return an array of another library that is on the host as NumPy's; the same memory where that can be.
+    """Return an array of another library on the host as an ndarray; the same memory where possible.
 
     Raises:
-        LeafError: for what NumPy cannot look into: sparse arrays, those without data, parts of what several hosts have.
+        LeafError: for arrays that NumPy cannot read: sparse arrays, arrays without data or on several hosts.
     """
     try:
         value = unmarked(value)
         if library_of(value) == "torch" and value.dtype is sys.modules["torch"].bfloat16:
             return _bits_of_bfloat16(value)
         array: Array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
-    except Exception as error:  # of many types
+    except Exception as error:  # libraries raise errors of many types
         found = closed_to("NumPy", value, path, error)
         raise LeafError.at(where, found=found, expected="a dense array") from error
     return array
 
 
 def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
-    """Return in words that a library of arrays cannot look into a leaf."""
+    """Return the text that a library cannot read a leaf."""
     reason = str(error).strip().partition("\n")[0]
     leaf = f"at leaf {path} " if path else ""
-    return f"{type(value).__module__}.{type(value).__name__} {leaf}that {library} cannot look into ({reason})"
+    return f"{type(value).__module__}.{type(value).__name__} {leaf}that {library} cannot read ({reason})"
 
 
 def _bits_of_bfloat16(tensor: Any) -> Array:
@@ -94,7 +94,7 @@ def _bits_of_bfloat16(tensor: Any) -> Array:
 
 
 def as_kind_of(result: Any, given: Any) -> Any:
-    """Return a result, NumPy's or CuPy's, as an array of the library of `given`; as it is for unknown ones."""
+    """Return a NumPy or CuPy result as an array of the library of `given`; unchanged for unknown libraries."""
     library = library_of(given)
     wrap = _KINDS.get(library)
     return result if wrap is None or library not in sys.modules else wrap(result)

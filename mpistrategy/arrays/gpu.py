@@ -16,10 +16,10 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import DeviceError, UnsupportedError
 
-#: A cupy.ndarray; CuPy has no types that could be checked without it.
+#: A cupy.ndarray; types cannot be checked without CuPy.
 DeviceArray: TypeAlias = Any
 
-#: CUDA's handles up to this one are default streams; the legacy one cannot be asked while another is captured.
+#: CUDA's handles up to this one are default streams; the legacy one must not be queried during a capture.
 _DEFAULT_STREAMS = 2
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
 
@@ -38,22 +38,22 @@ def cupy_for(where: str) -> Any:
     """
     try:
         import cupy
-    except Exception as error:  # a missing package, or a CuPy for another CUDA: of many types
+    except Exception as error:  # a missing package, or a CuPy for another CUDA: errors of many types
         raise UnsupportedError.at(
-            where, found=f"an array in GPU memory, and no CuPy that works ({error})", expected="CuPy", fix=_INSTALL
+            where, found=f"an array in GPU memory, and no working CuPy ({error})", expected="CuPy", fix=_INSTALL
         ) from error
     return cupy
 
 
 def to_host(array: DeviceArray) -> Array:
-    """Return a copy of a CuPy array on the host, once all that was put on the current stream is done."""
+    """Return a copy of a CuPy array on the host, after the work on the current stream."""
     with array.device:
         copied: Array = array.get()
     return copied
 
 
 def write_from_host(array: Array, target: DeviceArray) -> None:
-    """Write an ndarray into one in GPU memory of the same dtype and shape; takes no memory there."""
+    """Write an ndarray to a CuPy array of the same dtype and shape, without other GPU memory."""
     with target.device:
         target.set(array)
 
@@ -79,10 +79,10 @@ _REDUCTIONS = {
 
 
 def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Do what a ufunc of NumPy is asked for, where some of the inputs are in GPU memory.
+    """Call a method of a NumPy ufunc on inputs of which some are in GPU memory.
 
-    CuPy does calls of them; it has other names for reductions and products of matrices, and takes NumPy's scalars but
-    no arrays.
+    CuPy supports calls of ufuncs.  It has other names for reductions and matrix products, and takes NumPy's scalars but
+    not its arrays.
     """
     plain = [value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value for value in inputs]
     if ufunc is np.matmul and method == "__call__" and not kwargs:
@@ -94,7 +94,7 @@ def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[
 
 
 def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:
-    """Raise DeviceError unless all arrays are on one GPU, the one with this index where it is known."""
+    """Raise DeviceError unless all arrays are on one GPU: the one with this index, if given."""
     found = sorted({int(array.device.id) for array in arrays})
     if index is not None and found != [index]:
         raise DeviceError.at(
@@ -112,17 +112,17 @@ def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -
 
 
 def check_no_capture(cupy: Any, where: str) -> None:
-    """Raise UnsupportedError while a CUDA graph is made of what the current stream is given."""
+    """Raise UnsupportedError while the current stream is captured into a CUDA graph."""
     stream = cupy.cuda.get_current_stream()
     if stream.ptr > _DEFAULT_STREAMS and stream.is_capturing():
         raise UnsupportedError.at(
             where,
-            found="a current stream whose work becomes a CUDA graph",
-            expected="a stream that works: the ranks meet at each call, which no graph can replay",
-            fix="Capture what comes before and behind the call.",
+            found="a current stream that is captured into a CUDA graph",
+            expected="a stream that is not captured: a graph cannot replay the communication between ranks",
+            fix="Capture the work before and after the call.",
         )
 
 
 def layout_of(array: DeviceArray) -> tuple[str, tuple[int, ...]]:
-    """Return what ranks compare: an array on the host does not fit one in GPU memory."""
+    """Return the dtype and shape that ranks compare; the dtype says "on a GPU", since host arrays do not match."""
     return f"{dtype_name(array.dtype)} on a GPU", tuple(array.shape)

@@ -1,7 +1,7 @@
 """Flatten and rebuild nested structures: dict, list, tuple, namedtuple, dataclass.
 
-Everything else, None and strings included, is a leaf.  A dictionary's leaves come in the order of its sorted
-keys, so that two ranks that filled equal dictionaries in another order agree.
+Everything else is a leaf, None and strings included.  A dictionary's leaves are in the order of its sorted keys, so
+ranks that filled equal dictionaries in different orders agree.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Structure:
     """The shape of a nest without its leaves.
 
     Attributes:
-        text: the same string on every rank for the same structure; what ranks compare.
-        num_leaves: how many leaves it holds.
+        text: a string for ranks to compare: the same for the same structure.
+        num_leaves: the number of leaves.
     """
 
     text: str
@@ -93,7 +93,9 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
         keys = sorted_keys(nest)
         children = [_visit(nest[key], leaves) for key in keys]
         original = list(nest)
-        like = None if kind is dict else nest  # a structure may be kept: it holds no leaves of a plain dictionary
+        like = (
+            None if kind is dict else nest
+        )  # a kept structure must not keep the leaves alive; a plain dict is not needed
 
         def build_mapping(values: list[Any]) -> Any:
             by_key = dict(zip(keys, values, strict=True))

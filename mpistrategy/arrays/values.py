@@ -1,7 +1,7 @@
-"""Values that know they are distributed: PerReplica, Mirrored, IndexedSlices.
+"""Distributed values: PerReplica, Mirrored, IndexedSlices.
 
-A rank holds only its own component.  Plain arrays are the normal currency; these containers appear where they say
-something, and they act as arrays.
+A rank has only its own component.  Most values are plain arrays; a container is used where it adds information, and
+acts as an array.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def contribution(self) -> Any:
-        """Return what this replica brings to a reduction: its own; never communicates."""
+        """Return this replica's value in a reduction; never communicates."""
         return self._read()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -44,8 +44,8 @@ class ArrayLike(NDArrayOperatorsMixin):
                 fix="Write v.assign_add(x), v.assign_sub(x) or v.assign(...).",
             )
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
-        # CuPy gives a ufunc of its arrays and something else to the other's __array_ufunc__, unless that has
-        # __cuda_array_interface__ or __cupy_get_ndarray__: then it does it itself, and fails for products of matrices.
+        # CuPy leaves a ufunc to the other operand's __array_ufunc__, unless that has __cuda_array_interface__ or
+        # __cupy_get_ndarray__: then CuPy computes itself, and fails for matrix products.
         if any(map(is_on_device, plain)):
             return on_device(ufunc, method, plain, kwargs)
         return getattr(ufunc, method)(*plain, **kwargs)
@@ -111,7 +111,7 @@ class ArrayLike(NDArrayOperatorsMixin):
         return value.T if is_on_device(value) else np.asarray(value).T
 
     def numpy(self) -> Any:
-        """Return the value as an ndarray (or whatever the component is); what is in GPU memory is copied."""
+        """Return the value as an ndarray; a value in GPU memory is copied to the host."""
         return host_array(self._read())
 
 
@@ -145,8 +145,8 @@ class PerReplica(DistributedValues):
 
     Args:
         values: a tuple of this rank's component.
-        group: the communicator whose ranks hold the other components, where it is known: it lets a CrossDeviceOps
-            that is called outside every scope find them.
+        group: the communicator of the ranks with the other components, if known: a CrossDeviceOps that is called
+            outside every scope uses it.
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], group: Any = None) -> None:
@@ -158,11 +158,11 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues):
-    """A value that is the same on every replica where it lives.
+    """A value that is the same on every replica that has it.
 
     Args:
-        values: a tuple of one component, or an empty tuple on a rank where the value does not live.
-        lives_on: the ranks where it lives, in words; used in the error that reading it elsewhere raises.
+        values: a tuple of one component, or an empty tuple on a rank without the value.
+        lives_on: text that names the ranks with the value, for the error of a read on another rank.
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
@@ -173,9 +173,9 @@ class Mirrored(DistributedValues):
         if not self.values:
             raise PlacementError.at(
                 "Mirrored",
-                found="a read on a rank where the value does not live",
+                found="a read on a rank without the value",
                 expected=f"a read on {self.lives_on}",
-                fix="Give a variable, a value or the list of all devices as destination to have it on every rank.",
+                fix="To have it on every rank, pass a variable, a value or the list of all devices as destination.",
             )
         return self.values[0]
 
@@ -184,7 +184,7 @@ class Mirrored(DistributedValues):
 
 
 class IndexedSlices:
-    """A sparse array: row ``indices[i]`` of the dense one has the sum of all ``values[j]`` with that index.
+    """A sparse array: row ``i`` of the dense array is the sum of all ``values[j]`` with ``indices[j] == i``.
 
     Args:
         values: array of shape ``(n, ...)``.
@@ -198,7 +198,7 @@ class IndexedSlices:
         self.dense_shape = dense_shape
 
     def to_dense(self) -> Any:
-        """Return the dense array, where `values` are; repeated indices add up.  Needs `dense_shape`."""
+        """Return the dense array, on the device of `values`; repeated indices add up.  Needs `dense_shape`."""
         if self.dense_shape is None:
             raise UnsupportedError.at(
                 "IndexedSlices.to_dense",
@@ -227,6 +227,6 @@ def local_component(value: Any) -> Any:
 
 
 def contribution(value: Any) -> Any:
-    """Return what this replica brings of `value` to a reduction or a gather: of a variable, its own copy."""
+    """Return this replica's part of `value` in a reduction or a gather; of a variable, its own copy."""
     value = local_component(value)
     return value.contribution() if isinstance(value, ArrayLike) else value

@@ -1,4 +1,4 @@
-"""Dataset: arrays cut into global batches, read row by row where they are needed."""
+"""Dataset: arrays cut into global batches, of which only the needed rows are read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpistrategy.input.options import whole_number
 
 
 class Rows:
-    """Some rows of a source of rows; slicing them reads exactly those of the slice.
+    """Some rows of an array or file; a slice reads only its own rows.
 
     Attributes:
-        shape: the shape of the array that reading all of them gives.
+        shape: the shape of the array of all these rows.
     """
 
     def __init__(self, source: Any, rows: range | Array) -> None:
@@ -32,13 +32,13 @@ class Rows:
             return _read(self._source[rows.start : rows.stop])
         if isinstance(self._source, np.ndarray):
             return _read(self._source[rows])
-        # Files want each row once and in order.
+        # Files need each row once and in order.
         wanted, positions = np.unique(rows, return_inverse=True)
         return _read(self._source[wanted] if len(rows) else self._source[0:0])[positions]
 
 
 def _read(block: Any) -> Any:
-    """Return a block of rows as an array of its own: a step may write into it, and the source stays as it is."""
+    """Return a copy of a block of rows: a step may write to it, and the source must not change."""
     return block.copy() if hasattr(block, "copy") and not isinstance(block, np.memmap) else np.array(block)
 
 
@@ -86,13 +86,13 @@ class Dataset:
         """Return a dataset of the rows of `arrays`.
 
         Args:
-            arrays: an array or a nest of arrays with equal first axes.  Anything with `shape` and slices will do; what
-                it holds is read when a batch is, and only the rows that are asked for.
-            global_batch_size: how many rows all replicas together get in one step.
-            shuffle_seed: None keeps the order of the rows.  A number shuffles them, in another order each epoch: one
-                that depends on this number and on the epoch, and not on the number of ranks.
+            arrays: an array or a nest of arrays with equal first axes.  An array is any object with `shape` and slices;
+                only the rows of the current batch are read.
+            global_batch_size: the number of rows of all replicas together in one step.
+            shuffle_seed: None keeps the order of the rows.  A number shuffles them differently in each epoch; the order
+                depends on the number and the epoch, and not on the number of ranks.
             drop_remainder: whether the last batch of an epoch is left out when it has fewer rows.
-            epochs: how often to go through the rows; None for ever.
+            epochs: how often to iterate over the rows; None for ever.
 
         Raises:
             BatchError: for scalars, arrays with different numbers of rows, or no arrays at all.
@@ -105,9 +105,9 @@ class Dataset:
         return cls(arrays, global_batch_size, shuffle_seed, drop_remainder, epochs)
 
     def epoch(self, number: int) -> Dataset:
-        """Return one epoch of this dataset, in the order that it has there: number 0 is the first.
+        """Return one epoch of this dataset, with the row order of that epoch; the first is number 0.
 
-        For loops of one's own: going through the same dataset again gives the same order again.
+        For your own loops over epochs: a dataset has the same order each time it is iterated.
         """
         number = whole_number(number, "number", "Dataset.epoch")
         if number < 0 or (self._epochs is not None and number >= self._epochs):
@@ -116,7 +116,7 @@ class Dataset:
         return Dataset(arrays, self._batch, self._seed, self._drop_remainder, 1, self._first_epoch + number)
 
     def lazy_batches(self) -> Iterator[Any]:
-        """Yield the global batches as nests of `Rows`, which have not been read."""
+        """Yield the global batches as nests of unread `Rows`."""
         epochs = itertools.count(self._first_epoch)
         for epoch in epochs if self._epochs is None else itertools.islice(epochs, self._epochs):
             order: range | Array = range(self._num_rows)
@@ -126,7 +126,7 @@ class Dataset:
                 rows = order[start : start + self._batch]
                 yield self._structure.pack([Rows(source, rows) for source in self._sources])
             if not self._batches_per_epoch:
-                return  # no epoch has any; there may be no end of them
+                return  # no epoch has batches, and there may be no last epoch
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.lazy_batches():
@@ -152,7 +152,7 @@ class Dataset:
         return self._structure.pack([Rows(source, range(0))[:] for source in self._sources])
 
     def describe(self, *, epochs: bool = True) -> str:
-        """Return what all ranks must have in common; without `epochs`, what the order of the batches depends on."""
+        """Return a text that must be equal on all ranks; without `epochs`, what the order of batches depends on."""
         kinds = ", ".join(
             f"{dtype_name(np.dtype(s.dtype)) if hasattr(s, 'dtype') else '?'}{list(s.shape)}" for s in self._sources
         )
@@ -171,14 +171,14 @@ class Dataset:
 
 
 def to_rows(leaf: Any) -> Any:
-    """Return `leaf` if it can be asked for rows by their numbers, an array of it otherwise."""
-    if hasattr(leaf, "iloc"):  # a table of pandas is asked for rows by their labels
+    """Return `leaf` if it can be indexed by row numbers; otherwise an array of it."""
+    if hasattr(leaf, "iloc"):  # pandas selects rows by labels
         return np.asarray(leaf)
     return leaf if hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") else np.asarray(leaf)
 
 
 def common_length(arrays: list[Any], where: str) -> int:
-    """Return how many rows all these arrays have.
+    """Return the number of rows, which must be the same for all arrays.
 
     Raises:
         BatchError: when they differ, when one is a scalar, or when there are none.

@@ -1,4 +1,4 @@
-"""Input: each rank's part of every global batch."""
+"""Distributed datasets: each rank gets its part of every global batch, or its own batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpistrategy.process_objects import NotPickled
 def part_of_batch(length: int, index: int, parts: int) -> slice:
     """Return the rows of a batch of `length` rows that belong to part `index` of `parts`.
 
-    The parts are contiguous and have ceil(length / parts) rows; the last ones are shorter, and may be empty.
+    The parts are contiguous and have ceil(length / parts) rows; the last parts may be shorter or empty.
     """
     rows = -(-length // parts)
     return slice(min(index * rows, length), min((index + 1) * rows, length))
@@ -34,13 +34,13 @@ class DistributedDataset:
     Every rank makes the same number of steps; a rank without rows in a batch gets arrays of length 0.
 
     Args:
-        dataset: an iterable of global batches: arrays, or nests of arrays with equal first axes.  Of a `Dataset`, and
-            of arrays that read when they are sliced, only this rank's rows are read.
+        dataset: an iterable of global batches: arrays, or nests of arrays with equal first axes.  Only this rank's rows
+            are read from a `Dataset` and from arrays that read when they are sliced.
         index: this rank's number.
         parts: how many ranks share a batch.
-        drop_remainder: every rank gets the same number of rows, and what is left over is left out.
-        pad: every rank gets the same number of rows, and what is missing is zeros.  A column of ones beside the data
-            tells the rows that are real.
+        drop_remainder: every rank gets the same number of rows; the remaining rows are left out.
+        pad: every rank gets the same number of rows; missing rows are zeros.  A column of ones beside the data
+            marks the real rows.
         first: compares the first batch of each iterator with the other ranks'; None compares nothing.
 
     Raises:
@@ -77,10 +77,10 @@ class DistributedDataset:
         self._pad = pad
         self._first = first
         if isinstance(dataset, Sequence) and len(dataset):
-            _rows_of(dataset[0])  # whoever passes one batch, or its rows, hears it now
+            _rows_of(dataset[0])  # raises at once for a single batch or a list of rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_first": None}  # the ranks belong to this process; elsewhere nothing is compared
+        return {**self.__dict__, "_first": None}  # the ranks belong to this process; a copy elsewhere compares nothing
 
     def __iter__(self) -> DistributedIterator:
         dataset = self._dataset
@@ -116,11 +116,11 @@ class DistributedDataset:
         if self._drop_remainder:
             length -= length % self._parts
             if not length:
-                return END  # fewer rows than ranks: a step that no rank makes
+                return END  # fewer rows than ranks: no rank makes this step
         rows = part_of_batch(length, self._index, self._parts)
         blocks = [array[rows] for array in arrays]
         if isinstance(self._dataset, Sequence):
-            # The same arrays come again in the next epoch: what a step writes must not stay in them.
+            # The same arrays are used in the next epoch: a step must not change them.
             blocks = [copy_of(block) if isinstance(block, np.ndarray) or is_cupy(block) else block for block in blocks]
         if self._pad:
             blocks = [_padded(block, -(-length // self._parts)) for block in blocks]
@@ -128,7 +128,7 @@ class DistributedDataset:
 
 
 def _rows_of(batch: Any) -> tuple[list[Any], int, nest.Structure]:
-    """Return the arrays of a batch, how many rows they have, and the structure they stand in; nothing is read."""
+    """Return the arrays of a batch, their number of rows, and the structure; nothing is read."""
     leaves, structure = nest.flatten(batch)
     arrays = [to_rows(leaf) for leaf in leaves]
     return arrays, common_length(arrays, "distributed dataset"), structure
@@ -154,14 +154,14 @@ def _padded_on_device(block: DeviceArray, rows: int) -> DeviceArray:
 class DistributedDatasetsFromFunction(NotPickled):
     """Iterates over this rank's own dataset, in step with the other ranks.  Iterating is collective.
 
-    All ranks make as many steps as the one with the most elements; a rank that has come to its end gets arrays of
-    length 0.  As long as the lengths of the datasets say that no rank has, nothing is asked; then the ranks ask each
-    other at every step.
+    All ranks make as many steps as the rank with the most elements; a rank without more elements gets arrays of length
+    0.  While the lengths of the datasets guarantee elements on every rank, nothing is sent; after that the ranks
+    communicate at every step.
 
     Args:
         dataset: an iterable of this rank's batches.
         communicator: the ranks.
-        drop_remainder: whether all end with the first rank that has come to its end instead.
+        drop_remainder: whether all ranks end with the first rank that has no more elements instead.
     """
 
     instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."
@@ -197,7 +197,7 @@ class DistributedDatasetsFromFunction(NotPickled):
             yield element
 
     def _begin(self) -> tuple[Iterator[Any], int]:
-        """Return this rank's iterator, and for how many steps every rank has elements, as far as lengths tell."""
+        """Return this rank's iterator, and the number of steps for which every rank surely has elements."""
         lengths = [np.zeros(1, np.int64) for _ in range(self._communicator.size)]
         with self._communicator.guard.call("iter(distributed dataset)") as call:
             with call.own_work():
@@ -211,7 +211,7 @@ class DistributedDatasetsFromFunction(NotPickled):
         return iterator, int(min(lengths)[0])
 
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
-        """Return this rank's next element, one without rows where other ranks go on, or END."""
+        """Return this rank's next element, one without rows when only other ranks have more, or END."""
         with self._communicator.guard.call("next(distributed dataset)") as call:
             with call.own_work():
                 element = next(iterator, END)
@@ -234,8 +234,8 @@ class DistributedDatasetsFromFunction(NotPickled):
         if last is END:
             raise BatchError.at(
                 "distribute_datasets_from_function",
-                found="no element at all on this rank, where other ranks have some",
-                expected="a first element, which tells dtypes and shapes",
+                found="no element on this rank, although other ranks have some",
+                expected="a first element, which has the dtypes and shapes",
                 fix="Return a Dataset.from_arrays, or at least one batch of length 0.",
             )
         arrays, _, structure = _rows_of(last)
@@ -243,7 +243,7 @@ class DistributedDatasetsFromFunction(NotPickled):
 
 
 def check_iterable(dataset: Any, where: str) -> None:
-    """Raise OptionTypeError unless `dataset` can be gone through."""
+    """Raise OptionTypeError unless `dataset` is an iterable of batches."""
     if not isinstance(dataset, Iterable) or isinstance(dataset, (str, bytes, Mapping)):
         raise OptionTypeError.at(
             where,
@@ -254,7 +254,7 @@ def check_iterable(dataset: Any, where: str) -> None:
 
 
 def describe(dataset: Any) -> str:
-    """Return what the ranks' datasets of global batches must have in common, as far as can be known unread."""
+    """Return a text that must be equal on all ranks for datasets of global batches; reads no batch."""
     if isinstance(dataset, Dataset):
         return dataset.describe()
     return f"{len(dataset)} global batches" if isinstance(dataset, Sequence) else "global batches"

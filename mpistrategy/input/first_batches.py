@@ -1,7 +1,7 @@
-"""Are the global batches that the ranks iterate over the same?  The first ones are compared.
+"""The check that the ranks iterate over the same global batches: it compares the first ones.
 
 Each rank sends a digest of its batch's layout and one of its rows.  Only when the layouts differ do the ranks exchange
-them in words, and every rank raises the same table.
+them as text, and every rank raises the same table.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mpistrategy.variables.mirrored_check import digest, ranks_in_words
 
 WARN, RAISE, OFF = "warn", "raise", "off"
 WHERE = "experimental_distribute_dataset"
-#: The most bytes of a batch that are compared, but for one row at each end of every array.
+#: The most bytes of a batch that are compared; at least one row at each end of every array.
 MOST_BYTES = 2**20
-_PER_RANK = "Give batches of each rank's own to strategy.distribute_datasets_from_function."
+_PER_RANK = "For different batches on each rank, use strategy.distribute_datasets_from_function."
 _MOST_LEAVES, _MOST_TEXT = 4, 200
 
 
@@ -45,8 +45,8 @@ class FirstBatches:
 
     Args:
         communicator: the ranks.
-        level: "warn" or "raise": what becomes of other rows.
-        name: of the dataset: the ranks compare batches of the same one.
+        level: "warn" or "raise": what to do when the rows differ.
+        name: the name of the dataset, which the ranks compare.
     """
 
     def __init__(self, communicator: Communicator, level: str, name: str) -> None:
@@ -58,15 +58,15 @@ class FirstBatches:
         """Return the next global batch, END without one.  Collective.
 
         Args:
-            batches: this rank's, at the first that it takes.
-            dataset: what they come from; its length is compared where it has one.
+            batches: this rank's batches, at the first one.
+            dataset: the dataset of the batches; its length is compared if it has one.
 
         Raises:
             CollectiveMismatchError: on every rank, for another structure, shape, dtype or length, or none on some rank.
-            Exception: what `batches` raises; the other ranks hear of it.
+            Exception: what `batches` raises; RemoteError on the other ranks.
         """
         guard = self._communicator.guard
-        if guard.closed:  # nobody is there to be asked
+        if guard.closed:  # there is no rank to compare with
             return next(batches, END)
         with guard.call("next(distributed dataset)", name=self._name, anywhere=True) as call:
             with call.own_work():
@@ -85,19 +85,19 @@ class FirstBatches:
 
     def _tell(self, digests: tuple[str, ...]) -> None:
         found = f"first batches with other rows: {_in_words(digests)}"
-        cure = f'{_PER_RANK} Shuffle with one seed on all ranks. If it is meant so: check_batches="{OFF}".'
+        cure = f'{_PER_RANK} Shuffle with one seed on all ranks. To turn off this check: check_batches="{OFF}".'
         if self._level == RAISE:
             raise CollectiveMismatchError.at(WHERE, found=found, expected="the same global batches", fix=cure)
         if self._communicator.rank == 0:
-            lost = "Each rank is given its part of its own batches, so that the other rows are lost."
+            lost = "Each rank gets its part of its own batches, so the other rows are lost."
             warn(f"{WHERE}: found {found}. {lost} {cure}", DatasetWarning)
 
 
 def _layout_and_rows(batch: Any, dataset: Any) -> tuple[str, str]:
-    """Return a batch's layout in lines: the dataset's length, the structure, and each array; and its rows' digest."""
+    """Return the layout of a batch as lines (dataset length, structure, each array), and the digest of its rows."""
     try:
         length = f"{len(dataset)} batches"
-    except Exception:  # a generator has none; and a class may say so in its own way
+    except Exception:  # a generator has none, and classes raise errors of many types
         length = "batches"
     if batch is END:
         return f"{length}\nno batch at all", ""
@@ -114,9 +114,9 @@ def _layout_and_rows(batch: Any, dataset: Any) -> tuple[str, str]:
 
 
 def _ends(array: Any, most: int) -> tuple[str, list[Array]]:
-    """Return the dtype of an array, and its first and its last rows, so many bytes; no rows where nobody can tell them.
+    """Return the dtype of an array, and its first and last rows, in all about `most` bytes; no rows for objects.
 
-    What is read when it is sliced is read as little.
+    Only these rows are read from a file.
     """
     length = int(array.shape[0])
     try:
@@ -129,7 +129,7 @@ def _ends(array: Any, most: int) -> tuple[str, list[Array]]:
     rows = max(1, most // max(1, 2 * first.nbytes))
     parts = [slice(0, length)] if 2 * rows >= length else [slice(0, rows), slice(length - rows, length)]
     flat = [to_array(array[part], WHERE).reshape(-1) for part in parts]
-    count = max(1, most // len(parts) // first.itemsize)  # a row may be longer than all that is looked at
+    count = max(1, most // len(parts) // first.itemsize)  # a single row may be larger than `most`
     return kind, [np.ascontiguousarray(part[:count]) for part in flat]
 
 
@@ -138,7 +138,7 @@ def _hashed(text: str) -> str:
 
 
 def _in_words(digests: tuple[str, ...]) -> str:
-    """Return which ranks differ from which: from the majority where there is one, else from rank 0 and its like."""
+    """Return a text with the ranks that differ from the majority; without one, from the ranks equal to rank 0."""
     groups: dict[str, list[int]] = {}
     for rank, one in enumerate(digests):
         groups.setdefault(one, []).append(rank)
@@ -151,10 +151,10 @@ def _in_words(digests: tuple[str, ...]) -> str:
 
 
 def _other_layouts(layouts: list[list[str]]) -> CollectiveMismatchError:
-    """Return the error with a table: the lines of the layouts that are not the same on all ranks."""
+    """Return the error with a table of the layout lines that differ between ranks."""
     least = min(map(len, layouts))
     alike = [layout[1] == layouts[0][1] and len(layout) == least for layout in layouts]
-    count = least if all(alike) else 2  # of other structures the arrays are others as well
+    count = least if all(alike) else 2  # with different structures the arrays differ as well
     differ = [line for line in range(count) if len({layout[line] for layout in layouts}) > 1]
     groups: dict[str, list[int]] = {}
     for rank, layout in enumerate(layouts):

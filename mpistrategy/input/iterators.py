@@ -15,14 +15,14 @@ END = object()
 
 @dataclass
 class Walk:
-    """How far an iterator has come through a dataset, and how to begin there again.
+    """The position of an iterator in a dataset, and how to continue from there.
 
     Attributes:
-        begin: returns the elements from `position` on, and counts on.
-        of: what the dataset is, in words; in another one the position would mean something else.
+        begin: returns the elements from `position` on, and increases `position`.
+        of: a description of the dataset; a position is valid only for the same description.
         any_ranks: whether the position means the same on any number of ranks.
-        is_one_shot: whether the dataset can be gone through only once.
-        position: how many elements have been taken from it; of a dataset of global batches, how many of those.
+        is_one_shot: whether the dataset can be iterated only once.
+        position: the number of elements taken from the dataset; for global batches, the number of those.
         is_compared: whether the ranks have compared the first batch that they took.
     """
 
@@ -35,31 +35,31 @@ class Walk:
 
 
 class DistributedIterator(Created, NotPickled, Iterator[Any]):
-    """One walk through a distributed dataset; what `iter(dataset)` returns.  A `Checkpoint` keeps its position."""
+    """An iterator over a distributed dataset, from `iter(dataset)`.  A `Checkpoint` saves its position."""
 
-    instead_of_pickling = "Send the batches that it yields, or keep its position with a Checkpoint."
+    instead_of_pickling = "Send the batches that it yields, or save its position with a Checkpoint."
 
     def __init__(self, elements: Iterator[Any] | Walk) -> None:
-        #: Where it is; None for what cannot tell.
+        #: The position; None for elements without one.
         self.walk: Walk | None = elements if isinstance(elements, Walk) else getattr(elements, "walk", None)
         self._elements = elements.begin(elements) if isinstance(elements, Walk) else elements
 
     def check_can_go(self) -> None:
-        """Raise OptionError when `go_to` cannot go anywhere."""
+        """Raise OptionError when `go_to` is not possible."""
         walk = self.walk
         if walk is None or (walk.is_one_shot and walk.position > 0):
             raise OptionError.at(
                 "DistributedIterator.go_to",
-                found="a dataset that cannot be gone through anew",
-                expected="a dataset that can, or an iterator that has not begun",
-                fix="Use Dataset.from_arrays, a list, or a generator that is fresh.",
+                found="a dataset that can be iterated only once",
+                expected="a dataset that can be iterated again, or an iterator that has not begun",
+                fix="Use Dataset.from_arrays, a list, or a new generator.",
             )
 
     def go_to(self, position: int) -> None:
-        """Go on with the element after the first `position` ones; what is left out is not read where that can be.
+        """Continue after the first `position` elements; skipped elements are not read where possible.
 
         Raises:
-            OptionError: for a dataset that can be gone through only once, when that has begun.
+            OptionError: for a dataset that can be iterated only once, and was begun.
         """
         self.check_can_go()
         assert self.walk is not None
@@ -80,7 +80,7 @@ class DistributedIterator(Created, NotPickled, Iterator[Any]):
 
     @collective("next")
     def get_next_as_optional(self) -> OptionalElement:
-        """Return the next element, or that there is none, without an exception at the end."""
+        """Return the next element as an OptionalElement, which is empty at the end of the dataset."""
         return OptionalElement(next(self._elements, END))
 
 
@@ -111,16 +111,16 @@ class OptionalElement:
 
 
 class DatasetIterator(DistributedIterator):
-    """What `make_dataset_iterator` returns: an iterator that can start again."""
+    """The result of `make_dataset_iterator`: an iterator that can start again."""
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
         super().__init__(iter(dataset))  # whose `walk` is this one's
 
     def initialize(self) -> list[Any]:
-        """Start at the first element; return a list of nothing to run.
+        """Start at the first element; return an empty list, since there is nothing to run.
 
-        A generator cannot start again: it goes on.
+        A generator cannot start again: it continues.
         """
         before = self.walk
         DistributedIterator.__init__(self, iter(self._dataset))
@@ -130,4 +130,4 @@ class DatasetIterator(DistributedIterator):
 
 
 class InputFunctionIterator(DatasetIterator):
-    """What `make_input_fn_iterator` returns."""
+    """The result of `make_input_fn_iterator`."""

@@ -1,4 +1,4 @@
-"""What a function that makes input is told, and the options of distributed input."""
+"""The options of distributed input, and the argument of functions that make input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpistrategy.errors import OptionError, OptionTypeError
 class InputReplicationMode(enum.Enum):
     """How often a function that makes input is called: once a worker, or once a replica.
 
-    Here a worker is a rank and has one replica, so that the two are the same.
+    Here a worker is a rank with one replica, so the two are the same.
     """
 
     PER_WORKER = "PER_WORKER"
@@ -23,7 +23,7 @@ class InputReplicationMode(enum.Enum):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """TensorFlow's options of distributed input; arrays are in memory already, so that none changes anything here.
+    """TensorFlow's options of distributed input; accepted without effect, since arrays are in memory already.
 
     Attributes:
         experimental_fetch_to_device: accepted.
@@ -46,7 +46,7 @@ def replication_mode(given: Any, where: str) -> InputReplicationMode:
     """Return the InputReplicationMode that `given` is or names.
 
     Raises:
-        OptionError: when it is none.
+        OptionError: for anything else.
     """
     for mode in InputReplicationMode:
         if given is mode or given == mode.value:
@@ -64,15 +64,15 @@ def check_options(options: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a function that makes one rank's input is told.
+    """The argument of a function that makes one rank's input.
 
     Attributes:
-        num_input_pipelines: how many ranks make input: all.
-        input_pipeline_id: which of them this is: its rank.
-        num_replicas_in_sync: how many replicas share a global batch.
+        num_input_pipelines: the number of ranks: all make input.
+        input_pipeline_id: this rank.
+        num_replicas_in_sync: the number of replicas that share a global batch.
 
     Raises:
-        OptionTypeError, OptionError: for numbers that are none, or out of range.
+        OptionTypeError, OptionError: for values that are no integers, or out of range.
     """
 
     num_input_pipelines: int = 1
@@ -91,7 +91,7 @@ class InputContext:
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return how many rows of each global batch one replica gets.
+        """Return the number of rows of a global batch for one replica.
 
         Raises:
             OptionError: when the global batch cannot be divided evenly among the replicas.

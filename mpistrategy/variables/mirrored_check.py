@@ -1,7 +1,7 @@
-"""`Strategy.assert_mirrored`: are the copies of the variables still equal?  Digests travel, the variables do not.
+"""`Strategy.assert_mirrored`: compares the copies of variables by digests; the variables are not sent.
 
-Each rank makes 64 bits of every variable, and 64 of them all.  Only when the latter differ do the ranks exchange the
-former, 16 bytes for each variable, and every rank raises the same table.
+Each rank computes a 64-bit digest of every variable, and one of all these digests.  Only when the latter differ do the
+ranks exchange the digests of the variables, 16 bytes each, and every rank raises the same table.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from mpistrategy.options import VariableSynchronization
 from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.variable import Variable
 
-#: How many variables, groups of ranks and ranges of ranks a report names before it counts.
+#: The most variables, groups of ranks and ranges of ranks that a report names.
 _MOST_ROWS, _MOST_GROUPS, _MOST_RANGES = 10, 4, 8
-#: The most bytes that are hashed at once: between two pieces a signal is answered, and a copy is no larger.
+#: The most bytes that are hashed or copied at once: signals are handled between two pieces.
 _PIECE_BYTES = 2**24
-#: What an x87 extended double keeps in its 12 or 16 bytes; the others are anything.
+#: An x87 extended double uses 10 of its 12 or 16 bytes; the others are undefined.
 _X87_BYTES, _X87_DIGITS = 10, 63
-
-#: A variable that is checked: its number, the same on all ranks, and itself.
-Numbered = tuple[int, Variable]
 
 
 class MirroredCheck:
@@ -42,20 +39,20 @@ class MirroredCheck:
     def assert_mirrored(self, variables: Any = None) -> None:
         """Make sure that mirrored variables have the same bits on all ranks.  Collective; in any context.
 
-        Each rank reads its copies and sends 16 bytes; where the copies differ, 16 more for each variable.  The time
-        goes into hashing: 0.6 to 0.9 GB/s on one core of the machine on which it was measured.
+        Each rank reads its copies and sends 16 bytes; where the copies differ, 16 more for each variable.  Most of the
+        time is hashing: 0.6 to 0.9 GB/s was measured on one core.
 
         Args:
-            variables: a nest of variables, and of objects that have some as their `variables`, such as optimizers;
-                None checks all that were made in this strategy's scope and are still in use on every rank, slots
-                and step counters of optimizers among them.  ON_READ variables differ by design: they are skipped,
-                and refused where the nest names them.
+            variables: a nest of variables, and of objects with an attribute `variables`, such as optimizers.  None
+                checks all variables of this strategy that are still in use on every rank, with slots and step
+                counters of optimizers.  The copies of ON_READ variables may differ: they are skipped, and refused
+                where the nest names them.
 
         Raises:
-            ReplicasDivergedError: on every rank, with a table: which variables differ, and on which ranks from the
-                majority.  -0.0 differs from 0.0, and one NaN from another with other bits.
-            OptionError, OptionTypeError, EmptyBatchError: on every rank; for what is no mirrored variable of this
-                strategy, and for a nest without any.
+            ReplicasDivergedError: on every rank, with a table of the variables that differ, and the ranks that differ
+                from the majority.  -0.0 differs from 0.0, and NaN from NaN with other bits.
+            OptionError, OptionTypeError, EmptyBatchError: on every rank, when `variables` has anything but mirrored
+                variables of this strategy, or none.
             CollectiveMismatchError: on every rank, when the ranks name different variables.
 
         >>> import mpistrategy as ms
@@ -75,7 +72,7 @@ class MirroredCheck:
                 call.structure = ", ".join(var.key for var in named)
             if communicator.size == 1:
                 return
-            # One who cannot read a copy, for want of memory say, still tells the others.
+            # A rank that cannot read its copy, for lack of memory, still tells the others.
             call.expect_more()
             mine = np.array(
                 [(number, digest(host_array(var.local_view))) for number, var in numbered], np.uint64
@@ -95,9 +92,7 @@ class MirroredCheck:
                 )
 
 
-_FIX = (
-    "Look for values that ranks write by themselves (random ones, an assign outside a step), and restore the variables."
-)
+_FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
 
 
 def is_mirrored(var: Variable) -> bool:
@@ -106,7 +101,7 @@ def is_mirrored(var: Variable) -> bool:
 
 
 def digest(array: Array) -> int:
-    """Return 64 bits that stand for all bits of a C-contiguous array; padding, which may be anything, is left out."""
+    """Return a 64-bit digest of a C-contiguous array, without padding bytes, which are undefined."""
     import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
 
     whole = hashlib.blake2b(digest_size=8)
@@ -116,7 +111,7 @@ def digest(array: Array) -> int:
 
 
 def _pieces(array: Array) -> Iterator[Array]:
-    """Yield the bytes of an array: views of it where it is contiguous and without padding."""
+    """Yield the bytes of an array; views of it where it is contiguous and without padding."""
     dtype = array.dtype
     if dtype.names is not None:
         for name in dtype.names:
@@ -167,7 +162,7 @@ def _equal_on_all(communicator: Communicator, entries: Array) -> bool:
     total = np.uint64(digest(entries))
     greatest = np.array([total, ~total])
     communicator.allreduce(greatest, "MAX")
-    # The greatest of d and the greatest of ~d are opposite only when all d are the same.
+    # max(d) == ~max(~d) only when all d are equal.
     return bool(greatest[0] == ~greatest[1])
 
 
@@ -180,7 +175,7 @@ def _entries_of_all(communicator: Communicator, entries: Array) -> list[dict[int
 
 
 def _differing(entries: Sequence[dict[int, int]], variables: dict[int, Variable]) -> Iterator[str]:
-    """Yield a line for each variable whose digests differ; what some rank has collected already is left out."""
+    """Yield a line for each variable whose digests differ; variables that some rank has collected are left out."""
     for number, var in variables.items():
         if not all(number in theirs for theirs in entries):
             continue
@@ -204,7 +199,7 @@ def _in_words(groups: dict[int, list[int]], size: int) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ascending numbers as words: ``rank 3``, ``ranks 0-2, 5``."""
+    """Return ascending ranks as text: ``rank 3``, ``ranks 0-2, 5``."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][1] == rank - 1:

@@ -1,8 +1,8 @@
-"""What a variable does, in every context: one table for creation, one for reading and writing.
+"""How variables are created, read and written in every context: the tables `CREATION` and `POLICIES`.
 
-A mailbox of `POLICIES` names a small function, all of which stand below the tables.  A read returns an array.  A write
-returns what this replica then applies to its own copy; it raises before anything is applied, and where it is
-collective it raises on every rank.
+`POLICIES` names one of the functions of this file for each method.  A read returns an array.  A write returns the
+change that this replica then applies to its own copy.  It raises before anything is applied; a collective write raises
+on every rank.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Policy(NamedTuple):
 
 
 class Creation(NamedTuple):
-    """What becomes of the synchronization that a variable of several replicas is created with.
+    """How a variable of several replicas is created with one synchronization.
 
     Attributes:
-        kept_as: the synchronization that it has from then on; None refuses it.
-        trainable: what trainable=None means.
+        kept_as: the synchronization that it gets; None refuses it.
+        trainable: the meaning of trainable=None.
     """
 
     kept_as: Synchronization | None
     trainable: bool
 
 
-#: Creation in the scope of a strategy of several replicas.  (Elsewhere everything is accepted and kept as it is.)
+#: Creation in the scope of a strategy of several replicas.  (Elsewhere every synchronization is kept as it is.)
 CREATION = {
     Synchronization.AUTO:     Creation(Synchronization.ON_WRITE, trainable=True),
     Synchronization.ON_WRITE: Creation(Synchronization.ON_WRITE, trainable=True),
@@ -66,7 +66,7 @@ CREATION = {
     Synchronization.NONE:     Creation(None, trainable=True),
 }  # fmt: skip
 
-#: Aggregations that only real floating dtypes can be created with.
+#: Aggregations that need a real floating dtype.
 NEEDS_FLOATING = (Aggregation.MEAN,)
 
 _REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}
@@ -76,19 +76,19 @@ _REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}
 
 
 def own(variable: Replica) -> Array:
-    """This replica's copy; never communicates."""
+    """Return this replica's copy; never communicates."""
     return variable.local_view
 
 
 def summed(variable: Replica) -> Array:
-    """The sum or the mean of all copies.  Collective."""
+    """Return the sum or the mean of all copies.  Collective."""
     extended = variable.extended
     with extended.communicator.guard.call("reading a variable", name=variable.key) as call:
         return extended.reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
 
 
 def first(variable: Replica) -> Array:
-    """Replica 0's copy.  Collective."""
+    """Return replica 0's copy.  Collective."""
     communicator = variable.extended.communicator
     with communicator.guard.call("reading a variable", name=variable.key) as call:
         call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
@@ -96,12 +96,12 @@ def first(variable: Replica) -> Array:
 
 
 def no_read(variable: Replica) -> Array:
-    """Refused: nothing says how the copies, which may differ, become one value."""
+    """Refuse the read: the copies may differ, and no aggregation combines them."""
     raise AggregationError.at(
         f"reading {variable.name!r}",
         found="an ON_READ variable with aggregation NONE in cross-replica context",
-        expected="an aggregation that says how the replicas' values become one",
-        fix="Create it with an aggregation, or read it in a step function, where it is this replica's own.",
+        expected="an aggregation that combines the replicas' values",
+        fix="Create it with an aggregation, or read this replica's copy in a step function.",
     )
 
 
@@ -109,12 +109,12 @@ def no_read(variable: Replica) -> Array:
 
 
 def alone(write: Write) -> Change:
-    """Each replica writes what it has; never communicates."""
+    """Each replica writes its own value; never communicates."""
     return write.checked()
 
 
 def combined(write: Write) -> Change:
-    """The sum or the mean of what the replicas bring.  Collective."""
+    """All replicas write the sum or the mean of their values.  Collective."""
     variable = write.variable
     extended = variable.extended
     op = _REDUCE_OPS[variable.aggregation]
@@ -129,7 +129,7 @@ def combined(write: Write) -> Change:
 
 
 def replica_0s(write: Write) -> Change:
-    """What replica 0 brings.  Collective."""
+    """All replicas write replica 0's value.  Collective."""
     variable = write.variable
     communicator = variable.extended.communicator
     with communicator.guard.call(write.where, name=variable.key) as call:
@@ -150,14 +150,14 @@ def replica_0s(write: Write) -> Change:
 
 
 def _of_replica_0(mine: Array, communicator: Communicator) -> Array:
-    """Return a copy of replica 0's array, where this replica's is; by way of the host."""
+    """Return a copy of replica 0's array, on the device of this replica's; sent through the host."""
     sent = np.array(host_array(mine), order="C", copy=True)
     communicator.bcast(sent, 0)
     return placed_as(sent, mine)
 
 
 def alike(write: Write) -> Change:
-    """One value for all copies, which every rank has.  Collective, so that a refusal is everybody's; sends nothing."""
+    """All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data."""
     variable = write.variable
     communicator = variable.extended.communicator
     with communicator.guard.call(write.where, name=variable.key) as call:
@@ -175,7 +175,7 @@ def alike(write: Write) -> Change:
 
 
 def shared(write: Write) -> Change:
-    """One value, of which every copy gets its share, so that reading their sum gives the value.  As `alike`."""
+    """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
     value = alike(write)
     communicator = write.variable.extended.communicator
     assert not isinstance(value, IndexedSlices)
@@ -183,9 +183,9 @@ def shared(write: Write) -> Change:
 
 
 def share_of(value: Array, rank: int, size: int) -> Array:
-    """Return this rank's part of `value`, so that the parts add up to it.
+    """Return this rank's share of `value`; the shares add up to it.
 
-    Integers are kept exactly, whole units to the first ranks.  Other numbers are divided; rank 0 takes the residue.
+    Integers are divided exactly: the first ranks get one more.  Other numbers are divided; rank 0 gets the residue.
     """
     dtype = value.dtype
     if dtype.kind == "b":
@@ -218,12 +218,12 @@ def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) 
 drifts = _refused(
     AggregationError,
     "a write in replica context to an ON_WRITE variable with aggregation NONE",
-    "an aggregation that says how the replicas' values become one",
+    "an aggregation that combines the replicas' values",
     "Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA', or write in cross-replica context.",
 )
 n_times = _refused(
     AggregationError,
-    "an ON_READ variable with aggregation SUM in cross-replica context, where every copy would get it",
+    "an ON_READ variable with aggregation SUM in cross-replica context, where it would be added to every copy",
     "a call in a step function, where each replica adds to its own copy",
     "Call it inside strategy.run, or use assign to set the total.",
 )
@@ -247,11 +247,11 @@ _ON_WRITE, _ON_READ = Synchronization.ON_WRITE, Synchronization.ON_READ
 _NONE, _SUM, _MEAN, _FIRST = Aggregation.NONE, Aggregation.SUM, Aggregation.MEAN, Aggregation.ONLY_FIRST_REPLICA
 _STEP, _CROSS, _UPDATE = Mode.REPLICA, Mode.CROSS_REPLICA, Mode.UPDATE
 
-#: Each synchronization, aggregation and context.  Outside every context, a variable is used as in cross-replica
-#: context; in another strategy's context, not at all.
+#: One row for each synchronization, aggregation and context.  Outside every context, a variable is used as in
+#: cross-replica context; in another strategy's context it is refused.
 POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
-    # The copies are equal.  A step function's write brings the replicas' values together; elsewhere the ranks agree
-    # already, and each writes what it has.
+    # The copies are equal.  A write in a step function combines the replicas' values; elsewhere the ranks have equal
+    # values, and each writes its own.
     # sync., aggregation, context        read     assign      assign_add  scatter_add scatter_update
     #                                                         assign_sub  scatter_sub scatter_max
     (_ON_WRITE, _NONE,  _STEP):   Policy(own,     drifts,     drifts,     drifts,     drifts),
@@ -269,8 +269,8 @@ POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
     (_ON_WRITE, _MEAN,  _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
     (_ON_WRITE, _FIRST, _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
 
-    # Every replica has its own copy.  A cross-replica read brings them together; after a cross-replica assign, that
-    # read gives what was assigned.
+    # Every replica has its own copy.  A cross-replica read combines the copies; after a cross-replica assign, it
+    # returns the assigned value.
     (_ON_READ,  _NONE,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
     (_ON_READ,  _SUM,   _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
     (_ON_READ,  _MEAN,  _STEP):   Policy(own,     alone,      alone,      no_rows,    no_rows),
@@ -287,7 +287,7 @@ POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
     (_ON_READ,  _FIRST, _UPDATE): Policy(own,     alone,      alone,      no_rows,    no_rows),
 }  # fmt: skip
 
-#: A variable that belongs to this rank alone (of the default strategy or a OneDeviceStrategy), in every context.
+#: A variable of one rank (of the default strategy or a OneDeviceStrategy), in every context.
 LOCAL = Policy(own, alone, alone, alone, alone)
 
 

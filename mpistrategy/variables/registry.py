@@ -1,4 +1,4 @@
-"""Placement: where a strategy's variables live, and which variables are its own."""
+"""Placement: the variables of a strategy and the devices they are on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpistrategy.variables.variable import Variable
 
 
 class Placement:
-    """The part of StrategyExtended that knows devices and variables.
+    """The part of StrategyExtended for devices and variables.
 
     Args:
         container_strategy: the strategy it belongs to.
@@ -34,15 +34,15 @@ class Placement:
         self._unnamed_variables = 0
         #: How many variables have been created; the same on every rank.
         self.variables_made = 0
-        # By number: nothing here keeps a variable alive.
+        # By number; weak, so a variable can be collected.
         self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
-        # One of each for all copies of a strategy: they have the same ranks.
+        # Shared by all copies of a strategy: they have the same ranks.
         self.variable_storage = VariableStorage()
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
-        """Put the variables created in the ``with`` block where `colocate_with_variable` lives; only inside scope().
+        """Colocate the variables created in the ``with`` block with another variable; only inside scope().
 
-        Every variable of a strategy lives on every replica, so this records a relation and checks it.
+        Every replica has a copy of every variable, so this only records the relation.
 
         Raises:
             ContextError: outside scope().
@@ -72,18 +72,18 @@ class Placement:
             self._colocated_with.pop()
 
     def next_variable_name(self) -> str:
-        """Return the name of a variable that is given none; the same on every rank, since creation is collective."""
+        """Return the name of a variable created without one; the same on every rank, since creation is collective."""
         return f"Variable_{self._unnamed_variables}"
 
     def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, Block | None]:
-        """Return memory for a variable, and its place where the ranks share it.  Collective, in an agreed call."""
+        """Return memory for a variable, and its block where the ranks share it.  Collective, in an agreed call."""
         return self.variable_storage.allocate(self.communicator, dtype, shape)
 
     def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
-        """Return GPU memory for a variable; None where its place is on the host.
+        """Return GPU memory for a variable; None for a variable on the host.
 
-        That is so on strategies of CPUs, and for variables without axes (counters, totals, rates): Python looks at
-        them all the time, and would wait for the GPU each time.
+        Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
+        and each read would wait for the GPU.
         """
         if not shape or not self.drives_gpu:
             return None
@@ -97,8 +97,8 @@ class Placement:
         return gpu_of(self.communicator.devices, self.communicator.rank) is not None
 
     def register_variable(self, variable: Variable) -> None:
-        """Note a variable that was created for this strategy, and its place."""
-        # Counted only now that all ranks have made it: a creation that some refuse leaves the numbers equal.
+        """Record a variable that was created for this strategy."""
+        # Counted only after all ranks have created it: a refused creation must leave the numbers equal.
         self._variables[self.variables_made] = variable
         self.variables_made += 1
         self._unnamed_variables += variable.name == self.next_variable_name()
@@ -107,7 +107,7 @@ class Placement:
     def variables_alive(self) -> list[tuple[int, Variable]]:
         """Return the variables that are still in use on this rank, with their numbers, in order of creation.
 
-        A number means the same variable on all ranks; which ones are alive may differ: ranks collect when they like.
+        A number means the same variable on all ranks.  The ranks' lists may differ: garbage is collected at any time.
         """
         return sorted(self._variables.items(), key=lambda item: item[0])
 
@@ -116,11 +116,11 @@ class Placement:
         return isinstance(v, Variable) and v.strategy is self._container_strategy
 
     def value_container(self, value: Any) -> Any:
-        """Return the container of a component: here a value is its own container."""
+        """Return the container of a component: here the value itself."""
         return value
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Return where variables that belong to no other variable go: this rank's device."""
+        """Return the devices of variables that are no slots of another variable: this rank's device."""
         return self.worker_devices
 
     @property

@@ -1,11 +1,11 @@
-"""Where variables are stored: in slabs of memory that the ranks of a node share, at the same places on every rank.
+"""The memory of variables: slabs that the ranks of a node share, with the same offsets on every rank.
 
-Variables are placed in order of creation, so that those of one model lie side by side, in the memory of every rank
-alike: an optimizer can then work on its share of all ranks' copies.  Creation is collective, so that every rank places
-every variable, and all ranks' notes are equal without a word between them.
+Variables are allocated in order of creation, so the variables of one model are neighbours in the memory of every rank.
+An optimizer can then update its share of all ranks' copies.  Creation is collective: every rank allocates every
+variable, and the ranks' records are equal without communication.
 
-When a variable has been collected, and every array that looks into it, its block can be used again.  Ranks collect at
-different times.  So they compare what is free when there is no room left, and release what is free on all of them.
+A block can be used again when its variable and every view of it have been garbage-collected.  Ranks collect at
+different times.  So when a slab is full, they compare which blocks are free, and release those free on all ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
 
-#: A strategy with few small variables takes no more than the first size.  Later slabs grow with what there is
-#: already, since each one costs an open file.
+#: The first slab is small: many strategies have few small variables.  Later slabs grow with the total size, since each
+#: slab costs an open file.
 _FIRST_SLAB_BYTES = 2**20
 _SLAB_BYTES = 4 * 2**20
 _SLAB_FRACTION = 8
-#: When less than this part of a slab has come free, a new slab is made, too: looking for free blocks takes a
-#: collective, and must not be needed again soon.
+#: When less than 1 / this of a slab was released, a new slab is made as well: the search for free blocks is a
+#: collective, and should not be needed again soon.
 _WORTHWHILE = 4
 
 
@@ -36,7 +36,7 @@ class Slab:
     """One piece of shared memory for variables.
 
     Args:
-        memory: what the node's ranks share.
+        memory: the segments that the node's ranks share.
 
     Attributes:
         segments: the memory of each rank of the node, as flat uint8 arrays, by local rank.
@@ -62,11 +62,11 @@ class Slab:
 
 
 class Block(NamedTuple):
-    """Where a variable lies, in the memory of every rank of its node.
+    """The position of a variable, the same in the memory of every rank of its node.
 
     Attributes:
         slab: the memory.
-        offset: its first byte there, on a cache line.
+        offset: the first byte in the slab; on a cache line.
     """
 
     slab: Slab
@@ -74,7 +74,7 @@ class Block(NamedTuple):
 
 
 def contiguous(variables: Iterable[Any]) -> bool:
-    """Return whether variables lie one after another in one slab, with nothing between them but their alignment."""
+    """Return whether variables follow one another in one slab, with only alignment between them."""
     end: tuple[Slab, int] | None = None
     for variable in variables:
         block = variable.block
@@ -85,13 +85,13 @@ def contiguous(variables: Iterable[Any]) -> bool:
 
 
 def padded(nbytes: int) -> int:
-    """Return the bytes that a block of so many takes."""
+    """Return the size of a block for so many bytes."""
     return max(ALIGNMENT, aligned(nbytes))
 
 
 @dataclass
-class _Placed:
-    """A block in use: by a variable, or by an array that looks into one."""
+class _UsedBlock:
+    """A block in use by a variable or by a view of one."""
 
     slab: Slab
     start: int
@@ -100,14 +100,14 @@ class _Placed:
 
 
 @dataclass
-class _Room:
+class _SlabSpace:
     """The free ranges of one slab, in order; as (start, stop)."""
 
     slab: Slab
     free: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, nbytes: int) -> int | None:
-        """Return where the first free range of that size begins, and use it; None when there is none."""
+        """Return the start of the first free range of that size and mark it used; None when there is none."""
         for number, (start, stop) in enumerate(self.free):
             if stop - start >= nbytes:
                 if stop - start == nbytes:
@@ -118,7 +118,7 @@ class _Room:
         return None
 
     def release(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Make ranges free again; neighbours become one."""
+        """Mark ranges free; neighbours are merged."""
         merged: list[tuple[int, int]] = []
         for start, stop in sorted([*self.free, *ranges]):
             if merged and merged[-1][1] == start:
@@ -129,7 +129,7 @@ class _Room:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in it."""
+        """Whether no block of the slab is in use."""
         return self.free == [(0, self.slab.nbytes)]
 
 
@@ -137,23 +137,22 @@ class VariableStorage:
     """The memory of the variables of one strategy."""
 
     def __init__(self) -> None:
-        self._rooms: list[_Room] = []
-        self._placed: list[_Placed] = []
-        # Set when the node has no shared memory (any more), on all ranks alike.
+        self._spaces: list[_SlabSpace] = []
+        self._used: list[_UsedBlock] = []
+        # Set on all ranks together, when the node has no shared memory (any more).
         self._exhausted = False
 
     @property
     def nbytes(self) -> int:
         """The size of all slabs, for each rank."""
-        return sum(room.slab.nbytes for room in self._rooms)
+        return sum(space.slab.nbytes for space in self._spaces)
 
     def allocate(
         self, communicator: Communicator, dtype: np.dtype[Any], shape: tuple[int, ...]
     ) -> tuple[Array, Block | None]:
-        """Return memory for a variable, and where it is: None for memory of this rank's own.
+        """Return memory for a variable and its block; None instead of a block for memory that is not shared.
 
-        To be called inside an agreed call by all ranks, with equal arguments.  Whatever looks into the array keeps
-        its memory from being used again.
+        All ranks call it inside an agreed call, with equal arguments.  A view of the array keeps the block in use.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         found = None
@@ -163,57 +162,57 @@ class VariableStorage:
             return np.empty(shape, dtype), None
         slab, start = found
         stop = start + padded(nbytes)
-        # By way of a memoryview: NumPy lets views of views refer to the first array with a base that is no array.
-        # That array is then this variable's own, and not the slab's.
+        # Through a memoryview: the base of a view of a view is the first array whose own base is no array.  So views
+        # keep this array alive, which belongs to one variable, and not the slab's array.
         memory = np.frombuffer(slab.segments[slab.local_rank].data[start:stop], np.uint8)
-        self._placed.append(_Placed(slab, start, stop, weakref.ref(memory)))
+        self._used.append(_UsedBlock(slab, start, stop, weakref.ref(memory)))
         return np.ndarray(shape, dtype, memory), Block(slab, start)
 
     def _find(self, nbytes: int) -> tuple[Slab, int] | None:
-        for room in self._rooms:
-            start = room.take(nbytes)
+        for space in self._spaces:
+            start = space.take(nbytes)
             if start is not None:
-                return room.slab, start
+                return space.slab, start
         return None
 
     def _find_more(self, communicator: Communicator, nbytes: int) -> tuple[Slab, int] | None:
-        """Look for what is free on all ranks, then make a new slab.  Collective."""
-        if self._exhausted and not self._rooms:
+        """Release what is free on all ranks, then make a new slab if needed.  Collective."""
+        if self._exhausted and not self._spaces:
             return None
-        released = self._release(communicator, nbytes) if self._placed else 0
+        released = self._release(communicator, nbytes) if self._used else 0
         enough = self._exhausted or released >= max(nbytes, _SLAB_BYTES // _WORTHWHILE)
         found = self._find(nbytes) if enough else None
         if found is not None or self._exhausted:
             return found
-        least = _SLAB_BYTES if self._rooms else _FIRST_SLAB_BYTES
+        least = _SLAB_BYTES if self._spaces else _FIRST_SLAB_BYTES
         memory = communicator.shared(max(nbytes, least, padded(self.nbytes // _SLAB_FRACTION)))
         if not memory.is_shared:
             self._exhausted = True
             return self._find(nbytes)
         slab = Slab(memory)
-        self._rooms.append(_Room(slab, [(0, slab.nbytes)]))
+        self._spaces.append(_SlabSpace(slab, [(0, slab.nbytes)]))
         return self._find(nbytes)
 
     def _release(self, communicator: Communicator, nbytes: int) -> int:
-        """Make the blocks free that no rank uses any more; return how many bytes.  Collective.
+        """Release the blocks that no rank uses any more; return how many bytes.  Collective.
 
-        Slabs without any block are given back, but for one in which the next `nbytes` can be placed.
+        Empty slabs are freed, except one that can hold the next `nbytes`.
         """
-        is_free = np.array([placed.memory() is None for placed in self._placed], np.int32)
+        is_free = np.array([block.memory() is None for block in self._used], np.int32)
         communicator.allreduce(is_free, "MIN")
         ranges: dict[int, list[tuple[int, int]]] = {}
         kept, released = [], 0
-        for placed, free in zip(self._placed, is_free.tolist(), strict=True):
+        for block, free in zip(self._used, is_free.tolist(), strict=True):
             if free:
-                ranges.setdefault(id(placed.slab), []).append((placed.start, placed.stop))
-                released += placed.stop - placed.start
+                ranges.setdefault(id(block.slab), []).append((block.start, block.stop))
+                released += block.stop - block.start
             else:
-                kept.append(placed)
-        self._placed = kept
-        for room in self._rooms:
-            room.release(ranges.get(id(room.slab), ()))
-        empty = [room for room in self._rooms if room.is_empty]
-        fits = [room for room in empty if room.slab.nbytes >= nbytes]
-        stays = min(fits, key=lambda room: room.slab.nbytes, default=None)
-        self._rooms = [room for room in self._rooms if not room.is_empty or room is stays]
+                kept.append(block)
+        self._used = kept
+        for space in self._spaces:
+            space.release(ranges.get(id(space.slab), ()))
+        empty = [space for space in self._spaces if space.is_empty]
+        fits = [space for space in empty if space.slab.nbytes >= nbytes]
+        stays = min(fits, key=lambda space: space.slab.nbytes, default=None)
+        self._spaces = [space for space in self._spaces if not space.is_empty or space is stays]
         return released

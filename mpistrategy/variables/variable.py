@@ -32,12 +32,12 @@ class Variable(ArrayLike):
 
     Created in `strategy.scope()` (or in a step function), a variable belongs to the strategy; elsewhere it belongs to
     the default strategy and lives on this rank alone.  It acts as an array: arithmetic, comparison, indexing and
-    `np.asarray` read it.  Writes go into the same memory, so that a view taken once stays true.
+    `np.asarray` read it.  Writes go into the same memory, so a view follows them.
 
-    On a strategy of GPUs a variable is a CuPy array on its rank's GPU (one without axes stays on the host, and reads as
-    a NumPy scalar); what is assigned to it may come from either.  There a view is not protected from writes.
+    On a strategy of GPUs a variable is a CuPy array on its rank's GPU; a variable without axes stays on the host, and
+    reads as a NumPy scalar.  Assigned values may be on the host or on the GPU.  A view of GPU memory is writable.
 
-    What reading and writing mean depends on the synchronization, the aggregation and the context; the whole table is
+    Reading and writing depend on the synchronization, the aggregation and the context; the whole table is
     `mpistrategy.variables.policies.POLICIES`.
 
     Args:
@@ -84,7 +84,7 @@ class Variable(ArrayLike):
                 with call.own_work():
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
-                call.expect_more()  # whatever the function did together with the others, they wait at the next step
+                call.expect_more()  # the function may have made collectives; the others wait at the next step
             array = to_array(plain(value), call.where)
             wanted = array.dtype if dtype is None else _parsed_dtype(dtype)
             _check_dtype(wanted, self._aggregation, extended)
@@ -97,7 +97,7 @@ class Variable(ArrayLike):
                 values=((dtype_name(wanted), array.shape),),
                 destination="the host" if on_device is None else "a GPU",
             )
-            # Placed after the agreement: a creation that some ranks refuse must leave all places equal.
+            # Allocated after the agreement: when some ranks refuse, the ranks' memory must stay equal.
             if on_device is None:
                 storage, block = extended.storage_for(wanted, array.shape)
                 storage[...] = array
@@ -107,19 +107,19 @@ class Variable(ArrayLike):
                 communicator.bcast(sent, 0)
                 write_from_host(sent, on_device)
                 storage, block = on_device, None
-        # Numbered after the agreement: a creation that the ranks did not share must not make their counts differ.
+        # Numbered after the agreement: a creation that some ranks refused must not be counted.
         self.name = extended.next_variable_name() if name is None else name
         self._storage: Array = storage
         self._block = block
         self._view: Array = storage.view()
         if not is_on_device(self._view):  # CuPy has no read-only arrays
             self._view.flags.writeable = False
-        #: CuPy computes with NumPy's scalars, and not with its arrays of no axes.
+        #: CuPy computes with NumPy's scalars, but not with its 0-d arrays.
         self._is_scalar_beside_gpu = extended.drives_gpu and not array.shape
         #: The part of the strategy that does the work.
         self.extended = extended
         self._policies = policies_of(self)
-        #: What stands for this variable when ranks compare their calls: names need not be unique.
+        #: Names this variable when ranks compare their calls; names need not be unique.
         self.key = f"{self.name} (variable {extended.variables_made})"
         #: The variable in whose `colocate_vars_with` block this one was created, if any.
         self.colocated_with: Variable | None = None
@@ -134,7 +134,7 @@ class Variable(ArrayLike):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When the copies are brought together; AUTO has become ON_WRITE where there are several."""
+        """When the copies are combined; AUTO has become ON_WRITE where there are several copies."""
         return self._synchronization
 
     @synchronization.setter
@@ -162,11 +162,11 @@ class Variable(ArrayLike):
 
     @property
     def block(self) -> Block | None:
-        """Where the copies lie in memory that the ranks of a node share; None for memory of this rank's own."""
+        """The position in memory that the ranks of a node share; None for memory that is not shared."""
         return self._block
 
     def contribution(self) -> Array:
-        """Return this replica's own copy, which is what it brings to a reduction."""
+        """Return this replica's copy: its value in a reduction."""
         return self._view
 
     def __copy__(self) -> NoReturn:
@@ -179,7 +179,7 @@ class Variable(ArrayLike):
         raise _no_copy(self)
 
     def numpy(self) -> Array:
-        """Return a copy of the value on the host; ``v[...]`` is a view of it where it is, which stays true."""
+        """Return a copy of the value on the host; ``v[...]`` is a view of the variable instead."""
         return np.array(host_array(self._read()), copy=True)
 
     def __len__(self) -> int:
@@ -195,9 +195,9 @@ class Variable(ArrayLike):
     # ---------------------------------------------------------------------------------------------- reading
 
     def read_value(self) -> Array:
-        """Return a copy of the value where it is, as reading the variable in this context gives it.
+        """Return a copy of the value, on the variable's device.
 
-        Reading an ON_READ variable in cross-replica context combines the copies and is collective; all else is local.
+        Local, except for an ON_READ variable in cross-replica context: its copies are combined, which is collective.
 
         Raises:
             AggregationError: for an ON_READ variable with aggregation NONE in cross-replica context.
@@ -214,16 +214,16 @@ class Variable(ArrayLike):
         return self.read_value()
 
     def local_copy(self) -> Array:
-        """Return a copy of what this replica stores; never communicates."""
+        """Return a copy of this replica's copy; never communicates."""
         return copy_of(self._storage)  # type: ignore[no-any-return]
 
     @property
     def local_view(self) -> Array:
-        """What this replica stores, to look at: it follows every write.  Never communicates."""
+        """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
         return self._view
 
     def updatable_storage(self) -> Array:
-        """Return what this replica stores, to be changed in place; ContextError outside an update of its strategy."""
+        """Return this replica's copy to be changed in place; ContextError outside an update of its strategy."""
         context.require_update(self._strategy, "Variable.updatable_storage")
         return self._storage
 
@@ -233,12 +233,12 @@ class Variable(ArrayLike):
     # ---------------------------------------------------------------------------------------------- writing
 
     def assign(self, value: Any, *, read_value: bool = True) -> Any:
-        """Write `value`, as the policy of the context says; returns the variable.
+        """Write `value` and return the variable.
 
-        In a step function an ON_WRITE variable first combines the replicas' values (its aggregation); this is
-        collective.  In cross-replica context an ON_WRITE variable's write is local: every rank writes what it has; an
-        ON_READ variable's is collective, and gives each copy its share of the value under SUM.  In an update, writes
-        are local.
+        In a step function, a write to an ON_WRITE variable is collective: the replicas' values are combined as the
+        aggregation says.  In cross-replica context, a write to an ON_WRITE variable is local: every rank writes its own
+        value.  A write to an ON_READ variable is collective there; with SUM, each copy gets its share of the value.  In
+        an update, writes are local.
 
         Args:
             value: an array of the variable's dtype and shape, or a number or list that fits without loss.
@@ -246,15 +246,14 @@ class Variable(ArrayLike):
 
         Raises:
             AggregationError: in a step function, for an ON_WRITE variable with aggregation NONE.
-            DTypeError, ShapeError, LeafError: when `value` does not fit; nothing has been written then, on any
-                replica that takes part.
+            DTypeError, ShapeError, LeafError: when `value` does not fit; no replica that takes part has written then.
             ContextError: in the context of another strategy.
         """
         written = self._write("assign", value)
         return written if read_value else None
 
     def assign_add(self, value: Any, *, read_value: bool = True) -> Any:
-        """Add `value`; otherwise as `assign`.  With SUM in a step function, the sum over the replicas is added once.
+        """Add `value`; otherwise as `assign`.  In a step function with SUM, the sum over the replicas is added once.
 
         Raises:
             AggregationError: also for an ON_READ variable with aggregation SUM in cross-replica context.
@@ -287,11 +286,11 @@ class Variable(ArrayLike):
         return self._write("scatter_sub", sparse_delta)
 
     def scatter_update(self, sparse_delta: Any) -> Self:
-        """Replace rows; otherwise as `scatter_add`.  Not for aggregations that add: SUM and MEAN."""
+        """Replace rows; otherwise as `scatter_add`.  Not with the aggregations SUM and MEAN."""
         return self._write("scatter_update", sparse_delta)
 
     def scatter_max(self, sparse_delta: Any) -> Self:
-        """Raise rows to at least the given ones; otherwise as `scatter_update`."""
+        """Replace rows by the elementwise maximum with the given rows; otherwise as `scatter_update`."""
         return self._write("scatter_max", sparse_delta)
 
     def _write(self, method: str, value: Any) -> Self:
@@ -351,7 +350,7 @@ def _kept_as(given: VariableSynchronization, extended: Extended) -> VariableSync
             "Variable",
             found=f"synchronization={given.name} in the scope of a strategy of several replicas",
             expected="AUTO, ON_WRITE or ON_READ",
-            fix="Create variables that belong to one rank alone outside the scope.",
+            fix="Create variables of one rank outside the scope.",
         )
     return kept
 
@@ -381,6 +380,6 @@ def _no_copy(variable: Variable) -> CopyError:
     return CopyError.at(
         f"copying or pickling {variable.name!r}",
         found="a copy of a variable",
-        expected="a new variable, which all ranks make together",
-        fix="Keep or send v.read_value() (an array), save it with a Checkpoint, or create another Variable from it.",
+        expected="a new variable, which all ranks create together",
+        fix="Copy or send v.read_value() (an array), or save the variable with a Checkpoint.",
     )

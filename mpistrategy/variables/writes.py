@@ -77,7 +77,7 @@ class Write:
 
     @property
     def where(self) -> str:
-        """The public name of the method."""
+        """The public name of the method, for messages."""
         return f"Variable.{self.method}"
 
     @property
@@ -176,13 +176,13 @@ class Write:
 
 
 def plain(value: Any) -> Any:
-    """Return this rank's component of a container, the value of a variable; anything else unchanged."""
+    """Return this rank's component of a container, or the value of a variable; anything else unchanged."""
     value = local_component(value)
     return value._read() if isinstance(value, ArrayLike) else value
 
 
 def converted(array: Array, dtype: np.dtype[Any], where: str) -> Array:
-    """Convert a number or a list to `dtype` where neither its kind nor its size is lost."""
+    """Convert a number or a list to `dtype`; raise where `dtype` has another kind or too small a range."""
     integers = array.dtype.kind in "iu"
     if not np.can_cast(array.dtype, dtype, "same_kind") and not (integers and dtype.kind in "iufc"):
         raise misfit(array, dtype, where)
