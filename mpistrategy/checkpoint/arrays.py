@@ -6,7 +6,9 @@ may be written to; the file stays as it is.
 
 from __future__ import annotations
 
+import ctypes
 import io
+import mmap
 import os
 import struct
 import zipfile
@@ -21,10 +23,8 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.restoring import combined
 from mpistrategy.checkpoint.storage.files import Folder, OpenFile, check_is_trusted, reading
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.mapped_files import Map
-from mpistrategy.checkpoint.storage.plain_values import dtype_of
-from mpistrategy.checkpoint.storage.reading import open_shard
-from mpistrategy.checkpoint.storage.shards import MOST_AXES, MOST_BYTES, NAMES, Stored, byte_count, parsed, shown
+from mpistrategy.checkpoint.storage.plain_values import MOST_AXES, MOST_BYTES, byte_count, dtype_of, shown
+from mpistrategy.checkpoint.storage.shards import NAMES, Stored, open_shard, parsed
 from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiStrategyError, OptionError
 
 _WHERE = "Checkpoint.arrays"
@@ -40,6 +40,18 @@ _MOST_CONTENTS_BYTES = 2**23
 #: What is compressed may become so many bytes, and so many times the size of the file more; zeros become 1,030 times.
 _SMALL_BYTES, _MOST_TIMES = 2**26, 100
 _LOCAL_HEADER_BYTES, _ENCRYPTED = 30, 1
+#: Memory that is asked for when it is written to, and not before: Linux's number, where Python has no word for it.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_FLAGS, _PROTECTION = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+#: So much of a file is copied, so that arrays are aligned which are not in the file (those of .npz files, often).
+_MOST_COPIED_BYTES = 2**28
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap = ctypes.CDLL(None).munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def arrays_of(path: str) -> dict[str, Array]:
@@ -250,3 +262,49 @@ _READERS = {".safetensors": _safetensors, ".npy": _npy, ".npz": _npz}
 
 def _damaged(path: str, found: str, fix: str = "") -> CheckpointDamagedError:
     return CheckpointDamagedError.at(_WHERE, found=f"{found} in {path!r}", expected="a whole file of arrays", fix=fix)
+
+
+# ------------------------------------------------------------------------------------------------ mapped files
+
+
+class _Mapping:
+    """The bytes of a file as memory, which NumPy knows how to look at, for as long as this object lives.
+
+    Raises:
+        OSError: when the system refuses.
+    """
+
+    def __init__(self, file: OpenFile) -> None:
+        self._size = 0
+        address = _mmap(None, file.size, _PROTECTION, _FLAGS, file.descriptor, 0)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), file.path)
+        self._address, self._size, self._unmap = address, file.size, _munmap
+        self.__array_interface__ = {"data": (address, False), "shape": (file.size,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        if self._size:
+            self._unmap(self._address, self._size)
+
+
+class Map:
+    """A file in memory, for as long as an array lives that lies in it; writing into arrays does not change it.
+
+    Args:
+        file: open; may be closed afterwards.
+    """
+
+    def __init__(self, file: OpenFile) -> None:
+        self._room = _MOST_COPIED_BYTES
+        self._memory: Any = np.asarray(_Mapping(file)) if file.size else b""
+
+    def array(self, dtype: np.dtype[Any], shape: tuple[int, ...], start: int, order: Any = "C") -> Array:
+        """Return the array that begins at a byte of the file: there, or a copy where that is no place for its dtype."""
+        if not byte_count(shape, dtype):
+            return np.empty(shape, dtype)
+        found: Array = np.ndarray(shape, dtype, self._memory, start, order=order)
+        if found.flags.aligned or found.nbytes > self._room:
+            return found
+        self._room -= found.nbytes
+        return found.copy(order="K")

@@ -124,10 +124,9 @@ class Checkpoint:
             call.structure = state.structure()
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
             state.check_generators(communicator)
-            state.decide(communicator)
-            saving = Saving(state, strategy, path, bool(overwrite))
+            saving = Saving(strategy, path, bool(overwrite))
             cleaning.enter_context(saving.cleaned_up())
-            saving.begin(call, prepare, wait=bool(wait))
+            saving.begin(state, call, prepare, wait=bool(wait))
             if wait:
                 saving.commit(call)
         if not wait:

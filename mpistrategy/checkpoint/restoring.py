@@ -18,13 +18,13 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.checkpoint.fitting import Fit
-from mpistrategy.checkpoint.kinds.optimizers import store
+from mpistrategy.checkpoint.kinds.variables import store
 from mpistrategy.checkpoint.saving import REPLACED
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage.files import Folder, reading
 from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Item, Manifest, parse, read_text
 from mpistrategy.checkpoint.storage.plain_values import dtype_of
-from mpistrategy.checkpoint.storage.reading import open_shard
+from mpistrategy.checkpoint.storage.shards import open_shard
 from mpistrategy.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointMissingError, MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import VariableAggregation, VariableSynchronization

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.state import State
+from mpistrategy.checkpoint.state import State, summary
 from mpistrategy.checkpoint.storage.files import Folder, make_folders, writing
-from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Manifest, Shard, shard_name
-from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of
+from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Item, Manifest, Shard, shard_name
+from mpistrategy.checkpoint.storage.plain_values import check_can_be_read
+from mpistrategy.checkpoint.storage.shards import pieces_of
 from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.job.launcher import version
@@ -43,7 +44,6 @@ class Saving:
     """A checkpoint on its way to the disk; what `Checkpoint.save` returns.
 
     Args:
-        state: what is to be saved, decided.
         strategy: the ranks.
         path: where it is to be.
         overwrite: whether a checkpoint that is there is replaced.
@@ -54,7 +54,7 @@ class Saving:
         has_failed: whether it never will be.
     """
 
-    def __init__(self, state: State, strategy: Strategy, path: str, overwrite: bool) -> None:
+    def __init__(self, strategy: Strategy, path: str, overwrite: bool) -> None:
         self.path = path
         self.is_committed = False
         self.has_failed = False
@@ -67,40 +67,31 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._shard = Shard(0, "")
-        self._values = state.values
-        self._items = dict(state.items)
-        self._arrays = self._mine(state)
+        self._items: dict[str, Item] = {}
+        self._values: dict[str, Any] = {}
+        self._arrays: dict[str, Array] = {}
         self._layout = strategy.layout()
-
-    def _mine(self, state: State) -> dict[str, Array]:
-        """Return the arrays that this rank writes; what is there once goes to the rank that has least to write."""
-        rank, loads = self._communicator.rank, [0] * self._communicator.size
-        mine = {}
-        for path, array in state.arrays.items():
-            item, writer = self._items[path], rank
-            if item.copies == ONE:
-                writer = loads.index(min(loads))
-                loads[writer] += array.nbytes
-                self._items[path] = dataclasses.replace(item, shard=writer)
-            if writer == rank:
-                mine[path] = array
-        return mine
 
     # ------------------------------------------------------------------------------------------- the steps
 
-    def begin(self, call: Call, prepare: Callable[[], object], *, wait: bool) -> None:
+    def begin(self, state: State, call: Call, prepare: Callable[[], object], *, wait: bool) -> None:
         """Do steps 1 and 2, or only begin with step 2 in a thread.  Collective; the caller cleans up what fails.
 
         Rank 0 calls `prepare` first.
         """
         call.expect_more()
+        digests = state.digests()
         if self._communicator.rank == 0:
             with writing(call.where, self.path):
                 prepare()
                 self._make_folder(call.where)
         call.agree("make a folder")
-        self._temporary = self._communicator.allgather_text(self._temporary)[0]
+        told = self._communicator.allgather_text(f"{summary(digests)} {self._temporary}")
+        self._temporary = told[0].partition(" ")[2]
+        is_equal = len({text.partition(" ")[0] for text in told}) == 1
+        state.decide(digests, self._communicator, is_equal=is_equal)
         call.expect_more()
+        self._take(state)
         with writing(call.where, self.path):
             self._open(call.where)
         if wait:
@@ -112,6 +103,19 @@ class Saving:
         self._thread.start()
         if self._communicator.rank == 0:
             self._reminder: Any = weakref.finalize(self, _remind, self.path, os.getpid())
+
+    def _take(self, state: State) -> None:
+        """Take what this rank writes; an array that is saved once goes to the rank that has least to write."""
+        self._items, self._values = dict(state.items), state.values
+        rank, loads = self._communicator.rank, [0] * self._communicator.size
+        for path, array in state.arrays.items():
+            item, writer = self._items[path], rank
+            if item.copies == ONE:
+                writer = loads.index(min(loads))
+                loads[writer] += array.nbytes
+                self._items[path] = dataclasses.replace(item, shard=writer)
+            if writer == rank:
+                self._arrays[path] = array
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)

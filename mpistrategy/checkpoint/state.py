@@ -1,39 +1,35 @@
-"""What the state of objects is: a flat table of items by path, found by walking through them.  Never communicates.
+"""The state of objects as a flat table: an item for each path.
 
-The table says the kinds, dtypes and shapes, and must be equal on all ranks; beside it stand this rank's arrays and
-values.  Of most it is clear how many copies there are.  Of what belongs to a rank (arrays, numbers, generators) it is
-found out by comparing: what is equal on all ranks is kept once, the rest for each rank.
+The table says kinds, dtypes and shapes, and must be equal on all ranks; beside it are this rank's arrays and values.
+For arrays, numbers and generators the ranks compare what they have: what is equal everywhere is saved once, the rest
+once for each rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.identities import check_generators, identities
-from mpistrategy.checkpoint.kinds.accumulators import SUMS, item_of
-from mpistrategy.checkpoint.kinds.generators import state_of, state_of_streams
+from mpistrategy.checkpoint.kinds import BY_NAME, KINDS
+from mpistrategy.checkpoint.kinds.base import UNDECIDED, Kind
+from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
-from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, below, dtype_text, to_json
-from mpistrategy.errors import AggregationError, OptionError, OptionTypeError
-from mpistrategy.input.iterators import DistributedIterator
+from mpistrategy.checkpoint.storage.plain_values import dtype_text
+from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.options import VariableAggregation, VariableSynchronization
-from mpistrategy.strategy.random_streams import Streams
+from mpistrategy.process_objects import Created
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.training.gradients import GradientAccumulator
-from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.mirrored_check import digest
 from mpistrategy.variables.variable import Variable
 
-#: Before the ranks have compared what they have: once, or each its own?
-UNDECIDED = "?"
 _DEEPEST = 100
+#: So many generators are named in an error.
+_MOST_NAMED = 3
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, numbers, strings, random generators, "
     "strategy.rng(seed), iterators of distributed datasets, dicts, lists and tuples of these, and objects with "
@@ -50,152 +46,88 @@ class State:
         where: the public name, for errors.
 
     Attributes:
+        strategy, where: as given.
         items: the table.
-        live: what stands at each path.
-        arrays: this rank's arrays, as they lie in memory.
+        live: the object at each path.
+        variables: the variable at each path, slots of optimizers included.
+        arrays: this rank's arrays, not copied.
         values: this rank's values, as JSON.
 
     Raises:
-        OptionTypeError: for objects without a state that is known; names the path.
+        OptionTypeError: for an object of unknown kind; names the path.
         AggregationError: for ON_READ variables whose aggregation is NONE.
         DTypeError: for arrays of objects.
     """
 
     def __init__(self, objects: Mapping[str, Any], strategy: Strategy, where: str) -> None:
-        self._strategy = strategy
-        self._where = where
-        self._variables: dict[int, str] = {}
-        self._variable_at: dict[str, Variable] = {}
+        self.strategy = strategy
+        self.where = where
         self.items: dict[str, Item] = {}
         self.live: dict[str, Any] = {}
+        self.variables: dict[str, Variable] = {}
         self.arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
-        optimizers: list[tuple[str, Optimizer]] = []
+        self._paths: dict[int, str] = {}
+        self._last: list[Callable[[], None]] = []
         for name, value in objects.items():
-            self._add(name, value, optimizers, 0)
-        for path, optimizer in optimizers:  # which speak of variables that stand elsewhere
-            self._add_optimizer(path, optimizer)
+            self.add(name, value)
+        for add in self._last:
+            add()
 
-    def _add(self, path: str, value: Any, optimizers: list[tuple[str, Optimizer]], depth: int) -> None:
+    def add(self, path: str, value: Any) -> None:
+        """Enter an object and what it holds."""
+        depth = path.count("/")
         if depth > _DEEPEST:
-            raise OptionError.at(self._where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
+            raise OptionError.at(self.where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
+        kind = kind_of(value)
+        if kind is None:
+            raise OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)
         self.live[path] = value
-        if isinstance(value, Variable):
-            self._add_variable(path, value)
-            self._variables.setdefault(id(value), path)
-        elif isinstance(value, Optimizer):
-            self.items[path] = Item("optimizer")  # keeps its place
-            optimizers.append((path, value))
-        elif isinstance(value, GradientAccumulator):
-            self.items[path] = item_of(value, self._where)
-            for number, total in enumerate(value.partial_sums):
-                copies = ONE if self._strategy.extended.is_local else SUMS
-                self._add_array(below(path, number), "array", copies, host_array(total))
-        elif isinstance(value, Streams):
-            self._add_value(path, "streams", OWN, to_json(state_of_streams(value)))
-        elif isinstance(value, (np.random.Generator, np.random.RandomState)):
-            self._add_value(path, "rng", UNDECIDED, to_json(state_of(value)))
-        elif isinstance(value, DistributedIterator) and value.walk is not None:
-            walk = value.walk
-            more = {"of": walk.of, "any_ranks": walk.any_ranks}
-            self._add_value(path, "iterator", UNDECIDED, walk.position, more)
-        elif isinstance(value, (np.ndarray, np.generic)) or is_on_device(value):
-            kind = "scalar" if isinstance(value, np.generic) else "array"
-            self._add_array(path, kind, UNDECIDED, host_array(value))
-        elif (plain := to_json(value)) is not NOT_PLAIN:
-            self._add_value(path, "plain", UNDECIDED, plain)
-        else:
-            for key, child in self._children(path, value):
-                self._add(below(path, key), child, optimizers, depth + 1)
+        self._paths.setdefault(id(value), path)
+        kind.add(self, path, value)
 
-    def _children(self, path: str, value: Any) -> Iterator[tuple[Any, Any]]:
-        """Enter what only holds others into the table; return what it holds."""
-        children: Iterable[tuple[Any, Any]]
-        if type(value) is dict:
-            keys = list(value)
-            if not all(type(key) in (str, int) for key in keys) or len(set(map(str, keys))) < len(keys):
-                raise OptionTypeError.at(
-                    self._where, found=f"the keys {keys!r:.80} of {path!r}", expected="strings or ints, all different"
-                )
-            self.items[path], children = Item("dict", more=keys), value.items()
-        elif type(value) in (list, tuple):
-            self.items[path] = Item("list" if type(value) is list else "tuple", more=len(value))
-            children = enumerate(value)
-        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            self.items[path], children = Item("object"), [("state", value.state_dict())]
-        elif _variables_of(value) is not None:
-            members = _variables_of(value) or ()
-            self.items[path], children = Item("variables", more=len(members)), enumerate(members)
-        else:
-            raise OptionTypeError.at(self._where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)
-        return iter(children)
+    def add_last(self, add: Callable[[], None]) -> None:
+        """Call `add` once all objects are entered."""
+        self._last.append(add)
 
-    def _add_variable(self, path: str, var: Variable) -> None:
-        self._variable_at[path] = var
-        self._add_array(path, "variable", self._copies_of(var), host_array(var.local_view))
-
-    def _copies_of(self, var: Variable) -> str:
-        shared = self._strategy.extended
-        if var.strategy is not self._strategy and not var.strategy.extended.is_local:
-            raise OptionError.at(
-                self._where,
-                found=f"{var.name!r}, of another strategy than the rest",
-                expected="objects of one strategy",
-                fix="Make a Checkpoint for each strategy.",
-            )
-        if var.strategy is not self._strategy and shared.communicator.size > 1:
-            return UNDECIDED  # of this rank alone, where the others have theirs
-        if var.synchronization is not VariableSynchronization.ON_READ:
-            return ONE
-        if var.aggregation is VariableAggregation.NONE:
-            if shared.is_local:
-                return ONE
-            raise AggregationError.at(
-                self._where,
-                found=f"{var.name!r}, an ON_READ variable with aggregation NONE",
-                expected="an aggregation that says what becomes of the copies on another number of ranks",
-                fix="Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA'.",
-            )
-        return var.aggregation.name
-
-    def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
-        dtype = dtype_text(array.dtype, f"{self._where}: {path!r}")
+    def add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
+        """Enter an array; DTypeError for one of objects."""
+        dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
         self.items[path] = Item(kind, copies, dtype, array.shape)
         self.arrays[path] = array
 
-    def _add_value(self, path: str, kind: str, copies: str, value: Any, more: Any = None) -> None:
+    def add_value(self, path: str, kind: str, copies: str, value: Any, more: Any = None) -> None:
+        """Enter a value, as JSON."""
         self.items[path] = Item(kind, copies, more=more)
         self.values[path] = value
 
-    def _add_optimizer(self, path: str, optimizer: Optimizer) -> None:
-        slotted = optimizer.slotted()
-        more = {
-            "class": type(optimizer).__name__,
-            "variables": [self._variables.get(id(var)) for var in slotted],
-            "slots": list(optimizer.slot_values),
-        }
-        self.items[path] = Item("optimizer", more=more)
-        settings = {"learning_rate": float(optimizer.learning_rate), "skipped_steps": int(optimizer.skipped_steps)}
-        self._add_value(below(path, "settings"), "plain", UNDECIDED, to_json(settings))
-        if optimizer.iterations is not None:
-            self._add_variable(below(path, "iterations"), optimizer.iterations)
-        for number, var in enumerate(slotted):
-            for name, slot in optimizer.slots_of(var).items():
-                self._add_variable(slot_path(path, number, name), slot)
+    def path_of(self, var: Variable) -> str | None:
+        """Return the path at which a variable was entered first; None if it was not."""
+        return self._paths.get(id(var))
 
-    def decide(self, communicator: Communicator) -> None:
-        """Find out what is equal on all ranks, and is kept once.  Collective."""
-        undecided = [path for path, item in self.items.items() if item.copies == UNDECIDED]
-        mine = [self._digest(path) for path in undecided]
-        equal = np.ones(len(mine), np.int32)
-        if communicator.size > 1 and mine:
-            greatest = np.array([mine, [~number & 2**64 - 1 for number in mine]], np.uint64).reshape(-1)
+    # ------------------------------------------------------------------------------------------- what is kept once
+
+    def digests(self) -> dict[str, int]:
+        """Return a digest of each item that may be equal on all ranks."""
+        return {path: self._digest(path) for path, item in self.items.items() if item.copies == UNDECIDED}
+
+    def decide(self, mine: Mapping[str, int], communicator: Communicator, *, is_equal: bool) -> None:
+        """Decide which items are saved once.  Collective.
+
+        Args:
+            mine: this rank's `digests`.
+            communicator: the ranks.
+            is_equal: whether `summary(mine)` is the same on all ranks.
+        """
+        equal = np.ones(len(mine), bool)
+        if not is_equal:
+            digests = list(mine.values())
+            greatest = np.array([digests, [~number & 2**64 - 1 for number in digests]], np.uint64).reshape(-1)
             communicator.allreduce(greatest, "MAX")
             first, second = greatest.reshape(2, -1)
-            # The greatest of d and the greatest of ~d are opposite only when all d are the same.
-            equal = first == ~second
-        for path, is_equal in zip(undecided, equal.tolist(), strict=True):
-            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if is_equal else OWN)
+            equal = first == ~second  # max(d) == ~max(~d) means max(d) == min(d)
+        for path, one in zip(mine, equal.tolist(), strict=True):
+            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if one else OWN)
 
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
@@ -205,24 +137,77 @@ class State:
             array = np.frombuffer(array.tobytes(), np.uint8)
         return digest(array)
 
+    # ------------------------------------------------------------------------------------------- what must be equal
+
     def structure(self) -> str:
         """Return what must be equal on all ranks, in words that show a difference."""
-        who = identities(self.live | self._variable_at)
+        who = self._identities()
         return "; ".join(
             f"{path}{f' is {who[path]}' if path in who else ''}: {item.kind} {item.copies} {item.dtype}"
             f"{list(item.shape)} {item.more or ''}"
             for path, item in self.items.items()
         )
 
+    def _identities(self) -> dict[str, str]:
+        """Return words for the object at each path, equal on all ranks for the same object.
+
+        Names are not enough: a rank with two names swapped would save one variable as the other.  Variables have
+        numbers that all ranks share; optimizers are known by their variables; other objects by the order in which those
+        of their class in the checkpoint were made.  Arrays, plain values and random generators have no identity: see
+        `check_generators`.
+        """
+        objects = self.live | self.variables
+        made: dict[type, list[tuple[tuple[int], str]]] = {}
+        for path, value in objects.items():
+            if isinstance(value, Created):
+                made.setdefault(type(value), []).append((value.creation_order, path))
+        numbers = {
+            path: f"{number} of {len(paths)}"
+            for paths in made.values()
+            for number, (_, path) in enumerate(sorted(paths), 1)
+        }
+        kinds = {path: BY_NAME[self.items[path].kind] for path in objects}
+        found = {path: kinds[path].identity(value, numbers.get(path, "")) for path, value in objects.items()}
+        return {path: text for path, text in found.items() if text}
+
     def check_generators(self, communicator: Communicator) -> None:
-        """Do `mpistrategy.checkpoint.identities.check_generators`.  Collective."""
+        """Raise on every rank if a rank has rank 0's generators under other names.  Collective, in an agreed call.
+
+        Generators may differ between ranks, but no rank has the states of another by chance.
+
+        Raises:
+            CollectiveMismatchError: names the generators and the rank.
+        """
         states = {path: self._digest(path) for path, item in self.items.items() if item.kind == "rng"}
-        check_generators(states, communicator, self._where)
+        if communicator.size == 1 or len(states) < 2:
+            return
+        first, *others = map(json.loads, communicator.allgather_text(json.dumps(list(states.values()))))
+        for rank, numbers in enumerate(others, 1):
+            if numbers != first and sorted(numbers) == sorted(first):
+                swapped = [
+                    f"{path!r} on rank {rank} is {list(states)[first.index(number)]!r} on rank 0"
+                    for path, number, there in zip(states, numbers, first, strict=True)
+                    if number != there
+                ]
+                raise CollectiveMismatchError.at(
+                    self.where,
+                    found=f"random generators under other names than on rank 0: {'; '.join(swapped[:_MOST_NAMED])}",
+                    expected="the same objects under the same names on all ranks",
+                    fix="Where each rank has its own on purpose, keep generator.bit_generator.state.",
+                )
 
 
-def slot_path(path: str, number: int, name: str) -> str:
-    """Return the path of a slot of an optimizer's variable."""
-    return below(below(below(path, "slots"), number), name)
+def summary(digests: Mapping[str, int]) -> str:
+    """Return a short text for `State.digests`, equal on ranks on which they are all equal."""
+    return str(checksum_of(json.dumps(list(digests.values())).encode()).hexdigest())
+
+
+def kind_of(value: Any) -> Kind | None:
+    """Return the kind of an object; None for one that cannot be saved."""
+    for kind in KINDS:
+        if kind.owns(value):
+            return kind
+    return None
 
 
 def strategy_of(objects: Mapping[str, Any], made_in: Strategy) -> Strategy:
@@ -234,21 +219,10 @@ def strategy_of(objects: Mapping[str, Any], made_in: Strategy) -> Strategy:
     return (shared or [*found.values(), made_in])[0]
 
 
-def _variables_in(value: Any, depth: int) -> Iterator[Variable]:
-    if isinstance(value, Variable):
-        yield value
-    elif isinstance(value, Optimizer):
-        yield from (*value.variables, *value.slotted())
-    elif type(value) in (dict, list, tuple) and depth <= _DEEPEST:
-        for child in value.values() if type(value) is dict else value:
-            yield from _variables_in(child, depth + 1)
-    else:
-        yield from _variables_of(value) or ()
-
-
-def _variables_of(value: Any) -> tuple[Variable, ...] | None:
-    """Return the variables of an object that has some as its `variables`, such as a metric; else None."""
-    members = getattr(value, "variables", None)
-    if isinstance(members, (list, tuple)) and members and all(isinstance(member, Variable) for member in members):
-        return tuple(members)
-    return None
+def _variables_in(values: Sequence[Any], depth: int) -> Iterator[Variable]:
+    for value in values:
+        if type(value) in (dict, list, tuple):
+            if depth < _DEEPEST:
+                yield from _variables_in(list(value.values()) if type(value) is dict else value, depth + 1)
+        elif (kind := kind_of(value)) is not None:
+            yield from kind.variables(value)

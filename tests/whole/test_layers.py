@@ -133,7 +133,6 @@ def test_folders_can_be_overlooked() -> None:
         assert max(prefixes.values(), default=0) <= 3, f"{folder}: {prefixes.most_common(1)}"
 
 
-@pytest.mark.xfail(reason="being untied", strict=True)
 def test_no_imports_go_in_a_circle() -> None:
     graph = {name_of(path): {module for module, _ in modules_of(path)} for path in FILES}
     order: TopologicalSorter[str] = TopologicalSorter(

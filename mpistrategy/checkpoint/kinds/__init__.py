@@ -1,1 +1,26 @@
-"""What checkpoints keep that is more than arrays: one file a kind of object."""
+"""The kinds of objects that checkpoints keep: one `Kind` each, in this table.
+
+The first kind that owns an object saves it.  So kinds that ask for methods stand after those that ask for a class.
+"""
+
+from mpistrategy.checkpoint.kinds import containers, generators, values, variables
+from mpistrategy.checkpoint.kinds.base import Kind
+
+KINDS: tuple[Kind, ...] = (
+    values.Plain(),
+    containers.Dict(),
+    containers.List(),
+    containers.Tuple(),
+    variables.OneVariable(),
+    variables.AnyOptimizer(),
+    variables.Accumulator(),
+    generators.RankStreams(),
+    generators.Generator(),
+    values.Scalar(),
+    generators.Position(),
+    values.AnyArray(),
+    containers.Stateful(),
+    containers.WithVariables(),
+)
+#: By the kinds of items in manifests.
+BY_NAME = {kind.name: kind for kind in KINDS}

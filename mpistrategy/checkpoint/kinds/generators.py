@@ -1,4 +1,7 @@
-"""The states of NumPy's random generators as plain values, and what becomes of them on another number of ranks."""
+"""NumPy's random generators, what `strategy.rng` returns, and the positions of iterators of distributed datasets.
+
+Their states are plain values.  NumPy checks little of a state that it is given, so it is checked here.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.checkpoint.storage.shards import shown
+from mpistrategy.checkpoint.kinds.base import UNDECIDED, Entries, Fitting, Kind, Restore
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
+from mpistrategy.checkpoint.storage.plain_values import from_json, shown, to_json
+from mpistrategy.errors import MpiStrategyError
+from mpistrategy.input.iterators import DistributedIterator
 from mpistrategy.strategy.random_streams import Streams
 
-Generator = np.random.Generator | np.random.RandomState
+_AnyGenerator = np.random.Generator | np.random.RandomState
 _ARRAY = "ndarray"
+#: The largest position of an iterator.
+_FARTHEST = 2**53
 #: The dtypes in states of bit generators.
 _WORDS = tuple(f"{order}u{size}" for size in (4, 8) for order in "<>=")
 #: The largest values of the numbers in states.  NumPy does not check positions, and reads memory at them.
@@ -25,14 +34,107 @@ _LARGEST = {
 }
 
 
-def state_of(generator: Generator) -> Any:
+class Generator(Kind):
+    """One of NumPy's random generators; a rank that was not there gets an independent stream."""
+
+    name = "rng"
+    types = (np.random.Generator, np.random.RandomState)
+
+    def add(self, entries: Entries, path: str, value: Any) -> None:
+        entries.add_value(path, self.name, UNDECIDED, to_json(state_of(value)))
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        if not fit.expect(self.owns(value), path, item, value):
+            return lambda: None
+        if item.copies == ONE:
+            state = from_json(item.values[0])
+        else:
+            times, rank = divmod(fit.rank, fit.manifest.ranks)
+            state = from_json(item.values[rank])
+            state = jumped(state, times) if times else state
+        check_state(value, state)
+
+        def restore() -> Any:
+            set_state(value, state)
+            return value
+
+        return restore
+
+
+class RankStreams(Kind):
+    """What `strategy.rng` returns."""
+
+    name = "streams"
+    types = (Streams,)
+
+    def add(self, entries: Entries, path: str, value: Streams) -> None:
+        entries.add_value(path, self.name, OWN, to_json(state_of_streams(value)))
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        if not fit.expect(self.owns(value), path, item, value):
+            return lambda: None
+        states = [from_json(one) for one in item.values]
+        if states[0]["seed"] != value.seed:
+            return fit.problem(path, f"seed {states[0]['seed']} in the checkpoint, {value.seed} here")
+        set_streams(Streams(value.seed, fit.rank), states, fit.rank)  # raises for states that are none
+
+        def restore() -> Any:
+            set_streams(value, states, fit.rank)
+            return value
+
+        return restore
+
+    def identity(self, value: Streams, number: str) -> str:
+        return f"streams {number} of seed {value.seed}"
+
+
+class Position(Kind):
+    """An iterator of a distributed dataset: its position."""
+
+    name = "iterator"
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, DistributedIterator) and value.walk is not None
+
+    def add(self, entries: Entries, path: str, value: DistributedIterator) -> None:
+        walk = value.walk
+        assert walk is not None
+        more = {"of": walk.of, "any_ranks": walk.any_ranks}
+        entries.add_value(path, self.name, UNDECIDED, walk.position, more)
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        if not fit.expect(self.owns(value), path, item, value):
+            return lambda: None
+        walk = value.walk
+        if walk.of != item.more["of"]:
+            return fit.problem(path, f"a position in {item.more['of']}; here it is {walk.of}")
+        if not walk.any_ranks and not fit.same_ranks:
+            return fit.problem(
+                path, f"{fit.of_its_own(item)}; a Dataset given to experimental_distribute_dataset can go on"
+            )
+        position = fit.own_value(path, item)
+        if type(position) is not int or not 0 <= position < _FARTHEST:
+            return fit.problem(path, f"the position {shown(position)} in the checkpoint")
+        try:
+            value.check_can_go()
+        except MpiStrategyError as error:
+            return fit.problem(path, str(error))
+
+        def restore() -> Any:
+            value.go_to(position)
+            return value
+
+        return restore
+
+
+def state_of(generator: _AnyGenerator) -> Any:
     """Return the state of a generator as a nest of plain values."""
     if isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
     return _plain(generator.bit_generator.state)
 
 
-def set_state(generator: Generator, state: Any) -> None:
+def set_state(generator: _AnyGenerator, state: Any) -> None:
     """Give a generator a state that `state_of` returned.
 
     Raises:
@@ -44,7 +146,7 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.bit_generator.state = _checked(state)
 
 
-def check_state(generator: Generator, state: Any) -> None:
+def check_state(generator: _AnyGenerator, state: Any) -> None:
     """Raise what `set_state` would, and change nothing."""
     if isinstance(generator, np.random.RandomState):
         set_state(copy.deepcopy(generator), state)

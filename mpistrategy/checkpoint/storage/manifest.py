@@ -14,8 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrategy.checkpoint.storage.files import Folder, checksum_of
-from mpistrategy.checkpoint.storage.plain_values import dtype_of, is_numeric
-from mpistrategy.checkpoint.storage.shards import LONGEST_TEXT, MOST_AXES, MOST_BYTES, byte_count, is_possible, loads
+from mpistrategy.checkpoint.storage.plain_values import (
+    LONGEST_TEXT,
+    MOST_AXES,
+    MOST_BYTES,
+    byte_count,
+    dtype_of,
+    is_numeric,
+    is_possible,
+    loads,
+)
 from mpistrategy.errors import CheckpointDamagedError
 from mpistrategy.own_files import printable
 

@@ -10,16 +10,27 @@ What is read may be made up to harm: sizes are checked before memory is taken fo
 from __future__ import annotations
 
 import json
-import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.storage.plain_values import dtype_text
-from mpistrategy.errors import CheckpointDamagedError, OptionError
+from mpistrategy.checkpoint.storage.files import Folder, OpenFile, checksum_of
+from mpistrategy.checkpoint.storage.manifest import Item, Manifest, bad, shard_name
+from mpistrategy.checkpoint.storage.plain_values import (
+    LONGEST_TEXT,
+    MOST_AXES,
+    MOST_BYTES,
+    byte_count,
+    check_can_be_read,
+    dtype_of,
+    dtype_text,
+    loads,
+    shown,
+)
+from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError
 
 #: What a dtype is called in safetensors.
 NAMES = {
@@ -43,15 +54,6 @@ NAMES = {
 _LENGTH_BYTES = 8
 #: Where the arrays begin: at a multiple of this, and those of the widest dtypes first, so that each is aligned.
 _ALIGNMENT = 64
-#: The longest text in JSON, in bytes, and how many lists and objects, and commas, it may have: a header, or a manifest.
-LONGEST_TEXT = 2**26
-_MOST_HOLDERS, _MOST_COMMAS = 2**21, 2**22
-#: About how many bytes an object, a list, and what stands between commas take once they are read; and how many a text
-#: may take: so many, and so many times its length.
-_OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES = 256, 88, 64
-_ROOM_BYTES, _ROOM_TIMES = 2**26, 8
-#: The largest array, in bytes, and the number of axes that NumPy's may have.
-MOST_BYTES, MOST_AXES = 2**46, 32 if np.__version__.startswith("1.") else 64
 _METADATA = "__metadata__"
 
 
@@ -138,69 +140,92 @@ def _stored(where: str, path: str, entry: Any, begin: int) -> Stored:
     return Stored(begin + start, begin + stop, name, tuple(shape))
 
 
-def loads(data: bytes, where: str) -> Any:
-    """Return parsed JSON; CheckpointDamagedError if it is invalid, too deep or too large, or if a key stands twice."""
-    trouble = _too_much(data)
-    if trouble:
-        raise _damaged(where, trouble)
-    try:
-        return json.loads(data.decode(errors="surrogatepass"), object_pairs_hook=_without_doubles)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(where, f"no JSON ({str(error)[:80]})") from error
-
-
-def check_can_be_read(text: bytes, where: str) -> None:
-    """Raise OptionError for a text in JSON that `loads` would refuse for its length."""
-    trouble = _too_much(text)
-    if trouble:
-        raise OptionError.at(
-            where, found=trouble, expected="what can be read again", fix="Keep long lists of numbers in arrays."
-        )
-
-
-def _too_much(text: bytes) -> str:
-    """Return what there is too much of in a text in JSON; "" when it may be read.
-
-    A list of nothing takes two bytes there, and thirty times as many in memory.
-    """
-    objects, lists, commas = text.count(b"{"), text.count(b"["), text.count(b",")
-    memory = objects * _OBJECT_BYTES + lists * _LIST_BYTES + commas * _VALUE_BYTES
-    for count, most, what in (
-        (len(text), LONGEST_TEXT, "bytes of names and plain values"),
-        (objects + lists, _MOST_HOLDERS, "lists and dicts"),
-        (commas, _MOST_COMMAS, "numbers and words"),
-        (memory, _ROOM_BYTES + _ROOM_TIMES * len(text), "bytes of memory for plain values"),
-    ):
-        if count > most:
-            return f"{count} {what} (at most {most})"
-    return ""
-
-
-def shown(value: Any) -> str:
-    """Return the beginning of what a value prints as."""
-    try:
-        return repr(value)[:80]
-    except (ValueError, RecursionError) as error:  # an int of too many digits, a nest that is too deep
-        return f"({error})"
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
-def byte_count(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Return how many bytes an array has."""
-    return math.prod(shape) * dtype.itemsize
-
-
-def is_possible(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
-    """Return whether NumPy can have such an array: even one of no elements must not have too many in one direction."""
-    elements = math.prod(max(count, 1) for count in shape)
-    return len(shape) <= MOST_AXES and elements * max(dtype.itemsize, 1) <= sys.maxsize
-
-
 def _damaged(where: str, found: str) -> CheckpointDamagedError:
     return CheckpointDamagedError.at("a checkpoint", found=f"{found} in {where!r}", expected="a file as it was written")
+
+
+# ------------------------------------------------------------------------------------------------ reading a checkpoint
+
+
+class OpenShard:
+    """A shard that is open, and has the arrays that the manifest speaks of; whether its bytes are right is not known.
+
+    Args:
+        file: the open file.
+        checksum: of all its bytes.
+        items: the arrays in it.
+
+    Attributes:
+        items: the same.
+        stored: where they lie in it.
+
+    Raises:
+        CheckpointDamagedError: unless it has them.
+    """
+
+    def __init__(self, file: OpenFile, checksum: str, items: Mapping[str, Item]) -> None:
+        self.file = file
+        self.stored = parsed(file.read, file.size, file.path)
+        self._checksum = checksum
+        self.items = items
+        for path, item in items.items():
+            nbytes = byte_count(item.shape, dtype_of(item.dtype))
+            if path not in self.stored or self.stored[path].nbytes != nbytes:
+                raise bad(file.path, f"no {nbytes} bytes for {path[:80]!r}")
+
+    def check(self) -> None:
+        """Raise CheckpointDamagedError unless all bytes are those that were written."""
+        self.read(())
+
+    def read(self, wanted: Iterable[str]) -> dict[str, Array]:
+        """Return arrays, in native byte order, once all bytes were found right; no memory is taken for others.
+
+        Raises:
+            CheckpointDamagedError: as `check`.
+            CheckpointReadError: where there is no memory for them.
+        """
+        places = sorted((self.stored[path].start, path) for path in wanted)
+        arrays = {path: self._room_for(path) for _, path in places}
+        buffers = [(start, arrays[path].reshape(-1).view(np.uint8)) for start, path in places if arrays[path].nbytes]
+        checksum, begin, place = checksum_of(), 0, 0
+        for piece in self.file.pieces(0, self.file.size):
+            checksum.update(piece)
+            end, data = begin + len(piece), np.frombuffer(piece, np.uint8)
+            while place < len(buffers) and buffers[place][0] < end:
+                start, buffer = buffers[place]
+                first, last = max(start, begin), min(start + buffer.size, end)
+                buffer[first - start : last - start] = data[first - begin : last - begin]
+                if start + buffer.size > end:
+                    break  # the rest is in the next piece
+                place += 1
+            begin = end
+        if checksum.hexdigest() != self._checksum:
+            raise bad(self.file.path, "a file with another checksum than it was written with")
+        return {path: array.astype(array.dtype.newbyteorder("="), copy=False) for path, array in arrays.items()}
+
+    def _room_for(self, path: str) -> Array:
+        item = self.items[path]
+        try:
+            return np.empty(item.shape, dtype_of(item.dtype))
+        except MemoryError as error:
+            raise CheckpointReadError.at(
+                "a checkpoint",
+                found=f"no memory for {path[:80]!r}, {item.dtype}{list(item.shape)}",
+                expected="room for what is restored",
+            ) from error
+
+
+@contextmanager
+def open_shard(folder: Folder, manifest: Manifest, rank: int) -> Iterator[OpenShard]:
+    """Open one shard.
+
+    Raises:
+        CheckpointDamagedError: unless the file has the size and the arrays that the manifest says.
+    """
+    name, shard = shard_name(rank), manifest.shards[rank]
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(folder.file(name, shard.nbytes, MOST_BYTES))
+        except FileNotFoundError as error:
+            raise bad(f"{folder.path}/{name}", "a missing file") from error
+        yield OpenShard(file, shard.checksum, manifest.arrays_in(rank))

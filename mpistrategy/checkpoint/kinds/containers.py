@@ -1,0 +1,186 @@
+"""Dicts, lists and tuples that hold other kinds, objects with `state_dict`, and objects with `variables`.
+
+A forged manifest may name far more elements than it has.  `_check_complete` therefore stops at the first one that is
+missing: the work is limited by the size of the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mpistrategy.checkpoint.kinds.base import UNDECIDED, Entries, Fitting, Kind, Restore, members_of
+from mpistrategy.checkpoint.storage.manifest import Item
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN, below, shown, to_json
+from mpistrategy.errors import OptionTypeError
+
+_KEYS = (str, int)
+
+
+class Container(Kind):
+    """A dict, list or tuple: what is plain all through is one plain value, else its elements are entered."""
+
+    is_exact = True
+    is_replaceable = True
+
+    def add(self, entries: Entries, path: str, value: Any) -> None:
+        plain = to_json(value)
+        if plain is not NOT_PLAIN:
+            entries.add_value(path, "plain", UNDECIDED, plain)
+            return
+        self._add_item(entries, path, value)
+        for key, child in self.children(value):
+            entries.add(below(path, key), child)
+
+    def children(self, value: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield the elements with their keys."""
+        yield from enumerate(value)
+
+    def _add_item(self, entries: Entries, path: str, value: Any) -> None:
+        entries.items[path] = Item(self.name, more=len(value))
+
+    def _expect(self, fit: Fitting, path: str, item: Item, value: Any) -> bool:
+        return fit.expect(value is ABSENT or self.owns(value), path, item, value)
+
+
+class Dict(Container):
+    """A dict; restored in place."""
+
+    name = "dict"
+    types = (dict,)
+
+    def children(self, value: Any) -> Iterator[tuple[Any, Any]]:
+        yield from value.items()
+
+    def _add_item(self, entries: Entries, path: str, value: Any) -> None:
+        keys = list(value)
+        if not all(type(key) in _KEYS for key in keys) or len(set(map(str, keys))) < len(keys):
+            raise OptionTypeError.at(
+                entries.where, found=f"the keys {keys!r:.80} of {path!r}", expected="strings or ints, all different"
+            )
+        entries.items[path] = Item(self.name, more=keys)
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        if not self._expect(fit, path, item, value):
+            return lambda: None
+        there = {} if value is ABSENT else value
+        if type(item.more) is not list or len({str(key) for key in item.more if type(key) in _KEYS}) != len(item.more):
+            raise ValueError(f"the keys {shown(item.more)}")
+        _check_complete(fit, path, item.more)
+        children = {key: fit.restore_of(below(path, key), there.get(key, ABSENT), fresh=fresh) for key in item.more}
+        for key in there:
+            if key not in children and fit.is_lasting(below(path, key)):
+                children[key] = fit.missing(below(path, key), there[key])
+
+        def restore() -> Any:
+            restored = {key: child() for key, child in children.items()}
+            there.clear()
+            there.update(restored)
+            return there
+
+        return restore
+
+
+class List(Container):
+    """A list; restored in place."""
+
+    name = "list"
+    types = (list,)
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        if not self._expect(fit, path, item, value):
+            return lambda: None
+        children = _elements(fit, path, item, value, fresh)
+
+        def restore() -> Any:
+            restored = [child() for child in children]
+            if value is ABSENT:
+                return restored
+            value[:] = restored
+            return value
+
+        return restore
+
+
+class Tuple(Container):
+    """A tuple; a new one is made."""
+
+    name = "tuple"
+    types = (tuple,)
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        if not self._expect(fit, path, item, value):
+            return lambda: None
+        children = _elements(fit, path, item, value, fresh)
+        return lambda: tuple(child() for child in children)
+
+
+class Stateful(Kind):
+    """An object with `state_dict()` and `load_state_dict(state)`: it loads its state itself, and may refuse."""
+
+    name = "object"
+
+    def owns(self, value: Any) -> bool:
+        return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def add(self, entries: Entries, path: str, value: Any) -> None:
+        entries.items[path] = Item(self.name)
+        entries.add(below(path, "state"), value.state_dict())
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        if not fit.expect(callable(getattr(value, "load_state_dict", None)), path, item, value):
+            return lambda: None
+        state = fit.restore_of(below(path, "state"), ABSENT, fresh=True)
+
+        def restore() -> Any:
+            value.load_state_dict(state())
+            return value
+
+        return restore
+
+    def identity(self, value: Any, number: str) -> str:
+        return super().identity(value, number) or f"a {type(value).__name__}"
+
+
+class WithVariables(Kind):
+    """An object with variables, such as a metric; its variables are restored in place."""
+
+    name = "variables"
+
+    def owns(self, value: Any) -> bool:
+        return members_of(value) is not None
+
+    def add(self, entries: Entries, path: str, value: Any) -> None:
+        members = members_of(value) or ()
+        entries.items[path] = Item(self.name, more=len(members))
+        for number, member in enumerate(members):
+            entries.add(below(path, number), member)
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        here = fit.here.items.get(path)
+        if not fit.expect(here is not None and here.kind == self.name, path, item, value):
+            return lambda: None
+        _elements(fit, path, item, value.variables, fresh)  # the arrays go into the variables
+        return lambda: value
+
+    def identity(self, value: Any, number: str) -> str:
+        return super().identity(value, number) or f"a {type(value).__name__}"
+
+
+def _elements(fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> list[Restore]:
+    """Return what restores each element."""
+    there = () if value is ABSENT else value
+    if type(item.more) is not int or item.more < 0:
+        raise ValueError(f"{shown(item.more)} elements")
+    _check_complete(fit, path, range(item.more))
+    one = [there[index] if index < len(there) else ABSENT for index in range(item.more)]
+    elements = [fit.restore_of(below(path, index), child, fresh=fresh) for index, child in enumerate(one)]
+    extra = [index for index in range(item.more, len(there)) if fit.is_lasting(below(path, index))]
+    return elements + [fit.missing(below(path, index), there[index]) for index in extra]
+
+
+def _check_complete(fit: Fitting, path: str, keys: Iterable[Any]) -> None:
+    """Raise ValueError unless the checkpoint has all elements that it names."""
+    for key in keys:
+        if below(path, key) not in fit.manifest.items:
+            raise ValueError(f"nothing in the checkpoint for {shown(key)}")
