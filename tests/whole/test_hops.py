@@ -18,6 +18,9 @@ CASES = (
     *("save", "restore"),
 )
 
+#: How many files a repeated call goes through at most.
+MOST_FILES = {"small array": 6, "large array": 6, "nest": 6, "assign_add": 16}
+
 
 def counts(*arguments: str) -> tuple[dict[str, tuple[int, int, int]], str]:
     """Run it on simulated replicas; return (files, calls, switches) by case and turn, and what it printed."""
@@ -36,6 +39,8 @@ def test_every_case_is_counted_and_one_can_be_listed() -> None:
     for files, calls, switches in found.values():
         assert 0 < files <= calls
         assert files - 1 <= switches < calls
+    for case, most in MOST_FILES.items():
+        assert found[f"{case} repeated"][0] <= most, case
     listed = re.findall(r"(?m)^    (\S+\.py) \S+$", printed)
     assert len(listed) == found["nest repeated"][1]
     assert len(set(listed)) == found["nest repeated"][0]
