@@ -28,7 +28,6 @@ from mpistrategy.reduction.layout.finish import WeightedMean
 from mpistrategy.reduction.plan import DenseReduction, dense_reduction
 from mpistrategy.reduction.plans import Plans, is_simple
 from mpistrategy.reduction.routes.gpu_batch import in_kind, write
-from mpistrategy.reduction.weights import weights_of_all
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16
@@ -171,13 +170,24 @@ class Reducer:
         mine = gpu_of(self.communicator.devices, self.communicator.rank)
         check_device([array for array in arrays if is_on_device(array)], mine, where)
         mean = WeightedMean(weight, op, where)
-        weights = weights_of_all(self.communicator, mean.weight, where)
+        weights = self._weights_of_all(call, mean.weight)
         call.wait_as(options.timeout_seconds)
         parts = mean.contributions(arrays, weights)
         means = mean.finish(
             self._algorithm.all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options), arrays
         )
         return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
+
+    def _weights_of_all(self, call: Call, weight: float) -> Array:
+        """Return each rank's weight, in rank order, as float64: the ranks learn them before they meet the values."""
+        weights = np.zeros(self.communicator.size)
+        weights[self.communicator.rank] = weight
+        reduction = dense_reduction(self.communicator, ((weights.dtype, weights.shape),), ReduceOp.SUM)
+        reduction.prepare([weights])
+        call.agree("exchange the weights of a mean", sparingly=True)
+        (everybodys,) = reduction.run([weights])
+        call.expect_more()  # the values come next
+        return everybodys
 
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
         """Return the reduction of one array on every rank; inside `call`, in any context."""
