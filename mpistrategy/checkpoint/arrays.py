@@ -1,7 +1,7 @@
-"""`Checkpoint.arrays`: the arrays in a checkpoint, or in a file of others, mapped into memory.
+"""`Checkpoint.arrays`: the arrays in a checkpoint, or in another file of arrays, mapped into memory.
 
-Nothing is read before somebody looks at it, but what its checksum needs: a file is no reason to take memory.  An array
-may be written to; the file stays as it is.
+The data are read for the checksum and then again when an array is used, so that a large file takes no memory.  Writing
+into an array does not change the file.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiS
 
 _WHERE = "Checkpoint.arrays"
 _DTYPES = {name: text for text, name in NAMES.items()}
-#: How many links may lead from one to the next: as many as Linux follows.
+#: The longest chain of symbolic links; Linux follows as many.
 _MOST_LINKS = 40
-#: How many elements of copies are combined at a time.
+#: So many elements are combined at a time.
 _PIECE_ELEMENTS = 2**20
-#: Where the arrays of NumPy's files begin at the latest: NumPy reads no longer headers, either.
+#: The longest header of a NumPy file that NumPy reads.
 _LONGEST_HEADER = 2**16
-#: The table of contents of a .npz file.
+#: The largest table of contents of a .npz file.
 _MOST_CONTENTS_BYTES = 2**23
-#: What is compressed may become so many bytes, and so many times the size of the file more; zeros become 1,030 times.
+#: Compressed data may become so many bytes plus so many times the size of the file; zeros would become 1,030 times.
 _SMALL_BYTES, _MOST_TIMES = 2**26, 100
 _LOCAL_HEADER_BYTES, _ENCRYPTED = 30, 1
-#: Memory that is asked for when it is written to, and not before: Linux's number, where Python has no word for it.
+#: Memory is reserved only when it is written to.  Linux's number, if Python does not have it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FLAGS, _PROTECTION = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-#: So much of a file is copied, so that arrays are aligned which are not in the file (those of .npz files, often).
+#: So many bytes of a file are copied, to align arrays that are not aligned in it (often in .npz files).
 _MOST_COPIED_BYTES = 2**28
 
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
@@ -55,7 +55,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def arrays_of(path: str) -> dict[str, Array]:
-    """Return the arrays of a checkpoint by path, those that were combined as one, each rank's own as ``path@rank``."""
+    """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
     name = os.path.basename(path)
     with (
         reading(_WHERE, path),
@@ -91,7 +91,7 @@ def _arrays_in(manifest: Manifest, shards: dict[int, tuple[Map, dict[str, Stored
 
 
 def _combined(copies: list[Array], how: str) -> Array:
-    """Return what copies come to.  A piece at a time: a MEAN of small integers takes twelve times their memory."""
+    """Return the combined copies.  A piece at a time: a MEAN of small integers takes twelve times their memory."""
     found = np.empty(copies[0].shape, copies[0].dtype)
     flat, parts = found.reshape(-1), [array.reshape(-1) for array in copies]
     for start in range(0, flat.size, _PIECE_ELEMENTS):
@@ -101,12 +101,12 @@ def _combined(copies: list[Array], how: str) -> Array:
 
 
 def arrays_of_file(path: str) -> dict[str, Array]:
-    """Return the arrays in a ``.safetensors``, ``.npz`` or ``.npy`` file by name; that of a ``.npy`` has none, "".
+    """Return the arrays in a ``.safetensors``, ``.npz`` or ``.npy`` file by name; "" is the name in a ``.npy`` file.
 
     Raises:
-        CheckpointMissingError, CheckpointReadError: when it cannot be read.
-        CheckpointDamagedError: when it is something else inside; objects (pickles) are never loaded.
-        OptionError: for another ending.
+        CheckpointMissingError, CheckpointReadError: if it cannot be read.
+        CheckpointDamagedError: for other contents; objects (pickles) are never loaded.
+        OptionError: for another suffix.
     """
     read = _READERS.get(os.path.splitext(path)[1])
     if read is None:
@@ -125,7 +125,7 @@ def arrays_of_file(path: str) -> dict[str, Array]:
 
 
 def _followed(path: str) -> str:
-    """Return where the links lead to that a file's name is; CheckpointReadError as `check_is_trusted`, for each."""
+    """Follow the symbolic links that a file's name is; CheckpointReadError as `check_is_trusted`, for each link."""
     for _ in range(_MOST_LINKS):
         if not os.path.islink(path):
             break
@@ -137,14 +137,14 @@ def _followed(path: str) -> str:
 
 @contextmanager
 def _sound(path: str) -> Iterator[None]:
-    """Turn what NumPy and zipfile raise over a file into ours: it may be anything."""
+    """Turn errors of NumPy and zipfile into ours: the file may contain anything."""
     try:
         yield
     except MpiStrategyError:
         raise
     except MemoryError as error:
         raise CheckpointReadError.at(
-            _WHERE, found=f"no memory for the arrays in {path!r}", expected="room for them"
+            _WHERE, found=f"no memory for the arrays in {path!r}", expected="enough memory"
         ) from error
     except OSError:
         raise
@@ -190,7 +190,7 @@ def _numpys_header(head: bytes, path: str) -> tuple[np.dtype[Any], tuple[int, ..
 
 
 class _Limited(io.BufferedReader):
-    """A file of which no more is read at once than a table of contents may have."""
+    """A file that refuses to read more at once than the largest table of contents."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         most = _MOST_CONTENTS_BYTES + 1
@@ -219,11 +219,13 @@ def _npz(file: OpenFile, path: str) -> dict[str, Array]:
 
 
 def _stored(file: OpenFile, memory: Map, member: zipfile.ZipInfo, path: str) -> Array:
-    """Return an array that lies in an archive as it is, after a look at its checksum."""
+    """Return an uncompressed array of an archive, once its checksum was compared."""
     head = file.read(member.header_offset, _LOCAL_HEADER_BYTES)
-    begin = member.header_offset + len(head) + sum(struct.unpack_from("<HH", head, 26))  # its name, and more
+    begin = (
+        member.header_offset + len(head) + sum(struct.unpack_from("<HH", head, 26))
+    )  # the lengths of its name and of extra fields
     if not head.startswith(b"PK\3\4") or begin + member.file_size > file.size:
-        raise _damaged(path, f"{member.filename[:80]!r}, which is not where it should be,")
+        raise _damaged(path, f"{member.filename[:80]!r}, which is not at its offset,")
     dtype, shape, order, start = _numpys_header(file.read(begin, min(member.file_size, _LONGEST_HEADER)), path)
     if start + byte_count(shape, dtype) != member.file_size:
         raise _of_wrong_size(path, member, dtype, shape)
@@ -231,7 +233,7 @@ def _stored(file: OpenFile, memory: Map, member: zipfile.ZipInfo, path: str) -> 
     for piece in file.pieces(begin, begin + member.file_size):
         checksum = zlib.crc32(piece, checksum)
     if checksum != member.CRC:
-        raise _damaged(path, f"another checksum of {member.filename[:80]!r} than it was written with")
+        raise _damaged(path, f"another checksum of {member.filename[:80]!r} than its header has,")
     return memory.array(dtype, shape, begin + start, order)
 
 
@@ -245,7 +247,7 @@ def _compressed(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) ->
         flat = np.empty(nbytes, np.uint8)
         done = min(nbytes, len(head) - start)
         flat[:done] = np.frombuffer(head, np.uint8, done, start)
-        while piece := inside.read(_LONGEST_HEADER):  # the last one compares the checksum
+        while piece := inside.read(_LONGEST_HEADER):  # the last read compares the checksum
             flat[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
             done += len(piece)
     if done != nbytes:
@@ -268,10 +270,13 @@ def _damaged(path: str, found: str, fix: str = "") -> CheckpointDamagedError:
 
 
 class _Mapping:
-    """The bytes of a file as memory, which NumPy knows how to look at, for as long as this object lives.
+    """A mapped file, as an array of bytes for NumPy; unmapped when this object ends.
+
+    Python's mmap keeps a descriptor of each file (before 3.13), a process may have few, and a checkpoint has a file for
+    each rank.  So mmap(2) is called directly.
 
     Raises:
-        OSError: when the system refuses.
+        OSError: if mmap(2) fails.
     """
 
     def __init__(self, file: OpenFile) -> None:
@@ -289,10 +294,10 @@ class _Mapping:
 
 
 class Map:
-    """A file in memory, for as long as an array lives that lies in it; writing into arrays does not change it.
+    """A mapped file; stays mapped as long as an array in it exists.  Writing into arrays does not change the file.
 
     Args:
-        file: open; may be closed afterwards.
+        file: the open file; may be closed afterwards.
     """
 
     def __init__(self, file: OpenFile) -> None:
@@ -300,7 +305,7 @@ class Map:
         self._memory: Any = np.asarray(_Mapping(file)) if file.size else b""
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...], start: int, order: Any = "C") -> Array:
-        """Return the array that begins at a byte of the file: there, or a copy where that is no place for its dtype."""
+        """Return the array that begins at a byte of the file; a copy, if it is not aligned there."""
         if not byte_count(shape, dtype):
             return np.empty(shape, dtype)
         found: Array = np.ndarray(shape, dtype, self._memory, start, order=order)

@@ -1,4 +1,4 @@
-"""Checkpoint: saves the state of a program's objects, and restores it on any number of ranks."""
+"""Checkpoint: saves the state of a program's objects and restores it on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ __all__ = ["Checkpoint", "Restored", "Saving"]
 class Checkpoint:
     """The state of some objects: saved whole or not at all, restored on any number of ranks.
 
-    Make it with the same names for the same objects on all ranks; in `strategy.scope()`, unless variables among the
-    objects belong to the strategy already.  A checkpoint is a folder of plain files: nothing in them is ever executed.
-    Only the user can read it; in a folder that is setgid, the group can, too.
+    Make it on all ranks with the same names for the same objects.  Make it in `strategy.scope()`, unless variables
+    among the objects belong to the strategy.  A checkpoint is a folder of plain files; nothing in them is executed.
+    Only the user can read it; in a setgid folder, the group can, too.
 
-    Kept are:
+    It saves:
 
-    * Variables: mirrored ones once; of ON_READ ones every replica's copy.  As many ranks as there were get their own
-      back; on another number the total of a SUM is kept (integers exactly), and a MEAN's mean.
+    * Variables: a mirrored variable once; an ON_READ variable once for each replica.  On the same number of ranks each
+      gets its own copy back; on another number the total of a SUM is kept (integers exactly), and a MEAN's mean.
     * Optimizers: steps, slots, learning rate and skipped steps.  They need not be built to be restored.
-    * Gradient accumulators, in the middle of a group of steps: sums; their total, on another number of ranks.
-    * Metrics, and other objects that have variables as their `variables`.
+    * Gradient accumulators, also in the middle of a group of steps: on another number of ranks, the total is kept.
+    * Metrics, and other objects with variables in an attribute `variables`.
     * NumPy's random generators, and `strategy.rng(seed)`.
-    * Iterators of distributed datasets: they go on with the next batch.
-    * Arrays, numbers, strings, None; dicts, lists and tuples of everything.  What is equal on all ranks is kept once;
-      what is not comes back on as many ranks as there were.
-    * Objects with `state_dict()` and `load_state_dict(state)`, where the state consists of the above.
+    * Iterators of distributed datasets: they continue with the next batch.
+    * Arrays, numbers, strings, None; dicts, lists and tuples of all of these.  Data that are equal on all ranks are
+      saved once; per-rank data restore only on the same number of ranks.
+    * Objects with `state_dict()` and `load_state_dict(state)`, if the state consists of the above.
 
     Args:
-        objects: by name.  Arrays, dicts and lists are restored in place; a number is not: read it from `objects`.
+        objects: by name.  Arrays, dicts and lists are restored in place; read a restored number from `objects`.
 
     Attributes:
-        objects: the objects by name; may be changed, on all ranks alike.
+        objects: the objects by name; may be changed, in the same way on all ranks.
 
     Raises:
-        OptionError: for a name that begins with ``_``, and one with ``/`` in it.
+        OptionError: for a name that begins with ``_`` or contains ``/``.
 
     >>> import os, tempfile, mpistrategy as ms
     >>> with ms.OneDeviceStrategy("CPU:0").scope():
@@ -74,31 +74,32 @@ class Checkpoint:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy whose ranks save together: that of the objects' variables, or in whose scope this was made."""
+        """The strategy whose ranks save together: the one in whose scope this was made, else that of the variables."""
         return strategy_of(self.objects, self._made_in)
 
     def save(self, directory: str | os.PathLike[str], *, wait: bool = True, overwrite: bool = False) -> Saving:
-        """Write a checkpoint: the folder `directory`, which appears when it is whole.  Collective.
+        """Write a checkpoint: the folder `directory`, which appears when it is complete.  Collective.
 
         Args:
-            directory: what the folder is to be called, equal on all ranks, and on a file system that they share.
-            wait: False takes copies, and lets the program go on while a thread writes; the checkpoint is there after
-                `wait()` of what is returned, or after the next save or restore of this Checkpoint.
-            overwrite: replace a checkpoint that is there.  Without, that is an error.
+            directory: the folder, equal on all ranks, on a file system that they share.
+            wait: False copies the state and returns while a thread writes.  The checkpoint is there after `wait()` of
+                the returned Saving, or after the next save or restore of this Checkpoint.
+            overwrite: replace an existing checkpoint; without it, that is an error.
 
         Returns:
             The `Saving`.
 
         Raises:
-            CheckpointWriteError: on every rank, for a full disk, a missing permission and the like on any of them;
-                nothing half-made is left, and what was there still is.
-            CheckpointExistsError: on every rank, when there is something under the name.
-            OptionTypeError, AggregationError, DTypeError: on every rank, for objects without a state.
-            OptionError: on every rank, for more names and plain values than are read again: 64 MiB of text, 2**21 lists
-                and dicts (floats count as such), 2**22 numbers and words, 64 MiB of memory plus 8 times the text.
+            CheckpointWriteError: on every rank, if any rank cannot write (a full disk, a missing permission); no
+                partial checkpoint is left, and an older one is still there.
+            CheckpointExistsError: on every rank, if the name is taken.
+            OptionTypeError, AggregationError, DTypeError: on every rank, for objects that cannot be saved.
+            OptionError: on every rank, for more names and plain values than `restore` accepts: 64 MiB of text, 2**21
+                lists and dicts (each float counts as one), 2**22 numbers and words, and 64 MiB of memory plus 8 times
+                the text.
             ContextError: in a step function.
-            CollectiveMismatchError: on every rank, when directories differ, names, or what the names stand for; the
-                text says what stands for it on each rank.
+            CollectiveMismatchError: on every rank, if the ranks differ in the directory, the names, or the objects
+                under a name; the text shows the difference.
         """
         return self.save_after(lambda: None, directory, wait=wait, overwrite=overwrite)
 
@@ -111,11 +112,11 @@ class Checkpoint:
         wait: bool = True,
         overwrite: bool = False,
     ) -> Saving:
-        """Do `save`; rank 0 calls `prepare` once all ranks have agreed, before anything is written."""
+        """Do `save`; rank 0 calls `prepare` after all ranks have agreed and before anything is written."""
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.save")
         communicator = strategy.extended.communicator
-        # Cleaning up comes after the guard's call: then no rank writes any more.
+        # Clean up after leaving the call: then no rank writes any more.
         with contextlib.ExitStack() as cleaning, communicator.guard.call("Checkpoint.save") as call:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
@@ -135,25 +136,24 @@ class Checkpoint:
 
     @collective("restore")
     def restore(self, directory: str | os.PathLike[str], *, partial: bool = False) -> Restored:
-        """Give the objects the state that a checkpoint holds.  Collective; on any number of ranks.
+        """Restore the objects from a checkpoint.  Collective; on any number of ranks.
 
-        Everything is read and compared before the first object changes.  Objects that load their own state are asked
-        last.
+        Everything is read and compared before the first object changes.  `load_state_dict` is called last.
 
         Args:
-            directory: what `save` was given.
-            partial: restore the names that stand on both sides, and leave the others.
+            directory: the folder that `save` wrote.
+            partial: restore the names that are on both sides, and leave the others.
 
         Returns:
-            What it was: a `Restored`.
+            What was restored: a `Restored`.
 
         Raises:
-            CheckpointMissingError: on every rank, when there is none.
-            CheckpointDamagedError: on every rank, for a file that is not as it was written, another format, symbolic
-                links; the text names it.
-            CheckpointMismatchError: on every rank, with a list, when the objects have other names, dtypes or shapes.
-            CheckpointReadError: on every rank, when files cannot be read; and for another user's, where everybody can
-                write.
+            CheckpointMissingError: on every rank, if there is no checkpoint.
+            CheckpointDamagedError: on every rank, for a changed file, another format, or a symbolic link; the text
+                names the file.
+            CheckpointMismatchError: on every rank, with a list, if the objects have other names, dtypes or shapes.
+            CheckpointReadError: on every rank, if files cannot be read, or belong to another user in a folder that
+                everybody can write to.
             ContextError: in a step function.
             CollectiveMismatchError: on every rank, as `save`.
         """
@@ -171,14 +171,14 @@ class Checkpoint:
             return restore(self.objects, state, strategy, path, bool(partial), call)
 
     def wait(self) -> None:
-        """Wait for a save that was told not to.  Collective; nothing to do when there is none."""
+        """Finish a save with ``wait=False``, if there is one.  Collective."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if not pending.has_failed:
                 pending.wait()
 
     def _commit_pending(self, call: Call, cleaning: contextlib.ExitStack) -> None:
-        """Make the checkpoint that is under way valid, before the next one."""
+        """Finish the previous save before the next one."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_committed and not pending.has_failed:
             cleaning.enter_context(pending.cleaned_up())
@@ -186,13 +186,14 @@ class Checkpoint:
 
     @staticmethod
     def arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
-        """Return the arrays in a checkpoint by name, or in a ``.safetensors``, ``.npz`` or ``.npy`` file of others.
+        """Return the arrays in a checkpoint, or in a ``.safetensors``, ``.npz`` or ``.npy`` file, by name.
 
-        Of this rank alone: nothing is sent.  Copies that were to be combined are; a rank's own stand as ``name@rank``.
-        The file is mapped into memory, and read as you look at the arrays: copy them before it is overwritten in place
-        or, on a network's file system, removed.  Writing into them does not change it.  Compressed arrays of a ``.npz``
-        file are read into memory: at most 64 MiB plus 100 times the file's size, since a small file can be made to take
-        any amount; `numpy.load` reads what has more (mostly zeros).  A file may be named by a symbolic link.
+        Rank-local.  Copies with an aggregation are combined; per-rank arrays are named ``name@rank``.
+
+        The file is mapped into memory and read when the arrays are: copy them before the file is overwritten in place
+        or, on a network file system, removed.  Writing into an array does not change the file.  Compressed arrays of a
+        ``.npz`` file are read into memory: at most 64 MiB plus 100 times the size of the file, since a small forged
+        file could take any amount; use `numpy.load` for larger ones.  `path` may be a symbolic link to a file.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.
@@ -205,10 +206,10 @@ class Checkpoint:
 
 
 def checked_path(directory: Any, where: str) -> str:
-    """Return an absolute path that names something.
+    """Return an absolute path.
 
     Raises:
-        OptionTypeError, OptionError: for what is none.
+        OptionTypeError, OptionError: for anything else than the path of a folder or file.
     """
     try:
         text = os.fspath(directory)

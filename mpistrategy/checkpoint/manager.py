@@ -1,4 +1,4 @@
-"""CheckpointManager: a folder of checkpoints, one for each step that was saved; the newest that is whole counts."""
+"""CheckpointManager: a folder with one checkpoint for each saved step; the newest complete one is restored."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _LOCK = ".lock"
 
 
 class CheckpointManager:
-    """Saves checkpoints of one Checkpoint in a folder, keeps the last ones, and restores the newest that is whole.
+    """Saves checkpoints of one Checkpoint in a folder, keeps the last ones, and restores the newest complete one.
 
     Args:
-        checkpoint: what is saved.
-        directory: the folder; made when the first checkpoint is saved.  One job at a time may save into it: its lock,
-            ``.lock``, is a file that nobody but its user can open.
+        checkpoint: the Checkpoint.
+        directory: the folder; made by the first save.  One job at a time may save into it, and locks its file
+            ``.lock``, which only its user can open.
         keep: how many checkpoints to keep; None keeps all.
 
     Attributes:
-        skipped: of the latest `restore`: the checkpoints that were passed over, and why.
-        restored: of the latest `restore`: what it was, or None.
+        skipped: the checkpoints that the last `restore` skipped, and why.
+        restored: what the last `restore` restored, or None.
         latest: the step that was saved or restored last, or None.
 
     Raises:
-        OptionTypeError, OptionError: for what is no Checkpoint, no path, and a `keep` below 1.
+        OptionTypeError, OptionError: for another object than a Checkpoint, an invalid path, and `keep` below 1.
 
     >>> import os, tempfile, mpistrategy as ms
     >>> with ms.OneDeviceStrategy("CPU:0").scope():
@@ -80,7 +80,7 @@ class CheckpointManager:
         return os.path.join(self.directory, f"step-{_checked(step):012}")
 
     def steps(self) -> list[int]:
-        """Return the steps that have checkpoints here, in order; of this rank alone, and without reading them."""
+        """Return the steps with checkpoints in the folder, in order.  Rank-local; the checkpoints are not read."""
         with reading("CheckpointManager.steps", self.directory):
             try:
                 with Folder.at(self.directory) as folder:
@@ -89,17 +89,17 @@ class CheckpointManager:
                 return []
 
     def save(self, step: int, *, wait: bool = True) -> Saving:
-        """Save the checkpoint of a step, then remove those that are too many.  Collective.
+        """Save the checkpoint of a step, then remove the oldest beyond `keep`.  Collective.
 
         Args:
-            step: an int from 0 on, of which there is none here yet, or one that `restore` found damaged; the greatest
-                counts as the newest.
+            step: an int from 0 on without a checkpoint, or with one that `restore` found damaged.  The greatest step is
+                the newest.
             wait: as for `Checkpoint.save`.
 
         Raises:
-            CheckpointExistsError: on every rank, when there is one of this step, another job saves here, or the lock is
-                another user's.
-            Exception: all that `Checkpoint.save` raises, on every rank.
+            CheckpointExistsError: on every rank, if the step has a checkpoint, another job saves here, or another user
+                owns the lock.
+            Exception: what `Checkpoint.save` raises, on every rank.
         """
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.save")
@@ -121,17 +121,17 @@ class CheckpointManager:
         return saving
 
     def restore(self, *, partial: bool = False) -> int | None:
-        """Restore the newest checkpoint that is whole; return its step, or None when there is none.  Collective.
+        """Restore the newest complete checkpoint; return its step, or None if there is none.  Collective.
 
-        Those that are damaged, unreadable or unfinished are passed over: see `skipped`; and so are other users', where
-        everybody can write to the folder.  One that is whole but does not fit is not.
+        Damaged, unreadable and incomplete checkpoints are skipped (see `skipped`), and those of other users if
+        everybody can write to the folder.  A complete checkpoint that does not fit the objects raises.
 
         Args:
             partial: as for `Checkpoint.restore`.
 
         Raises:
             CheckpointMismatchError, ContextError: on every rank.
-            CheckpointReadError: on every rank, for a folder of another user's in one that everybody can write to.
+            CheckpointReadError: on every rank, if the folder is another user's in one that everybody can write to.
         """
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.restore")
@@ -156,12 +156,12 @@ class CheckpointManager:
         return None
 
     def wait(self) -> None:
-        """Wait for a save that was told not to, and remove those that are too many.  Collective."""
+        """Finish a save with ``wait=False``, and remove the oldest checkpoints beyond `keep`.  Collective."""
         self.checkpoint.wait()
         self._remove_old()
 
     def close(self) -> None:
-        """Wait for a save that was told not to, and let others save here.  Collective."""
+        """Do `wait`, and let other jobs save here.  Collective."""
         self.wait()
         self._release()
 
@@ -171,13 +171,13 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an exception the peers may never come to a collective close.
+        # After an exception the other ranks may never make a collective close.
         if error is None:
             self.close()
         self._release()
 
     def _there(self) -> str:
-        """Return the steps here, and what else there is that looks like a checkpoint and is none."""
+        """Return the steps in the folder, and the names that only look like checkpoints, as JSON."""
         skipped = []
         with reading("CheckpointManager.restore", self.directory):
             try:
@@ -188,13 +188,13 @@ class CheckpointManager:
                 check_is_trusted(folder.state, os.stat(os.path.dirname(self.directory)), self.directory)
                 for name in folder.names():
                     if name.startswith((SAVING.format("step-")[:-8], REPLACED.format("step-")[:-10])):
-                        skipped.append((name, "not finished: the job ended while it was written"))
+                        skipped.append((name, "incomplete: the job ended while it was written"))
                     elif name.startswith("step-") and not _STEP.fullmatch(name):
-                        skipped.append((name, "no name of a checkpoint"))
+                        skipped.append((name, "not the name of a checkpoint"))
                 return json.dumps([_steps_in(folder), skipped])
 
     def _make_ready(self) -> None:
-        """Lock the folder, once, and sweep what jobs that have ended left unfinished."""
+        """Lock the folder, once, and remove what ended jobs left incomplete."""
         if self._is_ready and (self._lock is None or self._lock.descriptor >= 0):  # a forked child has no lock
             return
         make_folders(self.directory)
@@ -211,14 +211,14 @@ class CheckpointManager:
         self._lock, self._unlock, self._is_ready = None, None, False
 
     def _remove_damaged(self, step: int) -> None:
-        """Make room for a step whose checkpoint `restore` found damaged."""
+        """Remove the checkpoint of a step that `restore` found damaged."""
         if step in self._damaged:
             with Folder.at(self.directory) as folder:
                 folder.remove(os.path.basename(self.path_of(step)), first=NAME)
             self._damaged.remove(step)
 
     def _remove_old(self) -> None:
-        """Remove the checkpoints that are too many; what cannot be removed stays, since the new one is safe."""
+        """Remove the oldest checkpoints beyond `keep`; one that cannot be removed stays: the new one is safe."""
         if self.keep is None or not self._is_ready:  # another rank than 0, or nothing has been saved
             return
         with contextlib.suppress(OSError), Folder.at(self.directory) as folder:

@@ -1,8 +1,8 @@
 """Reading a checkpoint: everything is read and checked on all ranks before the first object changes.
 
-Each rank reads some of the shards, whoever wrote them, and compares their checksums.  Then arrays that are there once
-are sent by the rank that has read them; of an ON_READ variable each rank gets its own copy back when there are as many
-ranks as there were, and else its part of what all copies come to.
+Each rank reads some of the shards and compares their checksums.  Then each array that was saved once is sent by the
+rank that has read it.  Of an ON_READ variable each rank gets its own copy back on the same number of ranks, else its
+part of the combined copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
-#: Characters of what has changed since a checkpoint was saved; buckets of gradients are long lists.
+#: The longest text of a value in a note; buckets of gradients are long lists.
 _LONGEST_NOTE = 500
 
 
@@ -42,12 +42,12 @@ class Restored:
     """What `Checkpoint.restore` did.
 
     Attributes:
-        path: where the checkpoint is.
-        ranks: how many ranks had saved it.
-        written_by: the version of mpistrategy that did.
+        path: the checkpoint.
+        ranks: how many ranks saved it.
+        written_by: the version of mpistrategy that saved it.
         layout: `Strategy.layout()` of that job.
-        notes: what is different now, in words; it changes last bits of sums, not what was restored.
-        left_out: with partial=True, the paths of what stands on one side only.
+        notes: differences between that layout and the present one; they may change the last bits of later sums.
+        left_out: with partial=True, the paths that are on one side only.
     """
 
     path: str
@@ -67,7 +67,7 @@ def restore(
     told = ""
     if communicator.rank == 0:
         with reading(call.where, path):
-            told = _told(path)
+            told = _manifest_at(path)
     call.agree("read a manifest")
     name, text = json.loads(communicator.allgather_text(told)[0])
     call.expect_more()
@@ -105,7 +105,7 @@ def restore(
 
 @contextlib.contextmanager
 def _sound(where: str, path: str) -> Iterator[None]:
-    """Turn what Python raises over a manifest that was made up into ours; nothing has changed yet."""
+    """Turn Python's errors about a forged manifest into ours; nothing has changed yet."""
     try:
         yield
     except MpiStrategyError:
@@ -119,13 +119,13 @@ def _sound(where: str, path: str) -> Iterator[None]:
 
 
 def _read(folder: Folder, manifest: Manifest, number: int, fit: Fit) -> dict[str, Array]:
-    """Return the arrays of a shard that are needed, once it was found right."""
+    """Return the needed arrays of a shard; CheckpointDamagedError if its checksum is wrong."""
     with open_shard(folder, manifest, number) as shard:
         return shard.read([path for path in fit.fetched if path in shard.stored])
 
 
-def _told(path: str) -> str:
-    """Return the name of the folder and what its manifest says."""
+def _manifest_at(path: str) -> str:
+    """Return the name of the folder and the text of its manifest, as JSON."""
     with Folder.parent_of(path) as parent:
         name = _name_of(parent, os.path.basename(path))
         with parent.trusted_folder(name) as folder:
@@ -133,7 +133,7 @@ def _told(path: str) -> str:
 
 
 def _name_of(parent: Folder, name: str) -> str:
-    """Return the folder in which the checkpoint is: another one when a job ended while it was replacing it."""
+    """Return the name of the checkpoint's folder: a replaced one if a job ended between the two renames."""
     if parent.kind_of(name):
         return name
     for other in parent.names():
@@ -159,7 +159,7 @@ def _mismatch(where: str, path: str, fit: Fit) -> CheckpointMismatchError:
 def _notes(manifest: Manifest, strategy: Strategy) -> list[str]:
     now, notes = strategy.layout(), []
     for key, then in manifest.layout.items():
-        # Buckets are often cut only after a checkpoint was restored.
+        # Gradient buckets are often made after a checkpoint was restored.
         if key == "source" or now.get(key) == then or (key == "gradient_buckets" and not now[key]):
             continue
         notes.append(printable(f"{key}: {_shown(then)} when it was saved, {_shown(now.get(key))} now", ""))
@@ -167,7 +167,7 @@ def _notes(manifest: Manifest, strategy: Strategy) -> list[str]:
 
 
 def _printable(value: Any) -> Any:
-    """Return a nest from JSON in which no text steers a terminal."""
+    """Return a nest from JSON without control characters."""
     if isinstance(value, dict):
         return {printable(key, ""): _printable(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -181,7 +181,7 @@ def _shown(value: Any) -> str:
 
 
 class _Copies:
-    """The copies in the shards that the ranks have read, and what each rank gets of them.  All collective."""
+    """The copies in the shards that the ranks have read, and what each rank gets.  All methods are collective."""
 
     def __init__(self, manifest: Manifest, shards: dict[int, dict[str, Array]], strategy: Strategy) -> None:
         self._manifest = manifest
@@ -189,7 +189,7 @@ class _Copies:
         self._communicator = strategy.extended.communicator
 
     def of_array(self, path: str) -> Array:
-        """Return this rank's array: the one that there is, or its own."""
+        """Return this rank's array: the only one, its own, or the combined copies."""
         item = self._manifest.items[path]
         if item.copies == ONE:
             return self._sent(path, item, item.shard)
@@ -198,10 +198,10 @@ class _Copies:
         return self._together(path, item)
 
     def into(self, path: str, var: Variable) -> None:
-        """Give a variable its value, or this rank's part of it."""
+        """Write into a variable its value, or this rank's part of it."""
         item = self._manifest.items[path]
         by_replica = var.synchronization is VariableSynchronization.ON_READ and not var.strategy.extended.is_local
-        if by_replica and item.copies == var.aggregation.name and self._is_from_as_many:
+        if by_replica and item.copies == var.aggregation.name and self._same_ranks:
             array = self._own(path)
         elif by_replica and var.aggregation is VariableAggregation.SUM:
             array = self._share(path)
@@ -210,12 +210,12 @@ class _Copies:
         store(var, array)
 
     def part_of(self, path: str) -> Array:
-        """Return this rank's array, or its part of the sum when there were more ranks or fewer."""
+        """Return this rank's array; on another number of ranks, its part of the sum."""
         item = self._manifest.items[path]
-        return self._own(path) if item.copies != ONE and self._is_from_as_many else self._share(path)
+        return self._own(path) if item.copies != ONE and self._same_ranks else self._share(path)
 
     @property
-    def _is_from_as_many(self) -> bool:
+    def _same_ranks(self) -> bool:
         return self._manifest.ranks == self._communicator.size
 
     def _own(self, path: str) -> Array:
@@ -225,7 +225,7 @@ class _Copies:
         return share_of(self.of_array(path), self._communicator.rank, self._communicator.size)
 
     def _sent(self, path: str, item: Item, shard: int) -> Array:
-        """Return the copy in a shard, from the rank that has read it."""
+        """Return the copy in a shard, sent by the rank that has read it."""
         root = shard % self._communicator.size
         if root == self._communicator.rank:
             array = self._shards[shard][path]
@@ -241,7 +241,7 @@ class _Copies:
 
 
 def combined(copies: Any, how: str, count: int) -> Array:
-    """Return what copies of a variable come to, added in rank order; integers wrap around as they do everywhere."""
+    """Return the combined copies of a variable, added in rank order; integers wrap around, as everywhere."""
     total, dtype = None, np.dtype(bool)
     for copy in copies:
         if total is None:

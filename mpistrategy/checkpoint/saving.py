@@ -1,11 +1,11 @@
-"""Writing a checkpoint: whole or absent, whatever ends the job and whoever fails.
+"""Writing a checkpoint: it is complete or absent, whatever ends the job and whichever rank fails.
 
-1. Rank 0 makes a folder beside the place where the checkpoint is to be, with a name of its own.
-2. Every rank writes its shard there, and sees it on the disk.  This may go on in a thread, from copies.
-3. All tell whether they have, and the checksums.  Rank 0 writes the manifest, last, sees it on the disk, and renames
-   the folder.  Before the rename there is no new checkpoint, after it there is a whole one.
+1. Rank 0 makes a folder with a unique name beside the final one.
+2. Every rank writes its shard there and syncs it to the disk.  This may run in a thread, from copies.
+3. The ranks exchange results and checksums.  Rank 0 writes the manifest, last, syncs it, and renames the folder.
+   Before the rename there is no new checkpoint, after it there is a complete one.
 
-What fails on one rank raises on all, and the folder is removed; what was there before is not touched until step 3.
+An error on one rank raises on all, and the folder is removed; an older checkpoint is not touched before step 3.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from mpistrategy.mpi.job.launcher import version
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.telemetry.spans import span
 
-#: What a folder is called beside the checkpoint NAME: while it is written, and while it is replaced.
+#: Names of the folder of checkpoint {}, while it is written and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
 
 
 class Saving:
-    """A checkpoint on its way to the disk; what `Checkpoint.save` returns.
+    """A checkpoint that is being written; what `Checkpoint.save` returns.
 
     Args:
         strategy: the ranks.
-        path: where it is to be.
-        overwrite: whether a checkpoint that is there is replaced.
+        path: the folder.
+        overwrite: whether to replace an existing checkpoint.
 
     Attributes:
-        path: where it is, or will be.
-        is_committed: whether it is there, whole, as far as this rank knows.
-        has_failed: whether it never will be.
+        path: the folder.
+        is_committed: whether the checkpoint is complete, as far as this rank knows.
+        has_failed: whether it has failed.
     """
 
     def __init__(self, strategy: Strategy, path: str, overwrite: bool) -> None:
@@ -75,7 +75,7 @@ class Saving:
     # ------------------------------------------------------------------------------------------- the steps
 
     def begin(self, state: State, call: Call, prepare: Callable[[], object], *, wait: bool) -> None:
-        """Do steps 1 and 2, or only begin with step 2 in a thread.  Collective; the caller cleans up what fails.
+        """Do steps 1 and 2; without `wait`, start step 2 in a thread.  Collective; the caller cleans up after errors.
 
         Rank 0 calls `prepare` first.
         """
@@ -98,7 +98,7 @@ class Saving:
             self._write()
             return
         self._arrays = {path: np.array(array, copy=True) for path, array in self._arrays.items()}
-        call.agree("begin to write")  # nobody writes where somebody cannot
+        call.agree("begin to write")  # no rank starts to write if another cannot
         self._thread = threading.Thread(target=self._write, name=f"checkpoint {self.path}")
         self._thread.start()
         if self._communicator.rank == 0:
@@ -122,7 +122,7 @@ class Saving:
         make_folders(parent)
         self._parent = Folder.parent_of(self.path)
         self._check_place(where, self._parent, name)
-        held = self._parent.sweep(saving_names(name))  # of jobs that have ended, if nobody holds them
+        held = self._parent.sweep(saving_names(name))  # left by jobs that have ended: nobody holds their locks
         if not held:
             self._temporary = self._parent.new_folder(SAVING.format(name))
             self._folder = self._parent.folder(self._temporary)
@@ -135,7 +135,7 @@ class Saving:
             )
 
     def _check_place(self, where: str, parent: Folder, name: str) -> bool:
-        """Return whether there is a checkpoint to be replaced; raise when something is in the way."""
+        """Return whether there is a checkpoint to replace; raise if the name is taken."""
         kind = parent.kind_of(name)
         if kind == "folder":
             with parent.folder(name) as there:
@@ -169,7 +169,7 @@ class Saving:
             ) from error
 
     def _write(self) -> None:
-        """Write this rank's shard; remember what goes wrong."""
+        """Write this rank's shard; keep an error for `commit`."""
         assert self._folder is not None
         name = shard_name(self._communicator.rank)
         try:
@@ -181,16 +181,16 @@ class Saving:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's part is on the disk; `wait` is needed all the same."""
+        """Whether this rank's shard is on the disk; `wait` is still needed."""
         return self.is_committed or self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> str:
-        """Wait for all ranks' parts and make the checkpoint valid; return its path.  Collective.
+        """Wait for all ranks' shards and complete the checkpoint; return its path.  Collective.
 
-        Done by `Checkpoint.save` unless it was told not to wait; and by the next save or restore of that Checkpoint.
+        Needed after ``save(wait=False)``; the next save or restore of that Checkpoint does it, too.
 
         Raises:
-            CheckpointWriteError, CheckpointExistsError: on every rank; the checkpoint is not there then.
+            CheckpointWriteError, CheckpointExistsError: on every rank; there is no new checkpoint then.
         """
         if self.has_failed:
             raise CheckpointWriteError.at("Saving.wait", found="a checkpoint that failed before", expected="a new save")
@@ -200,7 +200,7 @@ class Saving:
         return self.path
 
     def commit(self, call: Call) -> None:
-        """Do step 3.  Collective; the caller cleans up what fails."""
+        """Do step 3.  Collective; the caller cleans up after errors."""
         call.expect_more()
         if self._thread is not None:
             self._thread.join()
@@ -238,7 +238,7 @@ class Saving:
     def _put_in_place(self, where: str, parent: Folder, name: str) -> None:
         old = ""
         if self._check_place(where, parent, name):
-            # Else there might be two beside an empty place, if this job is killed now, and the older one be restored.
+            # If the job is killed between the renames, there must be one replaced checkpoint, not an older one, too.
             if _remove_replaced(parent, name):
                 parent.sync()
             old = f"{REPLACED.format(name)}{self._temporary.rpartition('-')[2]}"
@@ -251,13 +251,13 @@ class Saving:
                 parent.rename(old, name)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 self._overwrite = False
-                self._check_place(where, parent, name)  # another job was quicker
+                self._check_place(where, parent, name)  # another job was faster
             raise
         parent.sync()
         _remove_replaced(parent, name)
 
     def _check_is_ours(self, where: str, parent: Folder, name: str) -> None:
-        """Raise, and undo it, when somebody has put something else under the name that was given our folder's."""
+        """Raise, and undo the rename, if somebody has put something else under the temporary name."""
         assert self._folder is not None
         if not parent.holds(name, self._folder):
             parent.rename(name, self._temporary)
@@ -271,7 +271,7 @@ class Saving:
 
     @contextlib.contextmanager
     def cleaned_up(self) -> Any:
-        """Remove what is half-made when the block fails."""
+        """Remove the partial checkpoint if the block fails."""
         try:
             yield
         except BaseException:
@@ -279,7 +279,7 @@ class Saving:
             raise
 
     def abandon(self) -> None:
-        """Remove the folder, if this is the rank that made it; never raises."""
+        """Remove the folder on the rank that made it; never raises."""
         if self._thread is not None:
             self._thread.join()
         if self._communicator.rank == 0 and self._parent is not None and self._temporary and not self.is_committed:
@@ -303,24 +303,24 @@ class Saving:
 
 
 def _remove_replaced(parent: Folder, name: str) -> int:
-    """Remove what is left of checkpoints that were replaced, now that there is one at `name`; return how many.
+    """Remove replaced checkpoints of `name`, which is there again; return how many were found.
 
-    Other users' stay.
+    Those of other users stay.
     """
     found = [other for other in parent.names() if other.startswith(REPLACED.format(name))]
     for other in found:
-        with contextlib.suppress(OSError):  # without its manifest, which goes first, it is none any more
+        with contextlib.suppress(OSError):  # the manifest goes first: without it nothing restores them
             parent.remove(other, first=NAME)
     return len(found)
 
 
 def saving_names(name: str) -> re.Pattern[str]:
-    """Return the pattern of what a folder is called while the checkpoint `name` is written."""
+    """Return the pattern of folder names while the checkpoint `name` is written."""
     return re.compile(re.escape(SAVING.format(name)) + "[0-9a-f]+")
 
 
 def _remind(path: str, process: int) -> None:
     if os.getpid() == process:  # not in a forked child
         sys.stderr.write(
-            f"[rank 0] the checkpoint {path!r} is not there: nobody called wait() after save(..., wait=False)\n"
+            f"[rank 0] the checkpoint {path!r} is incomplete: wait() was not called after save(..., wait=False)\n"
         )

@@ -224,7 +224,7 @@ def test_a_save_that_nobody_waited_for_is_told(launch: Launch, tmp_path: Path) -
         checkpoint.save(sys.argv[1], wait=False)
     """
     job = launch(2, [launching.program(program, tmp_path), tmp_path / "c"]).check()
-    assert "is not there: nobody called wait()" in job.stderr
+    assert "is incomplete: wait() was not called" in job.stderr
     assert not (tmp_path / "c").exists()
 
 

@@ -22,7 +22,7 @@ Restore = Callable[[], Any]
 
 
 class Entries(Protocol):
-    """What kinds use of `mpistrategy.checkpoint.state.State`: the table of what is saved, by path."""
+    """What kinds use of `mpistrategy.checkpoint.state.State`, the table of what is saved, by path."""
 
     strategy: Strategy
     where: str
@@ -30,24 +30,15 @@ class Entries(Protocol):
     live: dict[str, Any]
     variables: dict[str, Variable]
 
-    def add(self, path: str, value: Any) -> None:
-        """Enter another object of any kind."""
-
-    def add_last(self, add: Callable[[], None]) -> None:
-        """Call `add` once all objects are entered."""
-
-    def add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
-        """Enter an array."""
-
-    def add_value(self, path: str, kind: str, copies: str, value: Any, more: Any = None) -> None:
-        """Enter a value, as JSON."""
-
-    def path_of(self, var: Variable) -> str | None:
-        """Return the path of a variable among the objects; None if it is not there."""
+    def add(self, path: str, value: Any) -> None: ...
+    def add_last(self, add: Callable[[], None]) -> None: ...
+    def add_array(self, path: str, kind: str, copies: str, array: Array) -> None: ...
+    def add_value(self, path: str, kind: str, copies: str, value: Any, more: Any = None) -> None: ...
+    def path_of(self, var: Variable) -> str | None: ...
 
 
 class Fitting(Protocol):
-    """What kinds use of `mpistrategy.checkpoint.fitting.Fit`: the comparison of a checkpoint with the objects."""
+    """What kinds use of `mpistrategy.checkpoint.fitting.Fit`, a checkpoint beside the objects."""
 
     manifest: Manifest
     strategy: Strategy
@@ -60,38 +51,17 @@ class Fitting(Protocol):
     staged: dict[str, Array]
 
     @property
-    def here(self) -> Entries:
-        """The objects that are to be restored."""
-
-    def restore_of(self, path: str, value: Any, *, fresh: bool = False) -> Restore:
-        """Return what restores the object at `path`."""
-
-    def problem(self, path: str, text: str) -> Restore:
-        """Note what does not fit."""
-
-    def missing(self, path: str, value: Any) -> Restore:
-        """Note an object that the checkpoint does not have."""
-
-    def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
-        """Return `holds`; note a problem if it is False."""
-
-    def has_layout(self, item: Item, array: Array) -> bool:
-        """Return whether an item is an array of this dtype and shape."""
-
-    def knows_own(self, path: str, item: Item) -> bool:
-        """Return whether this rank's copy is known; note a problem if not."""
-
-    def own_value(self, path: str, item: Item) -> Any:
-        """Return this rank's value."""
-
-    def of_its_own(self, item: Item) -> str:
-        """Return why per-rank data cannot be restored here."""
-
-    def is_replaceable(self, path: str, value: Any) -> bool:
-        """Return whether the object at `path` may become another object."""
-
-    def is_lasting(self, path: str) -> bool:
-        """Return whether a restore must not remove the object at `path`."""
+    def here(self) -> Entries: ...
+    def restore_of(self, path: str, value: Any, *, fresh: bool = False) -> Restore: ...
+    def problem(self, path: str, text: str) -> Restore: ...
+    def missing(self, path: str, value: Any) -> Restore: ...
+    def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool: ...
+    def has_layout(self, item: Item, array: Array) -> bool: ...
+    def knows_own(self, path: str, item: Item) -> bool: ...
+    def own_value(self, path: str, item: Item) -> Any: ...
+    def of_its_own(self, item: Item) -> str: ...
+    def is_replaceable(self, path: str, value: Any) -> bool: ...
+    def is_lasting(self, path: str) -> bool: ...
 
 
 class Kind(ABC):

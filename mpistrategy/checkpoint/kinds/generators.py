@@ -21,9 +21,9 @@ _AnyGenerator = np.random.Generator | np.random.RandomState
 _ARRAY = "ndarray"
 #: The largest position of an iterator.
 _FARTHEST = 2**53
-#: The dtypes in states of bit generators.
+#: The dtypes of arrays in states of bit generators.
 _WORDS = tuple(f"{order}u{size}" for size in (4, 8) for order in "<>=")
-#: The largest values of the numbers in states.  NumPy does not check positions, and reads memory at them.
+#: The largest values of numbers in states.  NumPy does not check positions before it reads memory at them.
 _LARGEST = {
     "pos": 624,  # of MT19937, among the words of its key
     "buffer_pos": 4,  # of Philox, among the numbers that it has ready
@@ -135,10 +135,10 @@ def state_of(generator: _AnyGenerator) -> Any:
 
 
 def set_state(generator: _AnyGenerator, state: Any) -> None:
-    """Give a generator a state that `state_of` returned.
+    """Set the state of a generator to one that `state_of` returned.
 
     Raises:
-        ValueError, TypeError, KeyError: for another kind of bit generator, and for what is no state.
+        ValueError, TypeError, KeyError: for an invalid state, or one of another bit generator.
     """
     if isinstance(generator, np.random.RandomState):
         generator.set_state(_checked(state))
@@ -147,7 +147,7 @@ def set_state(generator: _AnyGenerator, state: Any) -> None:
 
 
 def check_state(generator: _AnyGenerator, state: Any) -> None:
-    """Raise what `set_state` would, and change nothing."""
+    """Raise what `set_state` would raise; change nothing."""
     if isinstance(generator, np.random.RandomState):
         set_state(copy.deepcopy(generator), state)
     else:
@@ -155,7 +155,7 @@ def check_state(generator: _AnyGenerator, state: Any) -> None:
 
 
 def jumped(state: Any, times: int) -> Any:
-    """Return the state of a stream that is independent of this one: for a rank that was not there when it was saved.
+    """Return the state of an independent stream, for a rank that was not there when `state` was saved.
 
     Raises:
         ValueError: for a bit generator that cannot jump.
@@ -170,17 +170,17 @@ def jumped(state: Any, times: int) -> Any:
 
 
 def state_of_streams(streams: Streams) -> Any:
-    """Return the seed and the states of the streams that `Strategy.rng` made, those of this rank."""
+    """Return the seed and the states of this rank's streams."""
     return {"seed": streams.seed, "shared": state_of(streams.shared), "replica": state_of(streams.replica)}
 
 
 def set_streams(streams: Streams, states: list[Any], rank: int) -> None:
-    """Give streams their states again.
+    """Restore the states of streams.
 
     Args:
         streams: of the same seed.
         states: what `state_of_streams` returned on each rank that saved.
-        rank: this rank's number; one that was not there then begins its own stream.
+        rank: this rank; if it was not there then, its own stream begins anew.
     """
     set_state(streams.shared, states[0]["shared"])
     own = states[rank]["replica"] if rank < len(states) else state_of(Streams(streams.seed, rank).replica)
@@ -196,8 +196,8 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(state: Any) -> Any:
-    """Return a state as NumPy takes it; ValueError for numbers that its generator cannot have."""
-    if not isinstance(state, dict):  # NumPy takes tuples, too: another way to give it the same numbers
+    """Return a state in NumPy's form; ValueError for numbers out of range."""
+    if not isinstance(state, dict):  # NumPy would take a tuple of the same numbers, unchecked
         raise ValueError(f"a state of type {type(state).__name__}")
     holders = [_arrays(state)]
     for holder in holders:
@@ -213,7 +213,7 @@ def _arrays(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _arrays(inner) for key, inner in value.items()}
     if isinstance(value, tuple) and len(value) == 3 and value[0] == _ARRAY:
-        if value[1] not in _WORDS:  # some dtypes make much of a short list
+        if value[1] not in _WORDS:  # some dtypes make a large array of a short list
             raise ValueError(f"an array of dtype {value[1]!r:.80}")
         return np.array(value[2], value[1])
     return value

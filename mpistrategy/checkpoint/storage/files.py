@@ -1,8 +1,8 @@
-"""The file system as checkpoints use it: nothing is followed, nothing is overwritten, everything reaches the disk.
+"""The file system as checkpoints use it: no links are followed, nothing is overwritten, all writes are synced.
 
-A folder is opened once, and what is in it is named relative to that: whoever swaps a symbolic link in meanwhile moves
-nothing.  New files and folders have names of their own (O_EXCL).  They are the user's alone; but in a folder that is
-setgid, which belongs to a group, the group may read them, if the umask lets it.
+A folder is opened once, and files are opened relative to its descriptor: a symbolic link that is swapped in meanwhile
+has no effect.  New files and folders are created exclusively (O_EXCL).  Only the user may read them; in a setgid
+folder, the group may, too, if the umask permits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.mpi.watchdog import watchdog
 
-#: Called before each change to the file system, with what it is and the name: a seam for tests, which end the process
-#: or raise OSError there.
+#: Called before each change to the file system, with the operation and the name; tests end the process or raise there.
 watcher: Callable[[str, str], None] | None = None
 
 _PIECE_BYTES = 2**24
@@ -49,7 +48,7 @@ def checksum_of(data: Any = b"") -> Any:
 
 @contextlib.contextmanager
 def writing(where: str, path: str) -> Iterator[None]:
-    """Turn the system's errors into ours."""
+    """Turn OSError into a CheckpointWriteError."""
     try:
         yield
     except CheckpointError:
@@ -59,13 +58,13 @@ def writing(where: str, path: str) -> Iterator[None]:
             where,
             found=f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')}) at {path!r}",
             expected="a folder that every rank can write to, with room in it",
-            fix="Nothing half-made is left under the checkpoint's name.",
+            fix="No partial checkpoint is left.",
         ) from error
 
 
 @contextlib.contextmanager
 def reading(where: str, path: str) -> Iterator[None]:
-    """Turn the system's errors into ours."""
+    """Turn OSError into an error about a checkpoint that cannot be read."""
     try:
         yield
     except CheckpointError:
@@ -74,7 +73,7 @@ def reading(where: str, path: str) -> Iterator[None]:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise CheckpointDamagedError.at(
                 where,
-                found=f"a symbolic link, or no folder, at {path!r}",
+                found=f"a symbolic link, or something else than a folder, at {path!r}",
                 expected="a checkpoint's own folder and files",
                 fix="Name the folder itself (os.path.realpath) if you trust where it leads to.",
             ) from error
@@ -104,7 +103,7 @@ class Folder:
 
     @classmethod
     def parent_of(cls, path: str) -> Self:
-        """Open the folder in which `path` lies: links that lead there are the user's own."""
+        """Open the parent folder of `path`; symbolic links on the way to it are followed: the user has named them."""
         parent = os.path.dirname(path)
         return cls(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), parent)
 
@@ -113,30 +112,30 @@ class Folder:
         return Folder(os.open(name, _FOLDER, dir_fd=self.descriptor), os.path.join(self.path, name))
 
     def new_folder(self, prefix: str) -> str:
-        """Make a folder that nobody else has; return its name."""
+        """Make a folder with a unique name; return its name."""
         name = f"{prefix}{secrets.token_hex(8)}"
         _before("mkdir", name)
-        # While it is written the user's alone, in a group's folder, too: who can open it can lock it.
+        # Until it is complete, only for the user, also in a group's folder: who can open it can lock it.
         os.mkdir(name, 0o700, dir_fd=self.descriptor)
         return name
 
     def let_group_in(self, file: str) -> None:
-        """Let the group open this folder if it may read a file in it."""
+        """Let the group read this folder if it may read `file` in it."""
         if os.stat(file, dir_fd=self.descriptor, follow_symlinks=False).st_mode & stat.S_IRGRP:
-            with contextlib.suppress(OSError):  # on file systems that keep no such thing
+            with contextlib.suppress(OSError):  # file systems without permissions
                 os.fchmod(self.descriptor, stat.S_IMODE(self.state.st_mode) | stat.S_IRGRP | stat.S_IXGRP)
 
     @property
     def state(self) -> os.stat_result:
-        """What the system says about it."""
+        """Its `os.stat_result`."""
         return os.fstat(self.descriptor)
 
     def owns(self, inside: Folder) -> bool:
-        """Return whether a folder in it belongs to this user, or to whom this one belongs."""
+        """Return whether a folder in it belongs to this user or to the owner of this one."""
         return own_files.is_own(inside.state, self.state)
 
     def trusted_folder(self, name: str) -> Folder:
-        """Open a folder in it to be read; CheckpointReadError as `check_is_trusted`."""
+        """Open a folder in it for reading; CheckpointReadError as `check_is_trusted`."""
         found = self.folder(name)
         try:
             check_is_trusted(found.state, self.state, found.path)
@@ -146,10 +145,9 @@ class Folder:
         return found
 
     def sweep(self, names: re.Pattern[str]) -> str:
-        """Remove the folders with such names that nobody has locked; return one that is locked, or "".
+        """Remove the folders with such names that are not locked; return the name of a locked one, or "".
 
-        What is no folder stays, what is somebody else's or cannot be removed, and everything where the file system has
-        no locks.
+        Other files, other users' folders and what cannot be removed stay; without file locks, everything stays.
         """
         held = ""
         for name in filter(names.fullmatch, self.names()):
@@ -178,7 +176,7 @@ class Folder:
         return sorted(os.listdir(self.descriptor))
 
     def kind_of(self, name: str) -> str:
-        """Return "folder", "file", "link", "other" or "" for what is not there."""
+        """Return "folder", "file", "link" or "other"; "" if there is nothing."""
         try:
             mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
         except FileNotFoundError:
@@ -187,14 +185,14 @@ class Folder:
         return next((kind for is_kind, kind in kinds if is_kind(mode)), "other")
 
     def holds(self, name: str, folder: Folder) -> bool:
-        """Return whether `name` is this open folder, and not what somebody has put in its place."""
+        """Return whether `name` is this open folder, and not something that replaced it."""
         there, ours = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False), os.fstat(folder.descriptor)
         return os.path.samestat(there, ours)
 
     # ------------------------------------------------------------------------------------------- writing
 
     def write(self, name: str, pieces: Iterable[Any]) -> tuple[int, str]:
-        """Write a new file and see it on the disk; return how many bytes it has and their checksum."""
+        """Write a new file and sync it; return its size in bytes and its checksum."""
         checksum, size = checksum_of(), 0
         _before("create", name)
         descriptor = os.open(name, own_files.NEW, own_files.file_mode(self.state), dir_fd=self.descriptor)
@@ -215,24 +213,24 @@ class Folder:
         return size, checksum.hexdigest()
 
     def sync(self) -> None:
-        """See the names in it on the disk."""
+        """Sync the names in it to the disk."""
         _before("fsync", self.path)
         try:
             os.fsync(self.descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # some file systems have nothing to do for a folder, and say it so
+            if error.errno != errno.EINVAL:  # some file systems cannot sync a folder, and need not
                 raise
 
     def rename(self, old: str, new: str) -> None:
-        """Give a folder another name, which nothing but an empty folder may have."""
+        """Rename a folder; the new name must be free, or an empty folder."""
         _before("rename", f"{old} -> {new}")
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str, first: str = "") -> None:
-        """Remove a folder and the files in it; `first` goes first.  Folders inside it, which are not ours, stay.
+        """Remove a folder and the files in it, `first` before the others.  Folders inside it stay: they are not ours.
 
         Raises:
-            OSError: also for a folder that is somebody else's.
+            OSError: if it cannot be removed; also for another user's folder.
         """
         with self.folder(name) as folder:
             if not self.owns(folder):
@@ -246,23 +244,23 @@ class Folder:
         os.rmdir(name, dir_fd=self.descriptor)
 
     def lock(self) -> bool | None:
-        """Lock it until it is closed or the process ends; None where the file system has no locks."""
+        """Lock it until it is closed or the process ends; as `lock`."""
         return lock(self.descriptor)
 
     # ------------------------------------------------------------------------------------------- reading
 
     @contextlib.contextmanager
     def file(self, name: str, size: int | None, most: int) -> Iterator[OpenFile]:
-        """Open a file in it to be read.
+        """Open a file in it for reading.
 
         Args:
-            name: its name here.
-            size: how many bytes it must have; None for any number.
-            most: how many it may have at most.
+            name: its name.
+            size: the size that it must have, in bytes; None for any.
+            most: the largest size.
 
         Raises:
-            CheckpointDamagedError: for what is no file, or a link, or of another size.
-            CheckpointReadError: for somebody else's, where everybody can write.
+            CheckpointDamagedError: for a symbolic link, something else than a file, or another size.
+            CheckpointReadError: for another user's file in a folder that everybody can write to.
         """
         where = os.path.join(self.path, name)
         try:
@@ -283,7 +281,7 @@ class Folder:
             check_is_trusted(found, self.state, where)
             wanted = found.st_size if size is None else size
             if found.st_size != wanted or wanted > most:
-                expected = f"at most {most}" if size is None else f"the {size} that its manifest speaks of"
+                expected = f"at most {most}" if size is None else f"{size}, as its manifest says"
                 raise CheckpointDamagedError.at(
                     "a checkpoint", found=f"{found.st_size} bytes in {where!r}", expected=expected
                 )
@@ -292,18 +290,18 @@ class Folder:
             os.close(descriptor)
 
     def read(self, name: str, most: int) -> bytes:
-        """Return the bytes of a file; as `file`."""
+        """Return the bytes of a file of at most `most`; as `file`."""
         with self.file(name, None, most) as file:
             return file.read(0, file.size)
 
 
 class OpenFile(NamedTuple):
-    """A file that is open to be read.
+    """A file that is open for reading.
 
     Attributes:
         descriptor: of the open file.
         path: its name, for messages.
-        size: how many bytes it has.
+        size: its size in bytes.
     """
 
     descriptor: int
@@ -314,7 +312,7 @@ class OpenFile(NamedTuple):
         """Return `count` bytes from `start` on.
 
         Raises:
-            CheckpointDamagedError: when it ends before.
+            CheckpointDamagedError: if the file ends before.
         """
         return b"".join(self.pieces(start, start + count))
 
@@ -332,25 +330,25 @@ class OpenFile(NamedTuple):
 
 
 def check_is_trusted(inside: os.stat_result, folder: os.stat_result, path: str) -> None:
-    """Raise CheckpointReadError for what somebody else may have put into a folder (`own_files.is_trusted`)."""
+    """Raise CheckpointReadError unless a file or folder in another one is trusted (`own_files.is_trusted`)."""
     if not own_files.is_trusted(inside, folder):
         raise CheckpointReadError.at(
             "a checkpoint",
             found=f"{path!r}, of {own_files.user_in_words(inside.st_uid)}, in a folder that everybody can write to",
-            expected="what is yours there",
+            expected="a file or folder of yours",
             fix="If you trust it, copy it to a folder of your own.",
         )
 
 
 def make_folders(path: str) -> None:
-    """Make a folder, and those that it lies in, where they are missing; see their names on the disk."""
+    """Make a folder and its parents where they are missing; sync their names to the disk."""
     missing = []
     while not os.path.isdir(path) and path != os.path.dirname(path):
         missing.append(path)
         path = os.path.dirname(path)
     for path in reversed(missing):
         _before("mkdir", path)
-        with contextlib.suppress(FileExistsError):  # another job was quicker; or it is no folder, as will be found out
+        with contextlib.suppress(FileExistsError):  # by another job; or it is no folder, which fails later
             own_files.make_folder(path)
         with contextlib.suppress(PermissionError), Folder.parent_of(path) as parent:
             parent.sync()
@@ -362,7 +360,7 @@ def _write_all(descriptor: int, part: memoryview) -> None:
 
 
 def lock(descriptor: int) -> bool | None:
-    """Lock an open file or folder; return False when another process has, None where there are no locks."""
+    """Lock an open file or folder; return False if another process holds it, None if there are no file locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

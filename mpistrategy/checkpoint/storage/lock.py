@@ -1,7 +1,7 @@
-"""The lock of a folder of checkpoints: one file, which only its user can open, and so lock.
+"""The lock of a folder of checkpoints: one file that only its user can open.
 
-Whoever can open a file can lock it, even to read it.  So it is not shared with the group of a group's folder: what
-another user left there is refused, with a word on what to do.  A forked child shares no lock of its parent's.
+Who can open a file, even for reading, can lock it.  So the group of a setgid folder cannot open it, and a lock file of
+another user is refused.  A forked child does not share its parent's lock.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mpistrategy.errors import CheckpointExistsError
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MODE = 0o600
-#: What the system says where somebody else's file is, a link, a folder or a socket.
+#: Errors of open() for another user's file, a link, a folder or a socket.
 _SOMETHING_ELSE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 
 class _Lock(Folder):
-    """A locked file.  The lock goes with its last descriptor; so children must not keep theirs, nor let it go."""
+    """A locked file.  The lock ends with its last descriptor: a forked child closes its own, and does not unlock."""
 
     def close(self) -> None:
-        """Close it, and give up the lock, which a child that is being forked may hold, too."""
+        """Unlock and close it: a child that is being forked may hold a descriptor, too."""
         if self.descriptor >= 0:
-            with contextlib.suppress(OSError):  # closing gives it up, too
+            with contextlib.suppress(OSError):  # closing unlocks it, too
                 fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         super().close()
 
@@ -52,11 +52,11 @@ def _watch_forks(file: _Lock) -> None:
 
 
 def locked_file(folder: Folder, name: str) -> Folder | None:
-    """Return a locked file in a folder, made where missing, to be closed; None where the file system has no locks.
+    """Return a locked file in a folder, made if missing; None if the file system has no locks.  The caller closes it.
 
     Raises:
-        CheckpointExistsError: when another process holds it, and for what is no file of this user's.
-        OSError: when it cannot be made.
+        CheckpointExistsError: if another process holds it, or it is not a file of this user.
+        OSError: if it cannot be made.
     """
     path = os.path.join(folder.path, name)
     try:
@@ -73,7 +73,7 @@ def locked_file(folder: Folder, name: str) -> Folder | None:
         is_locked = lock(file.descriptor)
         if is_locked is False:
             raise _held(path, stat.S_IMODE(state.st_mode))
-        if stat.S_IMODE(state.st_mode) != _MODE:  # an older version's, or a copy
+        if stat.S_IMODE(state.st_mode) != _MODE:  # of an older version, or a copy
             try:
                 os.fchmod(file.descriptor, _MODE)
             except PermissionError as error:
@@ -94,7 +94,7 @@ def _not_ours(path: str, state: os.stat_result) -> CheckpointExistsError:
         "CheckpointManager",
         found=f"{what}, of {own_files.user_in_words(state.st_uid)}, at {path!r}",
         expected="a folder that only you save into",
-        fix="Give each user a folder of their own. If nobody else saves here any more, remove it.",
+        fix="Use a folder for each user. If nobody else saves here, remove the lock.",
     )
 
 
@@ -102,7 +102,7 @@ def _held(path: str, mode: int) -> CheckpointExistsError:
     more = f" Others can open it (mode {mode:o}): if no job of yours saves here, remove it." if mode & 0o066 else ""
     return CheckpointExistsError.at(
         "CheckpointManager",
-        found=f"another job, or another manager of this one, that holds {path!r}",
+        found=f"another job, or another manager of this one, that has locked {path!r}",
         expected="one writer for a folder",
-        fix=f"Give each job a folder of its own, or close() the other manager first.{more}",
+        fix=f"Use a folder for each job, or close() the other manager first.{more}",
     )

@@ -1,8 +1,8 @@
-"""The manifest: what a checkpoint holds and the checksums of its files; written last, so that it says "whole".
+"""The manifest: the contents of a checkpoint and the checksums of its files.  Written last, when all else is complete.
 
-It is one JSON object on two lines.  The first says what it is and holds the checksum of the second, which holds the
-rest: every bit counts.  What is read is checked before anything is done with it; names of files come from numbers
-alone, so that no manifest leads elsewhere.
+It is one JSON object on two lines.  The first line has the format and the checksum of the second line, which has the
+rest.  Everything is checked before it is used.  Names of files are made from numbers, so that a forged manifest cannot
+name other files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpistrategy.own_files import printable
 
 NAME = "manifest.json"
 FORMAT, VERSION = "mpistrategy checkpoint", 1
-#: How the copies of an array were kept: once for all ranks; each rank's own; and each rank's own, to be combined.
+#: How copies are saved: one for all ranks; one for each rank; one for each rank, combined on another number of ranks.
 ONE, OWN = "one", "own"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 10_000_000
@@ -40,7 +40,7 @@ _BODY, _END = b'"body":', b"}\n"
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of a checkpoint: how many bytes it has, and their checksum."""
+    """The file of one rank: its size in bytes and its checksum."""
 
     nbytes: int
     checksum: str
@@ -48,16 +48,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that a checkpoint holds, an array or a value.
+    """One item of a checkpoint: an array, a value, or an object that only holds other items.
 
     Attributes:
-        kind: "variable", "array", "scalar" (arrays); "plain", "rng", "streams", "iterator" (values); "dict", "list",
-            "tuple", "object", "variables", "optimizer", "accumulator" (which only hold others).
-        copies: `ONE`, `OWN` or one of `COMBINED`; "" for what only holds others.
+        kind: the name of its `mpistrategy.checkpoint.kinds.base.Kind`.
+        copies: `ONE`, `OWN` or one of `COMBINED`; "" for an object that only holds others.
         dtype, shape: of an array.
-        shard: which shard has an array that is there once.
-        more: what else there is to say of it, equal on all ranks.
-        values: a value, of which there is one, or one of each rank.
+        shard: the shard that has the only copy of an array.
+        more: further data of its kind, equal on all ranks.
+        values: of a value: one, or one for each rank.
     """
 
     kind: str
@@ -80,12 +79,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        ranks: how many ranks have written it; each one shard.
+        ranks: how many ranks saved it, one shard each.
         shards: their files, in rank order.
-        items: what it holds, by path.
+        items: the items, by path.
         names: the names of the objects.
         layout: `Strategy.layout()` of the job that wrote it.
         written_by: the version of this package.
@@ -105,7 +104,7 @@ class Manifest:
 
     @functools.cached_property
     def _arrays(self) -> tuple[dict[str, Item], dict[int, dict[str, Item]]]:
-        """The arrays that all shards have, and those that only one has."""
+        """The arrays in all shards, and those in one shard only."""
         everywhere: dict[str, Item] = {}
         only_there: dict[int, dict[str, Item]] = {}
         for path, item in self.items.items():
@@ -115,7 +114,7 @@ class Manifest:
         return everywhere, only_there
 
     def text(self) -> bytes:
-        """Return what is written to the file."""
+        """Return the bytes of the file."""
         body = {
             "ranks": self.ranks,
             "shards": [[shard.nbytes, shard.checksum] for shard in self.shards],
@@ -138,7 +137,7 @@ def read_text(folder: Folder) -> bytes:
     """Return the bytes of the manifest in a folder.
 
     Raises:
-        CheckpointDamagedError: when there is none, or what is there is no file.
+        CheckpointDamagedError: if there is no such file.
     """
     try:
         return folder.read(NAME, LONGEST_TEXT)
@@ -147,10 +146,10 @@ def read_text(folder: Folder) -> bytes:
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """Return what the bytes of a manifest say.
+    """Return a manifest from its bytes.
 
     Raises:
-        CheckpointDamagedError: for anything else than what `Manifest.text` returns.
+        CheckpointDamagedError: for bytes that `Manifest.text` does not return.
     """
     head = _HEAD.match(data)
     if head is None:
@@ -215,5 +214,5 @@ def _require(holds: bool, what: str) -> None:
 
 
 def bad(where: str, found: str) -> CheckpointDamagedError:
-    """Return what to raise over a checkpoint that is not whole."""
+    """Return the error for a damaged checkpoint."""
     return CheckpointDamagedError.at("a checkpoint", found=f"{found}, at {where!r}", expected="a whole checkpoint")

@@ -1,8 +1,8 @@
-"""What a checkpoint's manifest can say in JSON: plain values, dtypes, and the paths that things stand at.
+"""Plain values, dtypes, sizes and paths as a manifest has them, and the limits of its JSON text.
 
-Plain values come back as they were: ints of any size, floats with every bit, tuples as tuples.  What JSON has no word
-for is an object with one key that says what it is; objects of the user's are lists of pairs, so that no key of theirs
-can be taken for one.
+Plain values are restored exactly: ints of any size, all bits of floats, tuples as tuples.  A type that JSON does not
+have is an object with one key, which names the type; a dict is a list of pairs, so that its keys cannot be mistaken for
+such a name.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 
 from mpistrategy.errors import CheckpointDamagedError, DTypeError, OptionError
 
-#: What `None` cannot stand for: a value that is no plain one.
+#: Returned for a value that is not plain; None is plain.
 NOT_PLAIN = object()
-#: What `None` cannot stand for, either: there is no object here, and what is plain is made anew.
+#: Stands for an object that is not there; None is a value.
 ABSENT = object()
 
 _DEEPEST = 100
-#: The largest array, in bytes, and the number of axes that NumPy's may have.
+#: The largest array, in bytes, and the most axes of a NumPy array.
 MOST_BYTES, MOST_AXES = 2**46, 32 if np.__version__.startswith("1.") else 64
-#: The longest text in JSON, in bytes, and how many lists and objects, and commas, it may have: a header, or a manifest.
+#: The longest JSON text (a header or a manifest) in bytes, and the most lists and objects, and commas, in it.
 LONGEST_TEXT = 2**26
 _MOST_HOLDERS, _MOST_COMMAS = 2**21, 2**22
-#: About how many bytes an object, a list, and what stands between commas take once they are read; and how many a text
-#: may take: so many, and so many times its length.
+#: About how many bytes an object, a list and an element take when parsed; and how many the whole text may take: a
+#: constant, plus this many times its length.
 _OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES = 256, 88, 64
 _ROOM_BYTES, _ROOM_TIMES = 2**26, 8
-#: Names of dtypes: NumPy's, which takes whole structures for such names, and those of ml_dtypes.
+#: Names of dtypes, NumPy's and those of ml_dtypes.  NumPy would also accept whole structures.
 _NUMPYS = re.compile(r"[<|](?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,8}\])?)")
 _OTHERS = re.compile(r"[a-z][a-z0-9_]{0,30}")
 
@@ -42,8 +42,8 @@ _OTHERS = re.compile(r"[a-z][a-z0-9_]{0,30}")
 def to_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
     """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else `NOT_PLAIN`.
 
-    Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would come back as others.
-    `inside` are the ids of what it stands in.
+    Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would lose their class.
+    `inside` has the ids of the containers around the value.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -68,10 +68,10 @@ def to_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return what `to_json` was given.
+    """Return the value that `to_json` was given.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError, RecursionError: for what it did not write.
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: for JSON that it does not return.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -92,11 +92,11 @@ def from_json(value: Any) -> Any:
     raise ValueError(f"a value of kind {kind!r}")
 
 
-# ------------------------------------------------------------------------------------------------ its text
+# ------------------------------------------------------------------------------------------------ JSON text
 
 
 def loads(data: bytes, where: str) -> Any:
-    """Return parsed JSON; CheckpointDamagedError if it is invalid, too deep or too large, or if a key stands twice."""
+    """Return parsed JSON; CheckpointDamagedError if it is invalid, too deep or too large, or has a key twice."""
     trouble = _too_much(data)
     if trouble:
         raise _invalid(where, trouble)
@@ -107,18 +107,18 @@ def loads(data: bytes, where: str) -> Any:
 
 
 def check_can_be_read(text: bytes, where: str) -> None:
-    """Raise OptionError for a text in JSON that `loads` would refuse for its length."""
+    """Raise OptionError for a JSON text that `loads` would refuse as too large."""
     trouble = _too_much(text)
     if trouble:
         raise OptionError.at(
-            where, found=trouble, expected="what can be read again", fix="Keep long lists of numbers in arrays."
+            where, found=trouble, expected="less, to be read again", fix="Keep long lists of numbers in arrays."
         )
 
 
 def _too_much(text: bytes) -> str:
-    """Return what there is too much of in a text in JSON; "" when it may be read.
+    """Return what a JSON text has too much of; "" if it may be parsed.
 
-    A list of nothing takes two bytes there, and thirty times as many in memory.
+    Parsed values take more memory than their text: an empty list takes two bytes of text and 56 of memory.
     """
     objects, lists, commas = text.count(b"{"), text.count(b"["), text.count(b",")
     memory = objects * _OBJECT_BYTES + lists * _LIST_BYTES + commas * _VALUE_BYTES
@@ -134,17 +134,17 @@ def _too_much(text: bytes) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of what a value prints as."""
+    """Return the beginning of a value's repr."""
     try:
         return repr(value)[:80]
-    except (ValueError, RecursionError) as error:  # an int of too many digits, a nest that is too deep
+    except (ValueError, RecursionError) as error:  # too many digits, or too deep
         return f"({error})"
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key is there twice")
     return found
 
 
@@ -159,7 +159,7 @@ def dtype_text(dtype: np.dtype[Any], where: str) -> str:
     """Return the name of a dtype in a manifest: ``<f8``, ``|b1``, ``bfloat16``; little-endian whatever the machine.
 
     Raises:
-        DTypeError: for objects, structures and other dtypes whose bytes do not say what they mean.
+        DTypeError: for objects, structures and other dtypes that have no such name.
     """
     if dtype.kind in "biufcmMSU":
         return dtype.newbyteorder("<").str
@@ -172,7 +172,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
     """Return the dtype of a name, little-endian.
 
     Raises:
-        CheckpointDamagedError: for a name that `dtype_text` does not give, or that this machine does not know.
+        CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown one.
     """
     found = _dtype_of(text) if isinstance(text, str) else None
     if found is None or dtype_text(found, "") != text:
@@ -182,7 +182,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Return whether it is a dtype of numbers, or of truth values, that can be added."""
+    """Return whether it is a dtype of numbers or bools, which can be added."""
     return dtype.kind not in "mMSU"
 
 
@@ -205,7 +205,7 @@ def byte_count(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 
 
 def is_possible(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
-    """Return whether NumPy can have such an array: even one of no elements must not have too many in one direction."""
+    """Return whether NumPy can make such an array; an axis of length 0 does not lift the limit for the others."""
     elements = math.prod(max(count, 1) for count in shape)
     return len(shape) <= MOST_AXES and elements * max(dtype.itemsize, 1) <= sys.maxsize
 
@@ -214,5 +214,5 @@ def is_possible(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
 
 
 def below(path: str, key: Any) -> str:
-    """Return the path of what stands under `key` in what stands at `path`."""
+    """Return the path of the element `key` of the object at `path`."""
     return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"

@@ -1,10 +1,10 @@
-"""Shards: the arrays that one rank has written, in the layout of safetensors, which many programs read.
+"""Shards: the arrays that one rank writes, in the format safetensors, which many programs read.
 
-Eight bytes tell the length of a JSON header, the header tells dtype, shape and place of each array, then the bytes of
-the arrays follow, one array's after the other's.  Nothing in it is ever executed.  A dtype that safetensors has no word
-for is kept as bytes, and the manifest says what they are.
+Eight bytes have the length of a JSON header.  The header has the dtype, shape and offsets of each array.  The bytes of
+the arrays follow.  Nothing in it is executed.  An array of a dtype that safetensors does not have is stored as bytes;
+the manifest has the dtype.
 
-What is read may be made up to harm: sizes are checked before memory is taken for them.
+A file may be forged: sizes are checked before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpistrategy.checkpoint.storage.plain_values import (
 )
 from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError
 
-#: What a dtype is called in safetensors.
+#: The names of dtypes in safetensors.
 NAMES = {
     "|b1": "BOOL",
     "|u1": "U8",
@@ -52,17 +52,17 @@ NAMES = {
     "float8_e5m2": "F8_E5M2",
 }
 _LENGTH_BYTES = 8
-#: Where the arrays begin: at a multiple of this, and those of the widest dtypes first, so that each is aligned.
+#: The arrays begin at a multiple of this.  Those of the widest dtypes come first, so that each is aligned.
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
 
 
 class Stored(NamedTuple):
-    """Where an array lies in a shard, and what the header says that it is.
+    """The entry of an array in the header of a shard.
 
     Attributes:
-        start, stop: its bytes, counted from the beginning of the file.
-        name: of its dtype, as safetensors calls it.
+        start, stop: its bytes, from the beginning of the file.
+        name: its dtype, as safetensors names it.
         shape: its shape.
     """
 
@@ -73,7 +73,7 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """Its size in bytes."""
         return self.stop - self.start
 
 
@@ -99,15 +99,15 @@ def pieces_of(arrays: Mapping[str, Array]) -> Iterator[Any]:
 
 
 def parsed(read: Callable[[int, int], bytes], size: int, where: str) -> dict[str, Stored]:
-    """Return where the arrays of a shard lie, by their names.
+    """Return the entries of a shard's header by name; read nothing else.
 
     Args:
-        read: returns so many bytes from there on.
-        size: how many bytes the shard has.
+        read: given a start and a count, returns that many bytes.
+        size: the size of the shard in bytes.
         where: its name, for errors.
 
     Raises:
-        CheckpointDamagedError: for what is no shard; nothing beyond its header is read.
+        CheckpointDamagedError: for an invalid header.
     """
     length = int.from_bytes(read(0, _LENGTH_BYTES), "little") if size >= _LENGTH_BYTES else 0
     begin = _LENGTH_BYTES + length
@@ -148,19 +148,19 @@ def _damaged(where: str, found: str) -> CheckpointDamagedError:
 
 
 class OpenShard:
-    """A shard that is open, and has the arrays that the manifest speaks of; whether its bytes are right is not known.
+    """An open shard with the arrays that the manifest names; its checksum is compared later.
 
     Args:
         file: the open file.
-        checksum: of all its bytes.
-        items: the arrays in it.
+        checksum: of all its bytes, as the manifest says.
+        items: the arrays in it, as the manifest says.
 
     Attributes:
-        items: the same.
-        stored: where they lie in it.
+        items: as given.
+        stored: their entries in the header.
 
     Raises:
-        CheckpointDamagedError: unless it has them.
+        CheckpointDamagedError: if one is missing or has another size.
     """
 
     def __init__(self, file: OpenFile, checksum: str, items: Mapping[str, Item]) -> None:
@@ -174,15 +174,15 @@ class OpenShard:
                 raise bad(file.path, f"no {nbytes} bytes for {path[:80]!r}")
 
     def check(self) -> None:
-        """Raise CheckpointDamagedError unless all bytes are those that were written."""
+        """Read all bytes; raise CheckpointDamagedError if the checksum is wrong."""
         self.read(())
 
     def read(self, wanted: Iterable[str]) -> dict[str, Array]:
-        """Return arrays, in native byte order, once all bytes were found right; no memory is taken for others.
+        """Return arrays in native byte order, and do `check`; other arrays take no memory.
 
         Raises:
             CheckpointDamagedError: as `check`.
-            CheckpointReadError: where there is no memory for them.
+            CheckpointReadError: if there is not enough memory.
         """
         places = sorted((self.stored[path].start, path) for path in wanted)
         arrays = {path: self._room_for(path) for _, path in places}
@@ -211,7 +211,7 @@ class OpenShard:
             raise CheckpointReadError.at(
                 "a checkpoint",
                 found=f"no memory for {path[:80]!r}, {item.dtype}{list(item.shape)}",
-                expected="room for what is restored",
+                expected="enough memory",
             ) from error
 
 
@@ -220,7 +220,7 @@ def open_shard(folder: Folder, manifest: Manifest, rank: int) -> Iterator[OpenSh
     """Open one shard.
 
     Raises:
-        CheckpointDamagedError: unless the file has the size and the arrays that the manifest says.
+        CheckpointDamagedError: if the file has another size or other arrays than the manifest says.
     """
     name, shard = shard_name(rank), manifest.shards[rank]
     with ExitStack() as stack:
