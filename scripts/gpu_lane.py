@@ -200,7 +200,7 @@ def sanitizer(lane: Lane, row: Row) -> None:
     row.text = "memcheck found nothing" if clean else ended.why
 
 
-VALUES = ("test_device_variables.py", "test_device_places.py", "test_foreign_arrays.py")
+VALUES = ("variables/test_gpu_variables.py", "reduction/test_gpu_destinations.py", "arrays/test_foreign_arrays.py")
 STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
     ("gpu", "GPU", gpu),
     ("doctor", "what mpistrategy doctor says", doctor),
@@ -211,14 +211,14 @@ STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
     ("mpi", "all-reduce, CUDA-aware MPI, 2 ranks on one GPU", path),
     ("ipc", "all-reduce, CUDA IPC, 2 ranks on one GPU", path),
     ("nccl", "all-reduce, NCCL", path),
-    ("races", "slow kernels, 2 ranks", tests("test_device_races.py", ranks=2, limit=60)),
-    ("properties1", "property tests, 1 rank", tests("test_device_reductions.py", ranks=1, limit=60)),
-    ("properties2", "property tests, 2 ranks", tests("test_device_reductions.py", ranks=2, limit=60)),
+    ("races", "slow kernels, 2 ranks", tests("reduction/test_gpu_races.py", ranks=2, limit=60)),
+    ("properties1", "property tests, 1 rank", tests("reduction/test_gpu_reductions.py", ranks=1, limit=60)),
+    ("properties2", "property tests, 2 ranks", tests("reduction/test_gpu_reductions.py", ranks=2, limit=60)),
     ("values1", "variables, optimizers, tensors, 1 rank", tests(*VALUES, ranks=1, limit=60)),
     ("values2", "variables, optimizers, tensors, 2 ranks", tests(*VALUES, ranks=2, limit=60)),
     ("digits", "training of the digits", digits),
-    ("conformance1", "recorded cases, 1 rank", tests("test_conformance_gpus.py", ranks=1, limit=60)),
-    ("conformance2", "recorded cases, 2 ranks", tests("test_conformance_gpus.py", ranks=2, limit=150)),
+    ("conformance1", "recorded cases, 1 rank", tests("whole/test_conformance_gpus.py", ranks=1, limit=60)),
+    ("conformance2", "recorded cases, 2 ranks", tests("whole/test_conformance_gpus.py", ranks=2, limit=150)),
     ("sanitizer", "compute-sanitizer on the kernels", sanitizer),
 ]
 
