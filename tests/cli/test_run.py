@@ -234,7 +234,7 @@ def test_one_rank_ends_and_the_job_ends(
     end = next(number for number, line in enumerate(lines) if re.fullmatch(rf"\[rank {bad}/2\] {last}", line))
     told = "\n".join(lines[:end])
     assert ", in broken" in told or ", in fail" in told, job
-    assert "mpistrategy/run.py" not in told, "frames that say nothing to the user"
+    assert "mpistrategy/cli/run.py" not in told, "frames that say nothing to the user"
     assert "runpy" not in told
 
 
