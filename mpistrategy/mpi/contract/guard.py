@@ -29,12 +29,11 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, Sparingly
-from mpistrategy.mpi.contract.digests import Digests
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.flight_recorder import WHAT, FlightRecord
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, is_late, table
-from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.contract.signature import Digests, Signature
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 
 _FLAG = 1 << 62  # digests are smaller
