@@ -56,7 +56,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
     def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
-        """Return which way `reduce_buffer` takes with a buffer for every rank."""
+        """Return the route that `reduce_buffer` takes with a buffer for every rank."""
         return communicator.route(nbytes, dtype, op)
 
     def list_reduction(

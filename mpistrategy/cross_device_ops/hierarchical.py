@@ -47,5 +47,5 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
             communicator.allreduce(buffer, op, source)
 
     def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
-        """Return which way a buffer of so many bytes takes: on several nodes all do alike."""
+        """Return the route of a buffer of so many bytes: on several nodes the same for all sizes."""
         return "across" if max(communicator.node_of) > 0 else communicator.route(nbytes, dtype, op)

@@ -70,7 +70,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         return dense_reduction(communicator, layouts, op, options.bytes_per_pack, OrderedReduction)
 
     def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
-        """Return which way `reduce_buffer` takes with a buffer for every rank."""
+        """Return the route that `reduce_buffer` takes with a buffer for every rank."""
         return _way_of_exchange(communicator.route(nbytes, dtype, op))
 
     def reduce_buffer(
@@ -110,13 +110,13 @@ class OrderedAllReduce(PackedCrossDeviceOps):
 
 
 class OrderedReduction(DenseReduction):
-    """The reduction of certain packs, in blocks of the node or by exchange."""
+    """The reduction of certain packs, in result buffers of the node or by exchange."""
 
     uses_mailboxes = False
     combination = staticmethod(combine_ordered)
 
     def routes(self) -> list[Route]:
-        """Return the way of each of `packs`."""
+        """Return the route of each of `packs`."""
         return [way if way == "result_buffers" else _way_of_exchange(way) for way in super().routes()]
 
     def reduce_pairs(self, pairs: Sequence[tuple[Array, Array]], dtype: np.dtype[Any]) -> None:

@@ -1,4 +1,4 @@
-"""`Strategy.explain`: which way a value would take, what is copied and sent on it, and about how long it would take.
+"""`Strategy.explain`: which route a value would take, what is copied and sent on it, and about how long it would take.
 
 Everything is asked of the objects that do the work.  Nothing is sent, nothing is written.
 """
@@ -69,7 +69,7 @@ class Explained:
         def extended(self) -> _Extended: ...
 
     def explain(self, value: Any, reduce_op: Any = "SUM", options: CommunicationOptions | None = None) -> str:
-        """Say which way an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.
+        """Say which route an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.
 
         Args:
             value: what would be reduced: a nest of arrays, numbers and variables, or an `Arena`.

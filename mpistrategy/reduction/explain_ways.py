@@ -1,4 +1,4 @@
-"""The ways that buffers take, in words and figures: what is copied, what each rank writes or sends, and the time."""
+"""The routes of buffers, in words and figures: what is copied, what each rank writes or sends, and the time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Ground:
-    """The ranks, as far as ways depend on them.
+    """The ranks, as far as routes depend on them.
 
     Attributes:
         size: how many ranks there are.
@@ -83,7 +83,7 @@ class Ground:
 
 
 def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
-    """Return the way of buffers that go the same one, what is copied, and what each rank writes or sends."""
+    """Return the route of buffers that take the same one, what is copied, and what each rank writes or sends."""
     first, nbytes = alike[0], sum(buffer.nbytes for buffer in alike)
     local, paths = ground.local_size, ground.thresholds
     size, part = size_in_words(nbytes), f"1/{local}"

@@ -75,7 +75,7 @@ class DenseReduction:
         self._op = op
         self._text = op.on_the_wire
         self._dtypes = [dtype for dtype, _ in layouts]
-        #: Whether results leave the wire as they are: no other dtype, no division of integers.
+        #: Whether results need no conversion: they travel in their own dtype, and no integers are divided.
         self._exact = all(
             dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
             for dtype in self._dtypes
@@ -88,11 +88,13 @@ class DenseReduction:
         else:
             self.packs = _hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
         self._nbytes = sum(pack.nbytes for pack in self.packs)
-        #: What is done instead of the window once there are blocks; None for what takes other ways.
-        self._blocks: ResultBufferReduction | None = None
+        #: The route through result buffers, once there are some; None for packs that take other routes.
+        self._result_buffers: ResultBufferReduction | None = None
         if communicator.result_buffers is not None and set(self._routes()) == {"pipelined"}:
             divisors = [self._divisor(pack.dtype) for pack in self.packs]
-            self._blocks = ResultBufferReduction(communicator, self.packs, op.on_the_wire, divisors, self.combination)
+            self._result_buffers = ResultBufferReduction(
+                communicator, self.packs, op.on_the_wire, divisors, self.combination
+            )
         #: Memory for each pack, between `prepare` and `run`: short memory must show before the ranks agree.
         self._memory: list[Array] | None = None
         #: Lone numbers in blocks, and in packs: their results must not keep so much memory.
@@ -100,17 +102,17 @@ class DenseReduction:
         self._lone = [m.index for p in self.packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
     def routes(self) -> list[Route]:
-        """Return the way of each of `packs`."""
-        if self._blocks is not None and self._blocks.is_possible:
+        """Return the route of each of `packs`."""
+        if self._result_buffers is not None and self._result_buffers.is_possible:
             return ["result_buffers"] * len(self.packs)
         return self._routes()
 
     def _divisor(self, dtype: np.dtype[Any]) -> int:
-        """Return what sums of a dtype of the wire are divided by before they leave it."""
+        """Return what sums are divided by before they are converted to their own dtype."""
         return self._communicator.size if self._op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
 
     def _routes(self) -> list[Route]:
-        """Return the ways without blocks: all go through the window together, or each by itself."""
+        """Return the routes without result buffers: all packs are pipelined together, or each has its own."""
         ranks, op = self._communicator, self._op.on_the_wire
         return [
             "pipelined"
@@ -124,21 +126,23 @@ class DenseReduction:
         if self.program is not None:
             self.program.write(arrays)
             return
-        self.prepare_blocks(arrays, targets)
-        self._memory = None if self.has_block else self._taken(targets)
+        self.prepare_result_buffers(arrays, targets)
+        self._memory = None if self.has_result_buffer else self._taken(targets)
 
-    def prepare_blocks(self, arrays: Sequence[Any], targets: Sequence[Array | None] | None = None) -> None:
-        """Do the part of `prepare` that `run_in_blocks` needs."""
-        if self._blocks is not None:
-            self._blocks.prepare(arrays, wanted=targets is None or not any(target is not None for target in targets))
+    def prepare_result_buffers(self, arrays: Sequence[Any], targets: Sequence[Array | None] | None = None) -> None:
+        """Do the part of `prepare` that `run_in_result_buffers` needs."""
+        if self._result_buffers is not None:
+            self._result_buffers.prepare(
+                arrays, wanted=targets is None or not any(target is not None for target in targets)
+            )
 
     @property
-    def has_block(self) -> bool:
-        """Whether `prepare` has brought this rank's arrays into blocks, which have room for the results, too."""
-        return self._blocks is not None and self._blocks.is_prepared
+    def has_result_buffer(self) -> bool:
+        """Whether `prepare` has copied this rank's arrays into result buffers."""
+        return self._result_buffers is not None and self._result_buffers.is_prepared
 
     def only_array(self) -> Callable[[Array, Array], None] | None:
-        """Return what reduces one contiguous array into another of its dtype; None for other lists and ways.
+        """Return what reduces one contiguous array into another of its dtype; None for other lists and routes.
 
         It is the short way of `run`: much of the time of a reduction of 1 MiB is Python that other work has driven out
         of the caches.
@@ -163,7 +167,7 @@ class DenseReduction:
             results = self.program.read()
             size = self._communicator.size
             return [finish(r, dtype, self._op, size) for r, dtype in zip(results, self._dtypes, strict=True)]
-        found = self.run_in_blocks()
+        found = self.run_in_result_buffers()
         if found is not None:
             return found
         results = [np.empty(0)] * len(arrays)
@@ -189,9 +193,9 @@ class DenseReduction:
         """Write the combination of each source into its target: pairs of flat arrays of one dtype."""
         self._communicator.allreduce_many(pairs, self._text, self._divisor(dtype), self._nbytes)
 
-    def run_in_blocks(self) -> list[Array] | None:
-        """Do what `run` does where all ranks have brought their arrays into blocks; None elsewhere, on all ranks."""
-        sums = None if self._blocks is None else self._blocks.run()
+    def run_in_result_buffers(self) -> list[Array] | None:
+        """Do what `run` does where all ranks have result buffers; None elsewhere, on all ranks."""
+        sums = None if self._result_buffers is None else self._result_buffers.run()
         if sums is None:
             return None
         results: list[Array] = [np.empty(0)] * len(self._dtypes)
@@ -262,7 +266,7 @@ def plan_of_one_array(
     layout: Layout,
     general: Run,
 ) -> Run:
-    """Return the all-reduce of one large array; what is no buffer, or overlaps, goes the `general` way."""
+    """Return the all-reduce of one large array; `general` takes what is not contiguous, or overlaps."""
     guard, digest, signature = agreed
     dtype, shape = layout
     take = communicator.pool.take
@@ -276,11 +280,11 @@ def plan_of_one_array(
                 return general(value, out)
         elif out is not None and not out.flags.writeable:
             return MISFIT
-        reduction.prepare_blocks((value,), None if out is None else (out,))
-        target = take(dtype, shape) if out is None and not reduction.has_block else out
+        reduction.prepare_result_buffers((value,), None if out is None else (out,))
+        target = take(dtype, shape) if out is None and not reduction.has_result_buffer else out
         guard.compare_digest(digest, signature)
         try:
-            found = reduction.run_in_blocks()
+            found = reduction.run_in_result_buffers()
             if found is not None:
                 return found[0]
             if target is None:  # another rank had no block

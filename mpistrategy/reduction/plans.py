@@ -1,4 +1,4 @@
-"""The common all-reduce, worked out once for each kind of value: checks, layout and digest are looked up, not redone.
+"""The plans of repeated all-reduces: checks, layout and digest are made once for each call site and kind of value.
 
 `Plans` serves ``ctx.all_reduce(op, value)`` and ``ctx.all_reduce(op, value, out=...)`` of ordinary arrays
 and numbers, alone or in nests.  Whatever is not so simple it leaves to the general way in `ReplicaContext.all_reduce`,
@@ -90,7 +90,7 @@ class _Sites:
         self.callers: dict[int, Node[SitePlans]] = self._tree.root.callers
 
     def of(self, frame: FrameType | None, step: Any) -> SitePlans:
-        """Return the place of a call that `frame` makes in a step function with the code `step`.
+        """Return the plans of the call site of `frame`, in a step function with the code `step`.
 
         A frame of this package, or None, makes none of its own: the call was made elsewhere, at the guard's site.
         """
@@ -103,7 +103,7 @@ class _Sites:
         return self._elsewhere.setdefault(site.place, SitePlans(site))
 
     def clear(self) -> None:
-        """Forget everything that was worked out."""
+        """Forget all plans."""
         self._tree.clear()
         self._elsewhere.clear()
 
@@ -178,7 +178,7 @@ class Plans:
             if place is None:
                 place = place_of(frame, step)
             kind = type(value)
-            # Most places in a program only ever see one kind of value.
+            # Most call sites only ever see one kind of value.
             if kind is not place.kind or reduce_op is not place.op:
                 known = find(place, reduce_op, value)
             elif (
@@ -220,7 +220,7 @@ class Plans:
             guard.fail(WHERE, error, agreed=False)
 
     def _find(self, place: SitePlans, reduce_op: Any, value: Any) -> Run | None:
-        """Return the all-reduce of a value at a place, worked out now or before; None for what is not served."""
+        """Return the plan of a value at a call site, made now or before; None for what has no plan."""
         known, kind = place.known, type(value)
         try:
             if kind is np.ndarray:
@@ -281,7 +281,7 @@ class Plans:
                 return run
             run = self._worked_out(op, value, place.text)
         except MpiStrategyError:
-            return None  # the general way says what is wrong
+            return None  # the general call raises the error
         place.known[key] = run
         return run
 

@@ -83,7 +83,7 @@ class Reducer:
         self.plans.serve(self._algorithm, options)
 
     def plans_for(self, options: Any) -> Plans | None:
-        """Return the plans of calls with these options; None where each call is worked out anew."""
+        """Return the plans of calls with these options; None where calls have none."""
         if type(options) is not CommunicationOptions or options.timeout_seconds is not None:
             return None
         plans = self._others.get(options)
@@ -207,7 +207,7 @@ class Reducer:
         return result if is_on_device(result) else np.asarray(result)
 
     def _planned(self, op: ReduceOp, array: Any) -> DenseReduction | None:
-        """Return the reduction of an ordinary array that was worked out once; None for what goes the general way."""
+        """Return the planned reduction of an ordinary array; None for other arrays and algorithms."""
         if self.plans.settings is None or type(array) is not np.ndarray or not is_simple(array.dtype, op):
             return None
         layouts = ((array.dtype, array.shape),)

@@ -1,10 +1,10 @@
 """Memory for results that the ranks of a node see: arrays are reduced where they were brought, and the result stays.
 
-Every rank has blocks of each size that is asked for, and brings its arrays into one that none of its earlier results
+Every rank has buffers of each size that is asked for, and brings its arrays into one that none of its earlier results
 lives in.  It tells the peers which, in its mailbox, with the check of the call.  Results are views of the rank's own
-block, which is used again once nobody holds a view of it.
+buffer, which is used again once nobody holds a view of it.
 
-Blocks are made when a size is asked for the second time, and more of them when a rank holds results in all of its own.
+Buffers are made when a size is asked for the second time, and more of them when a rank holds results in all of its own.
 Whatever changes here changes inside an agreed call and for agreed reasons: it is the same on all ranks.
 """
 
@@ -20,27 +20,27 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 
-#: What each rank's blocks may take together.
+#: What each rank's buffers may take together.
 _MOST_BYTES = 2**30
 _LEAST_BLOCK_BYTES = 256 * 2**10
 _MOST_BLOCKS = 16
-#: How many blocks a call may take.
+#: How many buffers a call may take.
 MOST_SIZES = 2
-#: Blocks of a size that has not been asked for in so many calls make room for others.
+#: Buffers of a size that has not been asked for in so many calls make room for others.
 _KEPT_FOR = 256
 
-# What a rank says instead of the number of a block: all its blocks are in use; it needs none.
+# What a rank says instead of the number of a buffer: all its buffers are in use; it needs none.
 _NONE_FREE = -1
 _DECLINED = -2
 
 
 @dataclass
 class _Size:
-    """The blocks of one size.
+    """The buffers of one size.
 
     Attributes:
         mine: this rank's.
-        everybodys: those of all ranks, by local rank, for each block.
+        everybodys: those of all ranks, by local rank, for each buffer.
         may_grow: whether there may be more of them.
         last_call: when they were asked for last.
     """
@@ -52,10 +52,10 @@ class _Size:
 
 
 class ResultBuffers:
-    """The blocks of all ranks of one node.
+    """The buffers of all ranks of one node.
 
     Args:
-        mailboxes: where the ranks tell each other which block they took.
+        mailboxes: where the ranks tell each other which buffer they took.
         share: returns so many bytes for each rank, None where they cannot be shared; collective.
     """
 
@@ -71,13 +71,13 @@ class ResultBuffers:
         ]
 
     def may_have(self, sizes: Sequence[int]) -> bool:
-        """Return whether there are blocks for so many bytes each, or will be when they are asked for again."""
+        """Return whether there are buffers for so many bytes each, or will be when they are asked for again."""
         lengths = {block_bytes_for(nbytes) for nbytes in sizes}
         missing = {length: size for length in lengths if not (size := self._sizes.get(length, _Size())).mine}
         return all(size.may_grow for size in missing.values()) and sum(missing) <= self._left
 
     def take(self, sizes: Sequence[int]) -> list[Array] | None:
-        """Return free blocks of at least so many bytes, as uint8, and tell the peers in this rank's mailbox.
+        """Return free buffers of at least so many bytes, as uint8, and tell the peers in this rank's mailbox.
 
         None means that one is missing; nothing is taken then.
         """
@@ -93,13 +93,13 @@ class ResultBuffers:
         return found if len(found) == len(sizes) else None
 
     def decline(self) -> None:
-        """Tell the peers that this rank takes no block in the next call: nobody will."""
+        """Tell the peers that this rank takes no buffer in the next call: nobody will."""
         self._chosen[(self._mailboxes.sequence + 1) & 1][self._mailboxes.local_rank][0] = _DECLINED
 
     def taken(self, sizes: Sequence[int]) -> list[tuple[Array, ...]] | None:
-        """Return for each size the blocks that the ranks took, after the agreement; None when one rank took none.
+        """Return for each size the buffers that the ranks took, after the agreement; None when one rank took none.
 
-        It is None on all ranks then, and blocks are made for later calls.
+        It is None on all ranks then, and buffers are made for later calls.
         """
         self._calls += 1
         everybodys = self._chosen[self._mailboxes.sequence & 1]
@@ -136,7 +136,7 @@ class ResultBuffers:
         size.may_grow = len(size.mine) < _MOST_BLOCKS
 
     def _forget_one(self) -> bool:
-        """Forget the size that was not asked for in the longest time; its blocks live on with their views."""
+        """Forget the size that was not asked for in the longest time; its buffers live on with their views."""
         length, size = min(self._sizes.items(), key=lambda item: item[1].last_call)
         if self._calls - size.last_call < _KEPT_FOR:
             return False
@@ -146,7 +146,7 @@ class ResultBuffers:
 
 
 def block_bytes_for(nbytes: int) -> int:
-    """Return the size of the block for so many bytes: there are eight sizes to each power of two."""
+    """Return the size of the buffer for so many bytes: there are eight sizes to each power of two."""
     if nbytes <= _LEAST_BLOCK_BYTES:
         return _LEAST_BLOCK_BYTES
     step = 1 << ((nbytes - 1).bit_length() - 4)
@@ -154,8 +154,8 @@ def block_bytes_for(nbytes: int) -> int:
 
 
 def _count_of_free_block() -> int:
-    blocks = [np.frombuffer(bytearray(1), np.uint8)]
-    return next(sys.getrefcount(blocks[n]) for n in range(1))
+    buffers = [np.frombuffer(bytearray(1), np.uint8)]
+    return next(sys.getrefcount(buffers[n]) for n in range(1))
 
 
 _FREE = _count_of_free_block()

@@ -1,1 +1,1 @@
-"""The ways that the bytes of a reduction take, one file each."""
+"""The routes that the bytes of a reduction take, one file each."""

@@ -1,4 +1,4 @@
-"""Values in GPU memory in a batch: which of them are reduced on their device, and which by way of the host."""
+"""Values in GPU memory in a batch: which of them are reduced on their device, and which through the host."""
 
 from __future__ import annotations
 

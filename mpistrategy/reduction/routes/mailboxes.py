@@ -25,7 +25,7 @@ from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.leaves import Leaves
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
 
-#: Returned for a value that must go the general way.
+#: Returned for a value that the plan was not made for; nothing has been sent then.
 MISFIT: Any = object()
 
 Agreed = tuple[Guard, int, Signature]

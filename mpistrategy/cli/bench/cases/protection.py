@@ -139,7 +139,7 @@ def _bare_in_blocks(
     def run(mine: Array) -> Any:
         reduction.prepare((mine,), None)
         _meet(mailboxes)
-        found = reduction.run_in_blocks()
+        found = reduction.run_in_result_buffers()
         if found is not None:
             return found[0]
         only = reduction.only_array()
