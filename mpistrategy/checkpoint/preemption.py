@@ -214,7 +214,7 @@ class PreemptionCheckpointHandler:
         with suppress(ValueError):
             self._guard.at_close.remove(self.close)
         if _catching.pop(self, None) is not None and self._guard not in _catching.values():
-            self._guard.lower_hands()
+            self._guard.lower_flags()
 
     def __enter__(self) -> Self:
         return self
@@ -269,11 +269,11 @@ class PreemptionCheckpointHandler:
             self._told = self._told or ("termination_watcher_fn", time.monotonic())
             self._raise_hand()
         self._unchecked = 0 if met else self._unchecked + 1
-        if self._unchecked >= self._steps_between_checks and not self._guard.hand_was_seen:
+        if self._unchecked >= self._steps_between_checks and not self._guard.flag_was_seen:
             self._unchecked = 0
             with self._guard.call(where) as call:
                 call.agree("look for signals")
-        if self._guard.hand_was_seen:
+        if self._guard.flag_was_seen:
             self._stop(where)
 
     def _stop(self, where: str) -> None:
@@ -293,7 +293,7 @@ class PreemptionCheckpointHandler:
             sys.stderr.write(f"{_in_words(told, step, path, took, self._config.grace_period)}\n")
             sys.stderr.flush()
         self._told = None
-        self._guard.lower_hands()
+        self._guard.lower_flags()
         try:
             (self._config.exit_fn or _exit)()
         except SystemExit:

@@ -9,8 +9,8 @@ words, and then every rank raises the same table.
 A rank that cannot make the call at all (a string among its arrays, say) takes part in the comparison with its error,
 so that its peers raise too instead of waiting for it.
 
-A rank can raise its hand: a bit beside its next digest.  The digests differ then, the ranks exchange their calls in
-words, find these equal, and go on; all have seen the hand, in the same call.  While no hand is up, this costs nothing.
+A rank can raise a flag: a bit beside its next digest.  The digests differ then, the ranks exchange their calls in
+words, find these equal, and go on; all have seen the flag, in the same call.  While no flag is up, this costs nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, Sparingly
-from mpistrategy.mpi.contract.digests import Digests
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.flight_recorder import WHAT, FlightRecord
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, is_late, table
-from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.contract.signature import Digests, Signature
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 
-_HAND = 1 << 62  # digests are smaller
+_FLAG = 1 << 62  # digests are smaller
 
 _LEAVING = Signature("exit")
 
@@ -114,11 +113,11 @@ class Guard(TellsErrors):
             forks.close_in_children(self)
         #: Set when messages of calls that differed may be under way; no call is taken any more.
         self.is_spoiled = False
-        #: Whether calls must come here: the guard is closed, or this rank's hand is up.
+        #: Whether calls must come here: the guard is closed, or this rank's flag is up.
         self.must_enter = False
-        self._hand = 0
-        #: Set on all ranks, in the same call, after some have raised their hands; `raise_flag` tells more.
-        self.hand_was_seen = False
+        self._flag = 0
+        #: Set on all ranks, in the same call, after some have raised their flags; `raise_flag` tells more.
+        self.flag_was_seen = False
         #: What the program's `Strategy.close` gives back besides; not called when the program ends without it.
         self.at_close: list[Callable[[], object]] = []
         #: How often this rank has compared its calls, where that costs a message; the same on all ranks.
@@ -132,7 +131,7 @@ class Guard(TellsErrors):
     @closed.setter
     def closed(self, closed: bool) -> None:
         self._closed = closed
-        self.must_enter = closed or bool(self._hand)
+        self.must_enter = closed or bool(self._flag)
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
@@ -158,16 +157,16 @@ class Guard(TellsErrors):
 
         A signal handler may do so: nothing but attributes is written.
         """
-        if self.hand_was_seen:
+        if self.flag_was_seen:
             return
         if self._channel is None:
-            self.hand_was_seen = True
+            self.flag_was_seen = True
         else:
-            self._hand, self.must_enter = _HAND, True
+            self._flag, self.must_enter = _FLAG, True
 
-    def lower_hands(self) -> None:
-        """Forget that hands were seen, on all ranks at the same place in the program."""
-        self._hand, self.must_enter, self.hand_was_seen = 0, self._closed, False
+    def lower_flags(self) -> None:
+        """Forget that flags were seen, on all ranks at the same place in the program."""
+        self._flag, self.must_enter, self.flag_was_seen = 0, self._closed, False
 
     def call(
         self, where: str, structure: str = "", name: str = "", *, called: Any = None, anywhere: bool = False
@@ -228,7 +227,7 @@ class Guard(TellsErrors):
             self.resolve(signature)
 
     def resolve(self, signature: Signature) -> None:
-        """Raise on every rank, after the digests were found to differ, outside every `call`; not for a raised hand."""
+        """Raise on every rank, after the digests were found to differ, outside every `call`; not for a raised flag."""
         try:
             self._settle(self._report(signature))
         except MpiStrategyError as error:
@@ -255,7 +254,7 @@ class Guard(TellsErrors):
 
     def _agrees(self, digest: int, signature: Signature, *, due: bool, patiently: bool = False) -> bool:
         """Return whether all ranks bring an equal call, or this one is not compared."""
-        sparingly, hand = self._sparingly, self._hand
+        sparingly, flag = self._sparingly, self._flag
         if sparingly is not None:
             number = sparingly.number_to_compare(digest, signature, due=due)
             if number is None:
@@ -267,9 +266,9 @@ class Guard(TellsErrors):
         self.is_comparing = True
         try:
             if patiently or self._is_patient:
-                equal = all_equal_patiently(channel, digest | hand, self.look)
+                equal = all_equal_patiently(channel, digest | flag, self.look)
             else:
-                equal = channel.all_equal(digest | hand)
+                equal = channel.all_equal(digest | flag)
         except MpiStrategyError:  # that is the answer
             self.is_comparing = False
             raise
@@ -278,8 +277,8 @@ class Guard(TellsErrors):
             return False
         if sparingly is not None:
             sparingly.agreed()
-        if hand:
-            self._see_hands()
+        if flag:
+            self._see_flags()
         return True
 
     def close_in_child(self) -> None:
@@ -345,17 +344,17 @@ class Guard(TellsErrors):
         texts = self._channel.allgather_text(json.dumps(astuple(mine)))
         return [Report(*json.loads(text)) for text in texts]
 
-    def _see_hands(self) -> None:
-        self.hand_was_seen = True  # before the hand goes down: a signal may come in between
-        self._hand, self.must_enter = 0, self._closed
+    def _see_flags(self) -> None:
+        self.flag_was_seen = True  # before the flag goes down: a signal may come in between
+        self._flag, self.must_enter = 0, self._closed
 
     def _settle(self, mine: Report) -> None:
-        """Find out why the digests differ; raise on every rank unless hands are up and nothing else."""
+        """Find out why the digests differ; raise on every rank unless flags are up and nothing else."""
         reports = self.exchange(mine)
         if mine.digest is not None and all(report.digest == mine.digest for report in reports):
             if self._sparingly is not None:
                 self._sparingly.agreed()
-            self._see_hands()
+            self._see_flags()
             return
         if self._sparingly is not None:
             self._sparingly.begin_anew()

@@ -1,6 +1,6 @@
 """Who wants to know when this process enters and leaves collectives.
 
-While nobody does, nothing of this runs: every way through a collective, the quick ones included, sets
+While nobody does, nothing of this runs: every route through a collective, those of plans included, sets
 `Guard.current`, which is a plain attribute.  The first watcher puts a descriptor of this name on the class, the last
 takes it away.
 """

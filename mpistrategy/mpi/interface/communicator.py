@@ -1,7 +1,7 @@
-"""The transport seam: the verbs that every layer above needs, and the one-rank transport that needs no MPI.
+"""The collectives that every layer above needs, as a Protocol, and those of one rank, which need no MPI.
 
 All buffers are NumPy arrays in native byte order, contiguous and aligned (`dtypes.is_buffer`), and are
-worked on in place.  Every verb is collective over the transport's ranks.
+worked on in place.  Every method that moves data is collective over the communicator's ranks.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ class Communicator(Protocol):
     Attributes:
         rank: this rank's number.
         size: how many ranks there are.
-        guard: compares what the ranks are about to do before any of these verbs runs.
+        guard: compares what the ranks are about to do before any of these collectives runs.
         devices: the device that each rank drives, in rank order.
         node_of: the number of the node of each rank, from 0 on.
         local_rank: this rank's index among the ranks of its node.
         library: the MPI library and its version, in words; "" without one.
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
-        paths: which way a buffer takes, by its size.
+        thresholds: which route a buffer takes, by its size.
         mailboxes: where small values travel with the check of the call; None unless all ranks share one node's memory.
-        blocks: where packs are reduced and results stay; None where there are no mailboxes.
+        result_buffers: where packs are reduced and results stay; None where there are no mailboxes.
         pool: memory for results.
         compiled: what was worked out once for values of certain layouts; a cache of the algorithms.
         device_paths: in which ways arrays in GPU memory travel; filled by `mpistrategy.mpi.gpu.transports.setup`.
@@ -104,7 +104,7 @@ class Communicator(Protocol):
     device_paths: DevicePaths
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
-        """Return which way `allreduce` takes with a buffer of so many bytes."""
+        """Return the route that `allreduce` takes with a buffer of so many bytes."""
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
@@ -118,7 +118,7 @@ class Communicator(Protocol):
     ) -> None:
         """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype.
 
-        They are part of a list of `nbytes`, which goes through the window of a node as a whole or not at all.
+        They are part of a list of `nbytes`, which takes the pipelined all-reduce of a node as a whole or not at all.
         """
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:

@@ -1,4 +1,4 @@
-"""How a buffer in GPU memory is reduced: what every path offers, and the memory that all of them can work with.
+"""How a buffer in GPU memory is reduced: what every path offers, the memory for it, and how ranks report errors.
 
 A path works on CuPy's current stream.  It reads a buffer when everything that was put on the stream before is done, and
 what is put on the stream afterwards finds the result; nothing waits for the whole device.
@@ -6,11 +6,13 @@ what is put on the stream afterwards finds the result; nothing waits for the who
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.mpi.interface.communicator import Communicator, PathName
+from mpistrategy.mpi.job.launcher import ranks_in_words
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import DeviceArray
@@ -39,3 +41,18 @@ def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceAr
     one of the two no longer uses the other may have.
     """
     return cupy.ndarray((size,), dtype, memptr=cupy.get_default_memory_pool().malloc(max(1, size * dtype.itemsize)))
+
+
+def error_of(work: Callable[[], str | None]) -> str:
+    """Return what goes wrong in `work`, "" if nothing; it must not raise, since the peers wait for this rank."""
+    try:
+        return work() or ""
+    except Exception as error:  # CUDA's, NCCL's or ours
+        return f"{type(error).__name__}: {error}"
+
+
+def first_error(ranks: Communicator, mine: str) -> str:
+    """Return the error of some rank, with its number; "" if none has any.  Collective, and a barrier."""
+    everyone = ranks.allgather_text(mine)
+    those = [rank for rank, error in enumerate(everyone) if error]
+    return f"{everyone[those[0]]} ({ranks_in_words(those)})" if those else ""

@@ -12,13 +12,12 @@ import atexit
 import builtins
 import os
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
 from mpistrategy.mpi.contract import forks
-from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, status_of
+from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, exit_that_notes, status_of
 
 #: Python's status where standard output cannot be written.
 _NOT_WRITTEN = 120
@@ -73,7 +72,7 @@ def follow() -> None:
         _notes_exits = True
         for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
             if hasattr(place, name):
-                setattr(place, name, _noting(getattr(place, name)))
+                setattr(place, name, exit_that_notes(_note_exit, getattr(place, name)))
 
 
 def note(status: int) -> None:
@@ -91,17 +90,9 @@ def was_unwound(frame: FrameType | None) -> bool:
     return not opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
-def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `leave`, which raises SystemExit, with a note of its status: Python tells nobody."""
-
-    def noting(status: Any = None, /) -> NoReturn:
-        """Exit the interpreter by raising SystemExit(status)."""
-        if _child is not None and threading.current_thread() is threading.main_thread():
-            _child.exit_status = status_of(status)
-        leave(status)
-        raise SystemExit(status)
-
-    return noting
+def _note_exit(status: Any) -> None:
+    if _child is not None:
+        _child.exit_status = status_of(status)
 
 
 def _end(child: _Child) -> None:

@@ -56,6 +56,23 @@ def status_of(code: Any) -> int:
     return code & 0xFF if isinstance(code, int) else 1
 
 
+def exit_that_notes(note: Callable[[Any], None], previous: Callable[[Any], object] | None = None) -> Callable[..., Any]:
+    """Return a `sys.exit` that first calls `note` with the status, in the main thread: Python tells nobody.
+
+    `previous`, if given, is called after that; it may raise SystemExit itself.
+    """
+
+    def leave(status: Any = None, /) -> NoReturn:
+        """Exit the interpreter by raising SystemExit(status)."""
+        if threading.current_thread() is threading.main_thread():
+            note(status)
+        if previous is not None:
+            previous(status)
+        raise SystemExit(status)
+
+    return leave
+
+
 class ExitHooks:
     """Makes an uncaught exception, in any thread, and `sys.exit` known to what ends the job.
 
@@ -76,7 +93,7 @@ class ExitHooks:
         self._replace(sys, "excepthook", self._uncaught(sys.excepthook))
         self._replace(threading, "excepthook", self._uncaught_in_thread(threading.excepthook))
         self._replace(sys, "unraisablehook", self._ignored(sys.unraisablehook))
-        leave = self._leaving(sys.exit)
+        leave = exit_that_notes(self._note_exit)
         self._replace(sys, "exit", leave)
         for name in ("exit", "quit"):
             if hasattr(builtins, name):
@@ -137,16 +154,8 @@ class ExitHooks:
 
         return ignored
 
-    def _leaving(self, previous: Callable[..., Any]) -> Callable[..., Any]:
-        """Make `sys.exit`, `exit` and `quit` remember their status: Python tells nobody with which one it ends."""
-
-        def leave(status: Any = None, /) -> NoReturn:
-            """Exit the interpreter by raising SystemExit(status)."""
-            if self._is_on and threading.current_thread() is threading.main_thread():
-                stack = "".join(traceback.format_stack(sys._getframe(1)))
-                last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}"
-                self._ending.last_words = last_words.rstrip()
-                self._ending.exit_status = status_of(status)
-            raise SystemExit(status)
-
-        return leave
+    def _note_exit(self, status: Any) -> None:
+        if self._is_on:
+            stack = "".join(traceback.format_stack(sys._getframe(2)))
+            self._ending.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
+            self._ending.exit_status = status_of(status)

@@ -41,9 +41,9 @@ def lanes_of(node_of: Sequence[int], most: int = MOST_LANES) -> int:
     return min(most, *map(node_of.count, node_of))
 
 
-def piece_bytes_for(lanes: int, nodes: int, paths: Thresholds) -> int:
+def piece_bytes_for(lanes: int, nodes: int, thresholds: Thresholds) -> int:
     """Return how much of a buffer is one piece; more than is wanted where blocks of it would become short messages."""
-    return max(paths.across_piece_bytes, min(lanes * nodes * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
+    return max(thresholds.across_piece_bytes, min(lanes * nodes * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
 
 
 #: Called between two looks that found nothing new, with how many there have been.
@@ -51,10 +51,9 @@ Pause = Callable[[int], None]
 
 
 class Ranks(Communicator, Protocol):
-    """What the two-level exchange needs of a communicator besides the verbs."""
+    """What the two-level exchange needs of a communicator besides its collectives."""
 
     across: Any
-    paths: Thresholds
 
     def links(self, most: int) -> tuple[int, Link | None]:
         """Return how many ranks of each node have counterparts on all nodes, and this rank's counterparts."""

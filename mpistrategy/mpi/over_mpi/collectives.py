@@ -1,4 +1,4 @@
-"""The verbs that move data over real MPI: one MPI collective, or the shared memory of a node.
+"""The collectives that move data over real MPI: one MPI collective, or the shared memory of a node.
 
 Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever pickled.
 """
@@ -38,7 +38,7 @@ class Verbs:
         node_of: the node of each rank.
         pipelined: the memory that the ranks of this node share; None where they share none.
         failures: what the ranks have told each other of failures; None where they cannot, on several nodes.
-        paths: from how many bytes on which way is taken.
+        thresholds: from how many bytes on which route is taken.
         max_count: how many elements one MPI call may carry.
         across: the state of the two-level exchange, once `mpistrategy.mpi.multi_node.two_level` has made it.
     """
@@ -57,7 +57,7 @@ class Verbs:
     across: Any
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
-        """Return which way `allreduce` takes with so many bytes."""
+        """Return the route that `allreduce` takes with so many bytes."""
         if (
             self.pipelined is not None
             and self.local_size == self.size

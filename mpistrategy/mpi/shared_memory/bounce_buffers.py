@@ -1,4 +1,4 @@
-"""The staging buffers of a node's window, and where everything of a chunk is in them."""
+"""The bounce buffers of the pipelined all-reduce, and where each part of a chunk is in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMEMBERED = 512
 
 
 def bytes_of(chunk_bytes: int) -> int:
-    """Return how much memory of each rank the staging buffers for chunks of this size take."""
+    """Return how much memory of each rank the bounce buffers for chunks of this size take."""
     return BUFFERS * 2 * chunk_bytes
 
 
@@ -26,7 +26,7 @@ def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
 
 
 class Layout(NamedTuple):
-    """Where a chunk of one size is, in one of the two staging buffers.
+    """Where a chunk of one size is, in one of the two bounce buffers.
 
     Attributes:
         brings: which parts of the source this rank brings, and where they go: all but its own slice.
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
 
 class BounceBuffers:
-    """Two staging buffers of each rank, in turn: in each what it brings, and what it has added up.
+    """Two bounce buffers of each rank, in turn: in each what it brings, and what it has added up.
 
     Args:
         memory: `bytes_of(chunk_bytes)` of each rank, from `start` on.

@@ -1,10 +1,10 @@
-"""Reduction of ordinary arrays through the node's window, in chunks that stay in the cache.
+"""The pipelined all-reduce of ordinary arrays on one node, in chunks that stay in the cache.
 
 Every rank owns one slice of every chunk.  It shows its peers the slices that they own, adds up its own (in rank
 order, so that equal runs give equal bits), and shows the sum; one chunk later everybody copies the other sums out.
 No array is copied whole, and nothing is allocated.
 
-Each rank has two staging buffers of two parts, in turn: what it brings, and what it has added up.  A part is written
+Each rank has two bounce buffers of two parts, in turn: what it brings, and what it has added up.  A part is written
 again only after all peers have said that they are done with the chunk after it, or have come that far.
 """
 
@@ -35,16 +35,16 @@ def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
 
 
 def segment_bytes(chunk_bytes: int) -> int:
-    """Return how much memory each rank's counters and staging buffers take."""
+    """Return how much memory each rank's counters and bounce buffers take."""
     return counters.bytes_of(_COUNTERS) + bounce_buffers.bytes_of(chunk_bytes)
 
 
 class PipelinedAllReduce:
-    """The staging buffers of all ranks of one node.
+    """The pipelined all-reduce among the ranks of one node.
 
     Args:
         memory: `segment_bytes(chunk_bytes)` for each rank, zeroed.
-        chunk_bytes: what a rank stages at a time.
+        chunk_bytes: what a rank copies in at a time.
         waiting: how to wait for a peer.
         more: returns so many bytes more for each rank, None where they cannot be shared; collective.  With them, large
             calls have larger chunks where these are faster.

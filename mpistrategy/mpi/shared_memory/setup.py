@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.shared_memory import mailboxes as mailboxes
-from mpistrategy.mpi.shared_memory import pipelined
+from mpistrategy.mpi.shared_memory import mailboxes, pipelined
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned, part
@@ -19,8 +18,8 @@ class NodeMemory:
     """The mailboxes and the bounce buffers of one node, in one piece of shared memory.
 
     Args:
-        memory: `bytes_for` the same ranks and paths.
-        paths: how large the parts are.
+        memory: `bytes_for` the same ranks and thresholds.
+        thresholds: how large the parts are.
         waiting: how to wait for a peer in the mailboxes, before the ranks have agreed on a call.
         waiting_for_data: how to wait after that.
         more: see `PipelinedAllReduce`.
@@ -29,20 +28,22 @@ class NodeMemory:
     def __init__(
         self,
         memory: SharedMemory,
-        paths: Thresholds,
+        thresholds: Thresholds,
         waiting: Waiting,
         waiting_for_data: Waiting,
         more: Callable[[int], SharedMemory | None] | None = None,
     ) -> None:
-        cell_bytes = _cell_bytes(paths)
-        chunk_bytes = pipelined.chunk_bytes_for(len(memory.segments), paths.chunk_bytes)
-        self.mailboxes = Mailboxes(part(memory, 0, cell_bytes), paths.cell_bytes, waiting)
-        self.pipelined = PipelinedAllReduce(part(memory, cell_bytes), chunk_bytes, waiting_for_data, more)
+        mailbox_bytes = _mailbox_bytes(thresholds)
+        chunk_bytes = pipelined.chunk_bytes_for(len(memory.segments), thresholds.chunk_bytes)
+        self.mailboxes = Mailboxes(part(memory, 0, mailbox_bytes), thresholds.cell_bytes, waiting)
+        self.pipelined = PipelinedAllReduce(part(memory, mailbox_bytes), chunk_bytes, waiting_for_data, more)
 
     @staticmethod
-    def bytes_for(ranks: int, paths: Thresholds) -> int:
+    def bytes_for(ranks: int, thresholds: Thresholds) -> int:
         """Return how much memory each of so many ranks of a node needs."""
-        return _cell_bytes(paths) + pipelined.segment_bytes(pipelined.chunk_bytes_for(ranks, paths.chunk_bytes))
+        return _mailbox_bytes(thresholds) + pipelined.segment_bytes(
+            pipelined.chunk_bytes_for(ranks, thresholds.chunk_bytes)
+        )
 
 
 class MailboxChannel:
@@ -79,5 +80,5 @@ def warn_without_memory(reason: str, rank: int, *, later: bool = False) -> None:
         )
 
 
-def _cell_bytes(paths: Thresholds) -> int:
-    return aligned(mailboxes.segment_bytes(paths.cell_bytes))
+def _mailbox_bytes(thresholds: Thresholds) -> int:
+    return aligned(mailboxes.segment_bytes(thresholds.cell_bytes))

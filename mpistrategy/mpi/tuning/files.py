@@ -126,7 +126,7 @@ def replace_whole(file: Path, text: str) -> None:
     os.replace(draft.name, file)
 
 
-def save(paths: Thresholds, machine: Machine, file: Path | None = None) -> Path:
+def save(thresholds: Thresholds, machine: Machine, file: Path | None = None) -> Path:
     """Write thresholds for `machine`; return the file, its own by default.
 
     Raises:
@@ -136,9 +136,9 @@ def save(paths: Thresholds, machine: Machine, file: Path | None = None) -> Path:
     content = {
         "format": _FORMAT,
         "machine": asdict(machine),
-        "source": paths.source,
-        "paths": paths.sizes(),
-        "rates": asdict(paths.rates),
+        "source": thresholds.source,
+        "paths": thresholds.sizes(),
+        "rates": asdict(thresholds.rates),
     }
     check_can_save(file)
     replace_whole(file, json.dumps(content, indent=1) + "\n")
@@ -210,21 +210,21 @@ def agreed(version: str, ranks: Ranks) -> Thresholds:
     machine = Machine.of(version, ranks.node_of)
     named = os.environ.get(VARIABLE)
     shipped = default_for(machine.library)
-    paths, trouble = shipped, ""
+    thresholds, trouble = shipped, ""
     file = named if named is not None else _own_file(machine)
     if file:
         try:
-            paths = load(expanded(file))
+            thresholds = load(expanded(file))
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
             trouble = f"the thresholds in {file} cannot be used: {reason}"
-    told = [json.loads(text) for text in ranks.allgather_text(json.dumps([trouble, _values(paths)]))]
+    told = [json.loads(text) for text in ranks.allgather_text(json.dumps([trouble, _values(thresholds)]))]
     trouble = next((each for each, _ in told if each), "")
     if not trouble and any(values != told[0][1] for _, values in told):
         other = next(rank for rank, (_, values) in enumerate(told) if values != told[0][1])
-        trouble = f"ranks 0 and {other} have different thresholds (here: {paths.source})"
+        trouble = f"ranks 0 and {other} have different thresholds (here: {thresholds.source})"
     if not trouble:
-        return paths
+        return thresholds
     if ranks.rank == 0:
         warn(
             f"{trouble}; all ranks use the defaults. Measure anew with `mpistrategy bench --save`, remove the file, or "
@@ -246,14 +246,14 @@ _tried: list[Thresholds] = []
 
 
 @contextmanager
-def trying(paths: Thresholds) -> Iterator[None]:
+def trying(thresholds: Thresholds) -> Iterator[None]:
     """Give these thresholds to strategies that are made meanwhile, on all ranks: for whoever searches better ones."""
-    _tried.append(paths)
+    _tried.append(thresholds)
     try:
         yield
     finally:
         _tried.pop()
 
 
-def _values(paths: Thresholds) -> list[Any]:
-    return [*paths.sizes().values(), *asdict(paths.rates).values()]
+def _values(thresholds: Thresholds) -> list[Any]:
+    return [*thresholds.sizes().values(), *asdict(thresholds.rates).values()]

@@ -1,4 +1,4 @@
-"""Which way a value takes, by its size: thresholds that were measured, one set for all ranks."""
+"""Which route a value takes, by its size: thresholds that were measured, one set for all ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-#: Which way `Communicator.allreduce` takes: none (one rank), between threads, through the window of the node, within
+#: The route of `Communicator.allreduce`: none (one rank), between threads, pipelined in a node's shared memory, within
 #: and between nodes, by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may want instead.
 Route = Literal["none", "threads", "pipelined", "result_buffers", "across", "mpi", "root", "exchange"]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast the ways are, to tell beforehand how long a call will take; nothing else depends on them.
+    """How fast the routes are, to tell beforehand how long a call will take; nothing else depends on them.
 
     Attributes:
         cell_seconds: a small call in the mailboxes of the ranks of one node.
         message_seconds: the same call between nodes.
-        window_bytes_per_second: a buffer through the node's window.
+        window_bytes_per_second: a buffer in the pipelined all-reduce of a node.
         arena_bytes_per_second: a bucket of an arena, in place.
         mpi_bytes_per_second: a buffer by MPI, within a node.
         link_bytes_per_second: what one node sends to the others, while as much arrives.
@@ -43,8 +43,8 @@ class Thresholds:
     Attributes:
         cell_bytes: up to here a value travels in the mailboxes of two ranks, with the check of the call; of more ranks
             in proportion less, since every rank reads all mailboxes.
-        window_bytes: from here on a buffer is reduced through the node's window, in chunks; below it MPI does.
-        chunk_bytes: what each rank has under way in the window at a time.
+        window_bytes: from here on a buffer takes the pipelined all-reduce of a node; below it MPI does it.
+        chunk_bytes: what each rank has under way in it at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
         piece_bytes: MPI is given larger buffers in pieces of this.
         across_bytes: on several nodes a buffer is from here on reduced within the nodes and between them; below it MPI
@@ -53,7 +53,7 @@ class Thresholds:
         window_bytes_by_dtype: pairs of a dtype's name and its own `window_bytes`.  It is the one threshold between two
             ways of adding, NumPy's and MPI's; the others say how much travels at a time, or what a network is worth.
         source: where the thresholds come from, in words.
-        rates: how fast the ways are.
+        rates: how fast the routes are.
     """
 
     cell_bytes: int = 32 * 2**10
@@ -68,12 +68,12 @@ class Thresholds:
     rates: Rates = Rates()
 
     def sizes(self) -> dict[str, Any]:
-        """Return the thresholds by name, for JSON: what decides which way a value takes, and so the bits of its sum."""
+        """Return the thresholds by name, for JSON: what decides the route of a value, and so the bits of its sum."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return sizes | {"window_bytes_by_dtype": dict(self.window_bytes_by_dtype)}
 
     def window_bytes_for(self, dtype: np.dtype[Any]) -> int:
-        """Return from how many bytes on a buffer of this dtype is reduced through the node's window."""
+        """Return from how many bytes on a buffer of this dtype takes the pipelined all-reduce of a node."""
         return self._exceptions.get(dtype, self.window_bytes) if self.window_bytes_by_dtype else self.window_bytes
 
     @cached_property
@@ -91,4 +91,4 @@ _OF_LIBRARIES = {"Intel": replace(DEFAULT, window_bytes=3 * 2**19)}
 
 def default_for(library: str) -> Thresholds:
     """Return the shipped thresholds for an MPI library."""
-    return next((paths for name, paths in _OF_LIBRARIES.items() if library.startswith(name)), DEFAULT)
+    return next((thresholds for name, thresholds in _OF_LIBRARIES.items() if library.startswith(name)), DEFAULT)

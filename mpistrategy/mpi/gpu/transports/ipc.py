@@ -28,10 +28,9 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu import inventory
 from mpistrategy.mpi.gpu.transports import ipc_kernels
-from mpistrategy.mpi.gpu.transports.first_error import first_error, trouble_of
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator, PathName
-from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.interface.gpu_transport import communication_memory, error_of, first_error
 
 #: What goes in one piece: a pack of the usual size.  Each piece costs a wait and a barrier, some 20 us.
 SLOT_BYTES = 32 * 2**20
@@ -168,7 +167,7 @@ class IpcPath:
             right = sum(rank + number for rank in range(self._ranks.size))
             return "" if found == [right] else f"a wrong sum: {found[:3]} for {right}"
 
-        return first_error(self._ranks, trouble_of(write)) or first_error(self._ranks, trouble_of(combine))
+        return first_error(self._ranks, error_of(write)) or first_error(self._ranks, error_of(combine))
 
     def free(self) -> None:
         """Give the memory back: when no kernel reads it, and no peer has it open."""
@@ -179,14 +178,14 @@ class IpcPath:
         if self._staged is not None:
             self._staged.free()
         if self._read is not None:
-            trouble_of(self._read.synchronize)
+            error_of(self._read.synchronize)
         self._ranks.node_barrier()
         while self._opened:
             _, address = self._opened.popitem()
-            trouble_of(partial(self._runtime.ipcCloseMemHandle, address))
+            error_of(partial(self._runtime.ipcCloseMemHandle, address))
         self._ranks.node_barrier()
         if self._mine:
-            trouble_of(partial(self._runtime.free, self._mine))
+            error_of(partial(self._runtime.free, self._mine))
             self._mine = 0
 
 
@@ -201,10 +200,10 @@ def join(ranks: Communicator) -> IpcPath | str:
     def offer() -> None:
         offers.append(path.offer())
 
-    trouble = first_error(ranks, trouble_of(offer))
+    trouble = first_error(ranks, error_of(offer))
     if not trouble:
         everyone = ranks.allgather_text(offers[0])
-        trouble = first_error(ranks, trouble_of(lambda: path.open(everyone)))
+        trouble = first_error(ranks, error_of(lambda: path.open(everyone)))
     # Each slot once, and the first again.
     trouble = trouble or path.trial(1) or path.trial(2) or path.trial(3)
     if not trouble:

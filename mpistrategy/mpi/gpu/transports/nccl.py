@@ -23,10 +23,9 @@ import numpy as np
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.gpu.transports.first_error import first_error, trouble_of
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator, PathName
-from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.interface.gpu_transport import communication_memory, error_of, first_error
 from mpistrategy.mpi.watchdog.gpu_progress import InFlight
 
 #: For how long a first sum may take: NCCL connects to the peers in it.
@@ -190,7 +189,7 @@ class NcclPath:
         """Give NCCL's communicator back: when all GPUs are done with it."""
         with self._cupy.cuda.Device(self._device):
             self._staged.free()
-            trouble = trouble_of(self._wait_for_all) or self._failure
+            trouble = error_of(self._wait_for_all) or self._failure
             self.leave(first_error(self._ranks, trouble))
 
     def leave(self, trouble: str) -> None:
@@ -228,7 +227,7 @@ def join(ranks: Communicator) -> NcclPath | str:
             raise
 
     # All ranks are through before the first of them uses it: what connecting does to a GPU must not meet a collective.
-    trouble = first_error(ranks, trouble_of(connect)) or first_error(ranks, trouble_of(lambda: made[0].trial()))
+    trouble = first_error(ranks, error_of(connect)) or first_error(ranks, error_of(lambda: made[0].trial()))
     if not trouble:
         return made[0]
     for path in made:
