@@ -144,7 +144,7 @@ def test_another_users_lock_is_not_taken(open_folder: Path, mode: int) -> None:
     _, checkpoint = made()
     by_another_user(lambda: os.close(os.open(open_folder / ".lock", os.O_CREAT | os.O_WRONLY, mode)))
     manager = ms.CheckpointManager(checkpoint, open_folder)
-    with pytest.raises(errors.CheckpointExistsError, match=r"a lock, of .*uid 65534.*\.lock.*remove it"):
+    with pytest.raises(errors.CheckpointExistsError, match=r"a lock, of .*uid 65534.*\.lock.*remove the lock"):
         manager.save(1)
     assert os.listdir(open_folder) == [".lock"]
 
@@ -165,7 +165,7 @@ def test_a_lock_of_the_folders_owner_that_everybody_can_open(open_folder: Path) 
     said = by_another_user(save)
     assert said.startswith("CheckpointExistsError")
     assert "a lock, of user root (uid 0), at " in said
-    assert "Give each user a folder of their own" in said
+    assert "Use a folder for each user" in said
 
 
 @pytest.mark.parametrize("what", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
