@@ -56,7 +56,8 @@ def leaves_of(value: Any) -> Leaves | None:
         itemgetter(*sorted_names) if len(names) > 1 else lambda like: (like[names[0]],)
     )
     if in_order:
-        return Leaves(take, lambda results: dict(zip(names, results, strict=True)), False, structure.text, in_order)
+        # Without `strict`, which takes a third of the time of a few numbers.
+        return Leaves(take, lambda results: dict(zip(names, results)), False, structure.text, True)  # noqa: B905
     places = itemgetter(*(sorted_names.index(name) for name in names))
     return Leaves(take, lambda results: dict(zip(names, places([*results]), strict=True)), False, structure.text)
 
