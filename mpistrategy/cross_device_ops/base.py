@@ -111,27 +111,21 @@ class CrossDeviceOps:
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
                 placing.resolve(destinations, communicator, call.where)
-            return self._batch(op, pairs, _checked(options, call))
+            results: Any = self.batch_reduce_implementation(op, pairs, _checked(options, call))
+            if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
+                raise StructureError.at(
+                    f"{type(self).__name__}.batch_reduce_implementation",
+                    found=f"{results!r} returned for {len(pairs)} values",
+                    expected="a list with one result for each value",
+                )
+            return list(results)
 
     def all_reduce_values(
         self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.algorithm.Algorithm`."""
         wrapped = [value if isinstance(value, Mirrored) else PerReplica((value,)) for value in values]
-        with current.working_on(communicator):
-            results = self._batch(op, [(value, value) for value in wrapped], options)
-        return [local_component(result) for result in results]
-
-    def _batch(self, op: ReduceOp, pairs: list[tuple[Any, Any]], options: CommunicationOptions) -> list[Any]:
-        """Return what `batch_reduce_implementation` does, if it is one result for each pair."""
-        results: Any = self.batch_reduce_implementation(op, pairs, options)
-        if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
-            raise StructureError.at(
-                f"{type(self).__name__}.batch_reduce_implementation",
-                found=f"{results!r} returned for {len(pairs)} values",
-                expected="a list with one result for each value",
-            )
-        return list(results)
+        return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in wrapped], options)]
 
     @collective("broadcast", own=own_mirrored("tensor"))
     def broadcast(self, tensor: Any, destinations: Any) -> Any:

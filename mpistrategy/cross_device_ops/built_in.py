@@ -140,7 +140,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Reduce to every rank; what a subclass has overridden is called."""
-        if type(self).batch_reduce_implementation is not PackedCrossDeviceOps.batch_reduce_implementation:
+        mine, usual = type(self), PackedCrossDeviceOps
+        if (mine.batch_reduce, mine.batch_reduce_implementation) != (
+            usual.batch_reduce,
+            usual.batch_reduce_implementation,
+        ):
             return super().all_reduce_values(call, communicator, op, values, options)
         return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options)
 

@@ -14,7 +14,7 @@ from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device
-from mpistrategy.arrays.values import Mirrored, contribution, local_component
+from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, StructureError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
@@ -202,8 +202,9 @@ class Reducer:
                 "reduce", op=op.value, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
             )
             return reduction.run((array,))[0]
-        with nullcontext() if self._algorithm.is_built_in else self.entered():
-            (result,) = self._algorithm.all_reduce_values(call, self.communicator, op, [array], options)
+        value = PerReplica((array,))
+        with self.entered():
+            result = local_component(self._algorithm.reduce(op, value, value, options))
         return result if is_on_device(result) else np.asarray(result)
 
     def _planned(self, op: ReduceOp, array: Any) -> DenseReduction | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -52,9 +52,8 @@ class StrategyExtended(Placement, NotPickled):
         super().__init__(container_strategy)
         self.communicator: Communicator = communicator or SingleCommunicator()
         note_ranks(self.communicator)
-        self._cross_device_ops = cross_device_ops or MpiAllReduce()
         #: What everything of this strategy is reduced with.
-        self.reducer = Reducer(self.communicator, self._cross_device_ops, options or CommunicationOptions())
+        self.reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
         self.reducer.entered = self._entered
         #: Whether variables belong to this rank alone (one replica, no synchronization).
         self.is_local = self.reducer.is_alone
@@ -85,7 +84,7 @@ class StrategyExtended(Placement, NotPickled):
         Raises:
             OptionTypeError: when it is set to something that is no CrossDeviceOps.
         """
-        return self._cross_device_ops
+        return cast(CrossDeviceOps, self.reducer.algorithm)
 
     @cross_device_ops.setter
     def cross_device_ops(self, algorithm: CrossDeviceOps) -> None:
@@ -93,7 +92,7 @@ class StrategyExtended(Placement, NotPickled):
             raise OptionTypeError.at(
                 "StrategyExtended.cross_device_ops", found=f"{algorithm!r}", expected="a CrossDeviceOps"
             )
-        self._cross_device_ops = self.reducer.algorithm = algorithm
+        self.reducer.algorithm = algorithm
 
     @property
     def options(self) -> CommunicationOptions:
