@@ -40,7 +40,7 @@ def lines_of(
     count = f"{len(arrays)} array{'s' * (len(arrays) > 1)} on a GPU, {size_in_words(sum(a.nbytes for a in arrays))}"
     if word is None:
         return [f"{count}: copied to the host, reduced as other arrays are, and copied back"]
-    packs = packing.plan(arrays, options.bytes_per_pack, num_packs)
+    packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, num_packs)
     path, reason = communicator.device_paths.known.get(word), communicator.device_paths.reasons.get(word, "")
     if path is None:
         how = "on a path that the ranks choose at the first such call"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
+from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Node, Site, outside
 from mpistrategy.mpi.contract.guard import Guard
@@ -25,16 +25,9 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
-from mpistrategy.reduction.layout.leaves import Leaves, leaves_of
-from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import NUMBERS, Run, dense_reduction, described, plan_of_arrays, plan_of_one_array
-from mpistrategy.reduction.routes.mailboxes import (
-    MISFIT,
-    array_in_mailboxes,
-    lone_element_in_mailboxes,
-    number_in_mailboxes,
-    numbers_in_mailboxes,
-)
+from mpistrategy.reduction.layout.leaves import leaves_of
+from mpistrategy.reduction.plan import plan_of, usual_route
+from mpistrategy.reduction.routes.mailboxes import MISFIT, NUMBERS, Run
 
 WHERE = "ReplicaContext.all_reduce"
 
@@ -314,38 +307,8 @@ class Plans:
             WHERE,
             place,
         )
-        return described(self._way(op, layouts, kinds, where, signature), signature)
-
-    def _way(
-        self, op: ReduceOp, layouts: tuple[Layout, ...], kinds: set[type], where: Leaves, signature: Signature
-    ) -> Run:
-        agreed = (self._guard, self._guard.digest(signature), signature)
-        reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
-        program = reduction.program
-        if program is not None and program.mailboxes.fence is None and len(program.packs) == 1:
-            pack, adds = program.packs[0], op in (ReduceOp.SUM, ReduceOp.MEAN)
-            if where.single and kinds == {np.ndarray} and layouts[0][0] == pack.dtype:
-                is_lone = adds and pack.size == 1 and pack.dtype.char in "fd"
-                return _in_mailboxes(
-                    (lone_element_in_mailboxes if is_lone else array_in_mailboxes)(program, op, agreed)
-                )
-            if kinds in ({float}, {np.float64}) and where.single and adds:
-                return _in_mailboxes(number_in_mailboxes(program, op, agreed))
-            if len(kinds) == 1 and kinds <= NUMBERS.keys():
-                return _in_mailboxes(numbers_in_mailboxes(program, op, agreed, where))
-        dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
-        general = plan_of_arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
-        only = reduction.only_array() if where.single and kinds == {np.ndarray} else None
-        return (
-            general
-            if only is None
-            else plan_of_one_array(reduction, only, self._communicator, agreed, layouts[0], general)
-        )
-
-
-def _in_mailboxes(run: Run) -> Run:
-    run.__dict__["in_mailboxes"] = True
-    return run
+        plan = plan_of(self._communicator, layouts, op, self._options.bytes_per_pack, usual_route)
+        return plan.repeated(self._guard, signature, where, kinds)
 
 
 class _LongLayouts:

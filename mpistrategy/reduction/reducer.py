@@ -25,7 +25,7 @@ from mpistrategy.reduction.gather import gather
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.finish import WeightedMean
-from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
 from mpistrategy.reduction.routes.gpu_batch import in_kind, write
 
@@ -182,10 +182,10 @@ class Reducer:
         """Return each rank's weight, in rank order, as float64: the ranks learn them before they meet the values."""
         weights = np.zeros(self.communicator.size)
         weights[self.communicator.rank] = weight
-        reduction = dense_reduction(self.communicator, ((weights.dtype, weights.shape),), ReduceOp.SUM)
-        reduction.prepare([weights])
+        plan = plan_of(self.communicator, ((weights.dtype, weights.shape),), ReduceOp.SUM, 0, usual_route)
+        plan.bring([weights])
         call.agree("exchange the weights of a mean", sparingly=True)
-        (everybodys,) = reduction.run([weights])
+        (everybodys,) = plan.run([weights])
         call.expect_more()  # the values come next
         return everybodys
 
@@ -193,26 +193,26 @@ class Reducer:
         """Return the reduction of one array on every rank; inside `call`, in any context."""
         options = self._options
         call.wait_as(options.timeout_seconds)
-        reduction = self._planned(op, array)
-        if reduction is not None:
-            reduction.prepare((array,))
+        plan = self._planned(op, array)
+        if plan is not None:
+            plan.bring((array,))
             values = ((dtype_name(array.dtype), array.shape),)
             settings = self.plans.settings or ""
             call.agree(
                 "reduce", op=op.value, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
             )
-            return reduction.run((array,))[0]
+            return plan.run((array,))[0]
         value = PerReplica((array,))
         with self.entered():
             result = local_component(self._algorithm.reduce(op, value, value, options))
         return result if is_on_device(result) else np.asarray(result)
 
-    def _planned(self, op: ReduceOp, array: Any) -> DenseReduction | None:
-        """Return the planned reduction of an ordinary array; None for other arrays and algorithms."""
+    def _planned(self, op: ReduceOp, array: Any) -> Plan | None:
+        """Return the plan of an ordinary array; None for other arrays and algorithms."""
         if self.plans.settings is None or type(array) is not np.ndarray or not is_simple(array.dtype, op):
             return None
         layouts = ((array.dtype, array.shape),)
-        return dense_reduction(self.communicator, layouts, op, self._options.bytes_per_pack)
+        return plan_of(self.communicator, layouts, op, self._options.bytes_per_pack, usual_route)
 
     def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
         """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""

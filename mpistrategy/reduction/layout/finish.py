@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import any_array, is_on_device
-from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
+from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
+
+
+def divisor_of(dtype: np.dtype[Any], op: ReduceOp, count: int) -> int:
+    """Return what a route divides sums of this dtype of the wire by: means of integers have another dtype."""
+    return count if op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
 
 
 def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int) -> Array:
@@ -37,7 +42,7 @@ def divide(total: Array, count: int | float) -> Array:
     target = mean_dtype(total.dtype)
     with np.errstate(all="ignore"):
         if target == total.dtype:
-            np.true_divide(total, total.dtype.type(count), out=total)
+            divide_by(count, total)
             return total
         if is_on_device(total):
             quotient: Array = np.true_divide(total, count, dtype=np.float64).astype(target, copy=False)
