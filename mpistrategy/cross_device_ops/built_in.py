@@ -125,7 +125,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     ) -> list[Any]:
         """Reduce several values: one check for all of them, then one message for each pack."""
         communicator = current_communicator(f"{type(self).__name__}.batch_reduce")
-        with communicator.guard.call(f"{type(self).__name__}.batch_reduce") as call:
+        with Call(communicator.guard, f"{type(self).__name__}.batch_reduce") as call:
             values = [value for value, _ in value_destination_pairs]
             targets = [placing.resolve(d, communicator, call.where) for _, d in value_destination_pairs]
             results = self._reduce(call, communicator, reduce_op, values, targets, options)

@@ -18,6 +18,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Node, Site, outside
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
@@ -123,7 +124,7 @@ class Plans:
         # What a second thread finds that calls while this one is here; it raises ContextError then.
         self._call = None
         if not communicator.guard.closed:
-            self._call = communicator.guard.call(WHERE)
+            self._call = Call(communicator.guard, WHERE)
             self._call.is_leaf = True
         #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or MISFIT before anything
         #: has been sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.

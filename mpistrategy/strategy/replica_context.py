@@ -25,6 +25,7 @@ from mpistrategy.context import (
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError, StructureError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults.injection import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
@@ -188,7 +189,7 @@ class ReplicaContext(NotPickled):
         guard = extended.communicator.guard
         with (
             self._required("all_reduce"),
-            guard.call("ReplicaContext.all_reduce", called=name) as call,
+            Call(guard, "ReplicaContext.all_reduce", called=name) as call,
         ):
             if (arena := resident(value, out)) is not None:
                 return arena.all_reduce(extended.reducer, reduce_op, call, options=options, weight=weight, out=out)
@@ -275,7 +276,7 @@ class ReplicaContext(NotPickled):
         """
         extended = self._strategy.extended
         guard = extended.communicator.guard
-        with self._required("all_gather"), guard.call("ReplicaContext.all_gather", called=name) as call:
+        with self._required("all_gather"), Call(guard, "ReplicaContext.all_gather", called=name) as call:
             call.wait_as(extended.reducer.options.merge(options).timeout_seconds)
             return extended.reducer.gather_nest(value, axis, call)
 

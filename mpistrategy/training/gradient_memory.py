@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.training.checks import check_variable, checked_count
@@ -66,7 +67,7 @@ class GradientPlaces:
         where = f"{type(self).__name__}.{method}"
         listed: tuple[Any, ...] = tuple(variables)
         strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
-        with strategy.extended.communicator.guard.call(where) as call:
+        with Call(strategy.extended.communicator.guard, where) as call:
             for var in listed:
                 check_variable(var, strategy, where)
             call.structure = ", ".join(var.key for var in listed)

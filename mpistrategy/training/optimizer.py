@@ -202,7 +202,7 @@ class Optimizer(Created, GradientPlaces, NotPickled):
         context = required_context(where)
         if context.strategy.is_default:
             warn_if_alone(context.strategy, where, "was called outside every step", _OUTSIDE_STEPS)
-        with context.strategy.extended.communicator.guard.call(where) as call:
+        with Call(context.strategy.extended.communicator.guard, where) as call:
             gradients, target, ordinary = self._targets.checked(grads_and_vars, context.strategy, where)
             if self.iterations is not None:
                 check_variable(self.iterations, context.strategy, where)
