@@ -188,7 +188,8 @@ class SimulatedCommunicator:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), and divide the results."""
         for source, target in pairs:
             self.allreduce(target, op, source)
-            divide_by(divisor, target)
+            if divisor != 1:
+                divide_by(divisor, target)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""

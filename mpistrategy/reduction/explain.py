@@ -22,8 +22,15 @@ from mpistrategy.mpi.tuning.thresholds import Rates
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.explain_devices import lines_of
-from mpistrategy.reduction.explain_ways import Buffer, Ground, in_words, seconds_of, size_in_words, time_in_words
+from mpistrategy.reduction.explain_ways import (
+    Buffer,
+    Ground,
+    in_words,
+    lines_of,
+    seconds_of,
+    size_in_words,
+    time_in_words,
+)
 from mpistrategy.reduction.inputs import checked_component, checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination

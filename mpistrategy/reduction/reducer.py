@@ -24,10 +24,10 @@ from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.gather import gather
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
-from mpistrategy.reduction.layout.finish import WeightedMean
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
 from mpistrategy.reduction.routes.gpu_batch import in_kind, write
+from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, own_weight, plan_of_weights
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16
@@ -180,12 +180,10 @@ class Reducer:
 
     def _weights_of_all(self, call: Call, weight: float) -> Array:
         """Return each rank's weight, in rank order, as float64: the ranks learn them before they meet the values."""
-        weights = np.zeros(self.communicator.size)
-        weights[self.communicator.rank] = weight
-        plan = plan_of(self.communicator, ((weights.dtype, weights.shape),), ReduceOp.SUM, 0, usual_route)
-        plan.bring([weights])
-        call.agree("exchange the weights of a mean", sparingly=True)
-        (everybodys,) = plan.run([weights])
+        plan, weights = plan_of_weights(self.communicator), (own_weight(self.communicator, weight),)
+        plan.bring(weights)
+        call.agree(EXCHANGE, sparingly=True)
+        (everybodys,) = plan.run(weights)
         call.expect_more()  # the values come next
         return everybodys
 

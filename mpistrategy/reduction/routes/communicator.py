@@ -44,7 +44,8 @@ class CommunicatorRoute:
         reduce_pairs: ReducePairs | None = None,
     ) -> None:
         self.packs = packs
-        self._communicator, self._op, self._names = communicator, op, names
+        self._communicator, self._text, self._names = communicator, op.on_the_wire, names
+        self._divisors = {pack.dtype: divisor_of(pack.dtype, op, communicator.size) for pack in packs}
         self._nbytes = sum(pack.nbytes for pack in packs)
         self._count = sum(len(pack.members) for pack in packs)
         self._reduce_pairs = reduce_pairs or self._all_reduce
@@ -58,27 +59,38 @@ class CommunicatorRoute:
         self._memory = [self._taken(pack, targets) for pack in self.packs]
 
     def _taken(self, pack: Pack, targets: Targets) -> Array:
-        if len(pack.members) > 1:
-            if pack.nbytes < LEAST_POOLED:
-                return np.empty(pack.size, pack.dtype)
-            return self._communicator.pool.take(pack.dtype, (pack.size,))
-        (member,) = pack.members
-        given = targets[member.index] if targets is not None else None
-        if given is not None and given.dtype == pack.dtype:
-            return given
-        return self._communicator.pool.take(pack.dtype, member.shape)
+        first, dtype = pack.members[0], pack.dtype
+        shape: tuple[int, ...] = (pack.size,)
+        if len(pack.members) == 1:
+            given = None if targets is None else targets[first.index]
+            if given is not None and given.dtype == dtype:
+                return given
+            shape = first.shape
+        if pack.size * dtype.itemsize < LEAST_POOLED:
+            return np.empty(shape, dtype)
+        return self._communicator.pool.take(dtype, shape)
 
+    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
         memory, self._memory = self._memory, []
         results: list[Array] = [np.empty(0)] * self._count
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack, taken in zip(self.packs, memory, strict=True):
-            target = taken.reshape(-1)
-            first = pack.members[0].index
-            source = arrays[first].reshape(-1) if pack.is_array(arrays) else pack.fill(arrays, target)
-            for index, view in pack.views(target) if len(pack.members) > 1 else ((first, taken),):
-                results[index] = view
+            source = target = taken.reshape(-1)
+            if len(pack.members) == 1:
+                index = pack.members[0].index
+                results[index], array = taken, arrays[index]
+                flags = array.flags
+                if array.dtype == pack.dtype and flags.c_contiguous and flags.aligned:
+                    source = array.reshape(-1)
+                else:
+                    np.copyto(taken, array, casting="unsafe")
+            else:
+                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
+                np.concatenate(chosen, axis=None, out=target, casting="unsafe")
+                for m in pack.members:
+                    results[m.index] = target[m.start : m.stop].reshape(m.shape)
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for those in pairs.values():
@@ -88,8 +100,7 @@ class CommunicatorRoute:
         return results
 
     def _all_reduce(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        ranks, op = self._communicator, self._op
-        ranks.allreduce_many(pairs, op.on_the_wire, divisor_of(pairs[0][1].dtype, op, ranks.size), self._nbytes)
+        self._communicator.allreduce_many(pairs, self._text, self._divisors[pairs[0][1].dtype], self._nbytes)
 
     def describe(self) -> Sequence[str]:
         """Return the name of the way that each pack takes."""
