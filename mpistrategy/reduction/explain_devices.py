@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.explain_ways import size_in_words
 from mpistrategy.reduction.layout import packing
@@ -41,7 +42,8 @@ def lines_of(
     if word is None:
         return [f"{count}: copied to the host, reduced as other arrays are, and copied back"]
     packs = packing.plan(arrays, options.bytes_per_pack, num_packs)
-    path, reason = communicator.device_paths.known.get(word), communicator.device_paths.reasons.get(word, "")
+    paths = device_paths(communicator)
+    path, reason = paths.known.get(word), paths.reasons.get(word, "")
     if path is None:
         how = "on a path that the ranks choose at the first such call"
     else:

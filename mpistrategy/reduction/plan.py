@@ -47,11 +47,13 @@ def dense_reduction(
 ) -> DenseReduction:
     """Return the reduction of arrays of these layouts, of a `kind`; the same object the next time."""
     key = (layouts, op, bytes_per_pack, kind)
-    known: DenseReduction | None = communicator.compiled.get(key)
+    rounds = getattr(communicator, "rounds", False)  # a view of `reduced_precision.on`
+    made: dict[Any, DenseReduction] = communicator.once((DenseReduction, rounds), dict)
+    known = made.get(key)
     if known is None:
-        if len(communicator.compiled) >= _REMEMBERED:
-            communicator.compiled.clear()
-        known = communicator.compiled[key] = (kind or DenseReduction)(communicator, layouts, op, bytes_per_pack)
+        if len(made) >= _REMEMBERED:
+            made.clear()
+        known = made[key] = (kind or DenseReduction)(communicator, layouts, op, bytes_per_pack)
     return known
 
 
