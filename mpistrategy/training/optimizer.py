@@ -19,7 +19,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
 from mpistrategy.errors import ContextError, NonFiniteError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults.injection import collective
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.process_objects import Created, NotPickled
 from mpistrategy.strategy.current import get_strategy
