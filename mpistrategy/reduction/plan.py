@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, is_buffer
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.tuning.thresholds import Route
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
@@ -212,20 +214,21 @@ class DenseReduction:
         return [self._place(pack, targets) for pack in self.packs]
 
     def _place(self, pack: Pack, targets: Sequence[Array | None] | None) -> Array:
-        if len(pack.members) > 1:
-            if pack.size * pack.dtype.itemsize < LEAST_POOLED:
-                return np.empty(pack.size, pack.dtype)
-            return self._communicator.pool.take(pack.dtype, (pack.size,))
-        (member,) = pack.members
-        given = targets[member.index] if targets is not None else None
-        if given is not None and given.dtype == pack.dtype:
-            return given
-        return self._communicator.pool.take(pack.dtype, member.shape)
+        shape: tuple[int, ...] = (pack.size,)
+        if len(pack.members) == 1:
+            (member,) = pack.members
+            shape = member.shape
+            given = targets[member.index] if targets is not None else None
+            if given is not None and given.dtype == pack.dtype:
+                return given
+        if pack.size * pack.dtype.itemsize < LEAST_POOLED:
+            return np.empty(shape, pack.dtype)
+        return self._communicator.pool.take(pack.dtype, shape)
 
     def _one(self, pack: Pack, arrays: Sequence[Array], result: Array) -> tuple[Array, Array]:
         target = result.reshape(-1)
         array = arrays[pack.members[0].index]
-        if pack.is_array(arrays):
+        if array.dtype == pack.dtype and array.flags.c_contiguous and array.flags.aligned:
             return array.reshape(-1), target
         np.copyto(result, array, casting="unsafe")
         return target, target
@@ -240,6 +243,46 @@ class DenseReduction:
             finish(result, dtype, self._op, size) if dtype.kind in "iu" else rounded(result, dtype)  # divided already
             for result, dtype in zip(results, self._dtypes, strict=True)
         ]
+
+
+class AgreedReduction:
+    """The all-reduce of a list of ordinary arrays with the words that the ranks compare before it.
+
+    Args:
+        reduction: of the arrays.
+        op: the operation.
+        layouts: their dtypes and shapes.
+        settings: the algorithm and its options in words.
+        timeout_seconds: how long a call may wait for the other ranks; None for as long as the strategy says.
+    """
+
+    def __init__(
+        self,
+        reduction: DenseReduction,
+        op: ReduceOp,
+        layouts: tuple[Layout, ...],
+        settings: str,
+        timeout_seconds: float | None,
+    ) -> None:
+        self._reduction = reduction
+        self._op = op.value
+        self._values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+        self._settings = settings
+        self._timeout = timeout_seconds
+
+    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
+        """Return the results on every rank; inside `call`."""
+        call.wait_as(self._timeout)
+        self._reduction.prepare(arrays)
+        call.agree(
+            "reduce",
+            op=self._op,
+            values=self._values,
+            destination=EVERY_RANK_TEXT,
+            options=self._settings,
+            sparingly=True,
+        )
+        return self._reduction.run(arrays)
 
 
 def _hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:

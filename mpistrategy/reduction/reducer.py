@@ -12,7 +12,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import check_device
 from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, StructureError
@@ -23,14 +23,16 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.gather import gather
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
-from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.finish import WeightedMean
-from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.plan import AgreedReduction, dense_reduction
 from mpistrategy.reduction.plans import Plans, is_simple
 from mpistrategy.reduction.routes.gpu_batch import in_kind, write
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16
+#: So many reductions are kept with their words.
+_MOST_AGREED = 512
 
 
 class Reducer:
@@ -44,6 +46,7 @@ class Reducer:
     Attributes:
         is_alone: whether there is one replica only, without MPI.
         plans: the repeated all-reduces.
+        changes: how often the algorithm or the options have been set.
     """
 
     def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
@@ -52,6 +55,8 @@ class Reducer:
         self._algorithm = algorithm
         self._options = options
         self.plans = Plans(communicator, algorithm, options)
+        self.changes = 0
+        self._agreed: dict[Any, AgreedReduction | None] = {}
         #: The plans of calls with options of their own.
         self._others: dict[CommunicationOptions, Plans] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
@@ -66,8 +71,7 @@ class Reducer:
     @algorithm.setter
     def algorithm(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
-        self._others.clear()
-        self.plans.serve(algorithm, self._options)
+        self._begin_anew()
 
     @property
     def options(self) -> CommunicationOptions:
@@ -79,8 +83,14 @@ class Reducer:
         self._options = options
         if options.timeout_seconds is not None:
             self.communicator.guard.timeout = timeouts.limit(options.timeout_seconds)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Forget what was prepared for another algorithm or other options."""
+        self.changes += 1
         self._others.clear()
-        self.plans.serve(self._algorithm, options)
+        self._agreed.clear()
+        self.plans.serve(self._algorithm, self._options)
 
     def plans_for(self, options: Any) -> Plans | None:
         """Return the plans of calls with these options; None where calls have none."""
@@ -191,28 +201,35 @@ class Reducer:
 
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
         """Return the reduction of one array on every rank; inside `call`, in any context."""
-        options = self._options
-        call.wait_as(options.timeout_seconds)
-        reduction = self._planned(op, array)
-        if reduction is not None:
-            reduction.prepare((array,))
-            values = ((dtype_name(array.dtype), array.shape),)
-            settings = self.plans.settings or ""
-            call.agree(
-                "reduce", op=op.value, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
-            )
-            return reduction.run((array,))[0]
+        if type(array) is np.ndarray:
+            agreed = self.agreed_reduction(op, ((array.dtype, array.shape),))
+            if agreed is not None:
+                return agreed.run(call, (array,))[0]
+        call.wait_as(self._options.timeout_seconds)
         value = PerReplica((array,))
         with self.entered():
-            result = local_component(self._algorithm.reduce(op, value, value, options))
+            result = local_component(self._algorithm.reduce(op, value, value, self._options))
         return result if is_on_device(result) else np.asarray(result)
 
-    def _planned(self, op: ReduceOp, array: Any) -> DenseReduction | None:
-        """Return the planned reduction of an ordinary array; None for other arrays and algorithms."""
-        if self.plans.settings is None or type(array) is not np.ndarray or not is_simple(array.dtype, op):
-            return None
-        layouts = ((array.dtype, array.shape),)
-        return dense_reduction(self.communicator, layouts, op, self._options.bytes_per_pack)
+    def agreed_reduction(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> AgreedReduction | None:
+        """Return the all-reduce of arrays of these layouts, until `changes` grows; None where the algorithm is asked.
+
+        It makes the messages of a `batch_reduce` of the same arrays to every rank.
+        """
+        key = (op, layouts)
+        try:
+            return self._agreed[key]
+        except KeyError:
+            pass
+        settings, options = self.plans.settings, self._options
+        made: AgreedReduction | None = None
+        if settings is not None and all(is_simple(dtype, op) for dtype, _ in layouts):
+            reduction = dense_reduction(self.communicator, layouts, op, options.bytes_per_pack)
+            made = AgreedReduction(reduction, op, layouts, settings, options.timeout_seconds)
+        if len(self._agreed) >= _MOST_AGREED:
+            self._agreed.clear()
+        self._agreed[key] = made
+        return made
 
     def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
         """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
