@@ -117,7 +117,7 @@ class Checkpoint:
         context.require_cross_replica(strategy, "Checkpoint.save")
         communicator = strategy.extended.communicator
         # Clean up after leaving the call: then no rank writes any more.
-        with contextlib.ExitStack() as cleaning, communicator.guard.call("Checkpoint.save") as call:
+        with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save") as call:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
@@ -160,7 +160,7 @@ class Checkpoint:
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.restore")
         communicator = strategy.extended.communicator
-        with contextlib.ExitStack() as cleaning, communicator.guard.call("Checkpoint.restore") as call:
+        with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.restore") as call:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()

@@ -23,6 +23,7 @@ from mpistrategy.errors import (
     OptionError,
     OptionTypeError,
 )
+from mpistrategy.mpi.contract.call import Call
 
 _STEP = re.compile(r"step-([0-9]{12})")
 _UNFINISHED = re.compile(r"\.step-[0-9]{12}\.saving-[0-9a-f]+")
@@ -104,7 +105,7 @@ class CheckpointManager:
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.save")
         communicator = strategy.extended.communicator
-        with communicator.guard.call("CheckpointManager.save") as call:
+        with Call(communicator.guard, "CheckpointManager.save") as call:
             path = self.path_of(step)
             self.checkpoint.wait()
             call.expect_more()
@@ -136,7 +137,7 @@ class CheckpointManager:
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.restore")
         communicator = strategy.extended.communicator
-        with communicator.guard.call("CheckpointManager.restore") as call:
+        with Call(communicator.guard, "CheckpointManager.restore") as call:
             self.checkpoint.wait()
             call.expect_more()
             found = self._there() if communicator.rank == 0 else ""

@@ -22,6 +22,7 @@ from mpistrategy import context
 from mpistrategy.checkpoint.checkpoint import Checkpoint
 from mpistrategy.checkpoint.manager import CheckpointManager
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
 
@@ -145,7 +146,7 @@ class PreemptionCheckpointHandler:
         self._raise_hand = self._guard.raise_flag  # at hand for the signal handler
         self._told: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
-        with self._guard.call(_WHERE) as call:
+        with Call(self._guard, _WHERE) as call:
             context.require_cross_replica(self._strategy, _WHERE)
             _check_thread(self._communicator)
             call.agree("begin", options=f"{steps_between_checks=}")
@@ -271,14 +272,14 @@ class PreemptionCheckpointHandler:
         self._unchecked = 0 if met else self._unchecked + 1
         if self._unchecked >= self._steps_between_checks and not self._guard.flag_was_seen:
             self._unchecked = 0
-            with self._guard.call(where) as call:
+            with Call(self._guard, where) as call:
                 call.agree("look for signals")
         if self._guard.flag_was_seen:
             self._stop(where)
 
     def _stop(self, where: str) -> None:
         manager, step = self.checkpoint_manager, self._runs
-        with self._guard.call(where) as call:
+        with Call(self._guard, where) as call:
             call.agree("stop", options=f"after step {step}")
             now = time.monotonic()
             mine = f"{self._told[0]} {now - self._told[1]}" if self._told else ""

@@ -195,7 +195,7 @@ class Saving:
         if self.has_failed:
             raise CheckpointWriteError.at("Saving.wait", found="a checkpoint that failed before", expected="a new save")
         if not self.is_committed:
-            with self.cleaned_up(), self._communicator.guard.call("Saving.wait") as call:
+            with self.cleaned_up(), Call(self._communicator.guard, "Saving.wait") as call:
                 self.commit(call)
         return self.path
 

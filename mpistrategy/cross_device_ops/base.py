@@ -78,7 +78,7 @@ class CrossDeviceOps:
             CollectiveMismatchError: when the ranks' calls differ.
         """
         communicator = current_communicator(f"{type(self).__name__}.reduce", per_replica_value)
-        with current.working_on(communicator), communicator.guard.call(f"{type(self).__name__}.reduce") as call:
+        with current.working_on(communicator), Call(communicator.guard, f"{type(self).__name__}.reduce") as call:
             op = ReduceOp.parse(reduce_op, call.where)
             placing.resolve(destinations, communicator, call.where)
             return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call))
@@ -106,7 +106,7 @@ class CrossDeviceOps:
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
         communicator = current_communicator(where, _first_value(value_destination_pairs))
-        with current.working_on(communicator), communicator.guard.call(where) as call:
+        with current.working_on(communicator), Call(communicator.guard, where) as call:
             op = ReduceOp.parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
@@ -139,7 +139,7 @@ class CrossDeviceOps:
             A Mirrored.
         """
         communicator = current_communicator(f"{type(self).__name__}.broadcast")
-        with communicator.guard.call(f"{type(self).__name__}.broadcast") as call:
+        with Call(communicator.guard, f"{type(self).__name__}.broadcast") as call:
             placing.resolve(destinations, communicator, call.where)
             return self.broadcast_implementation(tensor, destinations)
 
@@ -167,7 +167,7 @@ class CrossDeviceOps:
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Override: send rank 0's value to the destinations."""
         communicator = current_communicator(f"{type(self).__name__}.broadcast")
-        with communicator.guard.call(f"{type(self).__name__}.broadcast") as call:
+        with Call(communicator.guard, f"{type(self).__name__}.broadcast") as call:
             destination = placing.resolve(destinations, communicator, call.where)
             given = contribution(tensor)
             array = to_array(given, call.where)

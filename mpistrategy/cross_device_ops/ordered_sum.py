@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
 from mpistrategy.reduction.routes.in_place import chunk_elements
 
 
@@ -39,9 +39,7 @@ def combine_ordered(
         stop = min(start + step, end)
         total = numbers[0][start:stop]
         combination.run([array[start:stop] for array in arrays], total)
-        if divisor != 1:
-            quotient = total.view(dtype)
-            np.true_divide(quotient, dtype.type(divisor), out=quotient)
+        divide_by(divisor, total.view(dtype))
         for number in numbers[1:]:
             number[start:stop] = total
 

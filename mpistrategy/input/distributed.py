@@ -15,6 +15,7 @@ from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input.datasets import Dataset, common_length, to_rows
 from mpistrategy.input.first_batches import FirstBatches
 from mpistrategy.input.iterators import END, DistributedIterator, Walk
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.process_objects import NotPickled
 
@@ -199,7 +200,7 @@ class DistributedDatasetsFromFunction(NotPickled):
     def _begin(self) -> tuple[Iterator[Any], int]:
         """Return this rank's iterator, and the number of steps for which every rank surely has elements."""
         lengths = [np.zeros(1, np.int64) for _ in range(self._communicator.size)]
-        with self._communicator.guard.call("iter(distributed dataset)") as call:
+        with Call(self._communicator.guard, "iter(distributed dataset)") as call:
             with call.own_work():
                 iterator = iter(self._dataset)
                 try:
@@ -212,7 +213,7 @@ class DistributedDatasetsFromFunction(NotPickled):
 
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
         """Return this rank's next element, one without rows when only other ranks have more, or END."""
-        with self._communicator.guard.call("next(distributed dataset)") as call:
+        with Call(self._communicator.guard, "next(distributed dataset)") as call:
             with call.own_work():
                 element = next(iterator, END)
             call.agree("next")

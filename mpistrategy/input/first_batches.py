@@ -17,6 +17,7 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import CollectiveMismatchError, DatasetWarning, MpiStrategyError, OptionError
 from mpistrategy.input.datasets import common_length, to_rows
 from mpistrategy.input.iterators import END
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.variables.mirrored_check import digest, ranks_in_words
@@ -68,7 +69,7 @@ class FirstBatches:
         guard = self._communicator.guard
         if guard.closed:  # there is no rank to compare with
             return next(batches, END)
-        with guard.call("next(distributed dataset)", name=self._name, anywhere=True) as call:
+        with Call(guard, "next(distributed dataset)", name=self._name, anywhere=True) as call:
             with call.own_work():
                 batch = next(batches, END)
                 layout, rows = _layout_and_rows(batch, dataset)

@@ -12,6 +12,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import Mirrored, contribution
 from mpistrategy.context import current_frame
 from mpistrategy.errors import OptionTypeError, UnsupportedError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.faults.injection import collective
@@ -62,7 +63,7 @@ class AllReduceHandle(NotPickled):
         # have said how many they have started, each of these comes to an end.
         if self._number > engine.known_to_all and not guard.closed:
             started = engine.submitted
-            with guard.call("AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
+            with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
             engine.known_to_all = started
         return self._job.result()
@@ -84,7 +85,7 @@ def start_all_reduce(
     communicator = reducer.communicator
 
     def agree() -> None:
-        with communicator.guard.call(_WHERE) as call:
+        with Call(communicator.guard, _WHERE) as call:
             call.agree("the first all_reduce_async")
 
     engine = engine_of(communicator, agree)
@@ -153,7 +154,7 @@ def _prepared(
                 return result
         with (
             current.working_on(communicator),
-            communicator.guard.call(_CALL, structure.text, called=name) as call,
+            Call(communicator.guard, _CALL, structure.text, called=name) as call,
         ):
             results = reducer.all_reduce_leaves(
                 call, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
@@ -188,7 +189,7 @@ def _of_arena(
         def work() -> Any:
             with (
                 current.working_on(communicator),
-                communicator.guard.call(_CALL, called=name) as call,
+                Call(communicator.guard, _CALL, called=name) as call,
             ):
                 return arena.all_reduce(reducer, op, call, options=options, out=arena)
 
@@ -199,7 +200,7 @@ def _of_arena(
     def work_on_buckets() -> Any:
         with (
             current.working_on(communicator),
-            communicator.guard.call(_CALL, structure, called=name) as call,
+            Call(communicator.guard, _CALL, structure, called=name) as call,
         ):
             reducer.all_reduce_leaves(
                 call, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
@@ -211,7 +212,7 @@ def _of_arena(
 
 def _failing(engine: AtOnce, error: Exception) -> Callable[[], Any]:
     def work() -> Any:
-        with engine.communicator.guard.call(_CALL):
+        with Call(engine.communicator.guard, _CALL):
             raise error
 
     return work

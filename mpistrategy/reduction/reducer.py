@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device
 from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, StructureError
@@ -23,16 +23,46 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.gather import gather
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
-from mpistrategy.reduction.layout.finish import WeightedMean
+from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import AgreedReduction, dense_reduction
+from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
 from mpistrategy.reduction.routes.gpu_batch import in_kind, write
+from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, own_weight, plan_of_weights
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16
-#: So many reductions are kept with their words.
+#: So many layouts of arrays keep plans.
 _MOST_AGREED = 512
+
+
+class AgreedPlan:
+    """A plan, and the words that the ranks compare before it runs.
+
+    Args:
+        plan: the plan.
+        op: the operation.
+        layouts: dtype and shape of each array.
+        settings: the algorithm and its options in words.
+        timeout_seconds: how long a call may wait for the other ranks; None: as long as the strategy says.
+    """
+
+    def __init__(
+        self, plan: Plan, op: ReduceOp, layouts: tuple[Layout, ...], settings: str, timeout_seconds: float | None
+    ) -> None:
+        self._plan = plan
+        self._op = op.value
+        self._values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+        self._settings = settings
+        self._timeout = timeout_seconds
+
+    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
+        """Return the results on every rank; inside `call`."""
+        call.wait_as(self._timeout)
+        self._plan.bring(arrays)
+        values, settings = self._values, self._settings
+        call.agree("reduce", op=self._op, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True)
+        return self._plan.run(arrays)
 
 
 class Reducer:
@@ -56,7 +86,7 @@ class Reducer:
         self._options = options
         self.plans = Plans(communicator, algorithm, options)
         self.changes = 0
-        self._agreed: dict[Any, AgreedReduction | None] = {}
+        self._agreed: dict[Any, AgreedPlan | None] = {}
         #: The plans of calls with options of their own.
         self._others: dict[CommunicationOptions, Plans] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
@@ -190,42 +220,39 @@ class Reducer:
 
     def _weights_of_all(self, call: Call, weight: float) -> Array:
         """Return each rank's weight, in rank order, as float64: the ranks learn them before they meet the values."""
-        weights = np.zeros(self.communicator.size)
-        weights[self.communicator.rank] = weight
-        reduction = dense_reduction(self.communicator, ((weights.dtype, weights.shape),), ReduceOp.SUM)
-        reduction.prepare([weights])
-        call.agree("exchange the weights of a mean", sparingly=True)
-        (everybodys,) = reduction.run([weights])
+        plan, weights = plan_of_weights(self.communicator), (own_weight(self.communicator, weight),)
+        plan.bring(weights)
+        call.agree(EXCHANGE, sparingly=True)
+        (everybodys,) = plan.run(weights)
         call.expect_more()  # the values come next
         return everybodys
 
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
         """Return the reduction of one array on every rank; inside `call`, in any context."""
         if type(array) is np.ndarray:
-            agreed = self.agreed_reduction(op, ((array.dtype, array.shape),))
-            if agreed is not None:
-                return agreed.run(call, (array,))[0]
+            plan = self.agreed_plan(op, ((array.dtype, array.shape),))
+            if plan is not None:
+                return plan.run(call, (array,))[0]
         call.wait_as(self._options.timeout_seconds)
         value = PerReplica((array,))
         with self.entered():
             result = local_component(self._algorithm.reduce(op, value, value, self._options))
         return result if is_on_device(result) else np.asarray(result)
 
-    def agreed_reduction(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> AgreedReduction | None:
-        """Return the all-reduce of arrays of these layouts, until `changes` grows; None where the algorithm is asked.
+    def agreed_plan(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> AgreedPlan | None:
+        """Return the plan of ordinary arrays with the algorithm and the options in force; None where there is none.
 
-        It makes the messages of a `batch_reduce` of the same arrays to every rank.
+        It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until `changes` grows.
         """
         key = (op, layouts)
         try:
             return self._agreed[key]
         except KeyError:
             pass
-        settings, options = self.plans.settings, self._options
-        made: AgreedReduction | None = None
+        settings, made = self.plans.settings, None
         if settings is not None and all(is_simple(dtype, op) for dtype, _ in layouts):
-            reduction = dense_reduction(self.communicator, layouts, op, options.bytes_per_pack)
-            made = AgreedReduction(reduction, op, layouts, settings, options.timeout_seconds)
+            plan = plan_of(self.communicator, layouts, op, self._options.bytes_per_pack, usual_route)
+            made = AgreedPlan(plan, op, layouts, settings, self._options.timeout_seconds)
         if len(self._agreed) >= _MOST_AGREED:
             self._agreed.clear()
         self._agreed[key] = made

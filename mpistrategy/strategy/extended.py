@@ -17,6 +17,7 @@ from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.errors import DeviceError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults.injection import collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions
@@ -144,7 +145,7 @@ class StrategyExtended(Placement, NotPickled):
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
         self._require_collective("reduce_to")
-        with self._entered(), self.communicator.guard.call("StrategyExtended.reduce_to", called=name) as call:
+        with self._entered(), Call(self.communicator.guard, "StrategyExtended.reduce_to", called=name) as call:
             if isinstance(value, Arena):
                 return value.reduce_to(self.reducer, reduce_op, destinations, call, options)
             chosen = self.options.merge(options)
@@ -166,7 +167,7 @@ class StrategyExtended(Placement, NotPickled):
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         self._require_collective("batch_reduce_to")
-        with self._entered(), self.communicator.guard.call("StrategyExtended.batch_reduce_to", called=name):
+        with self._entered(), Call(self.communicator.guard, "StrategyExtended.batch_reduce_to", called=name):
             pairs = value_destination_pairs
             if has_arenas(pairs):
                 return [self.reduce_to(reduce_op, value, where, options) for value, where in pairs]
@@ -180,7 +181,7 @@ class StrategyExtended(Placement, NotPickled):
             A Mirrored, as in `reduce_to`.
         """
         self._require_collective("broadcast_to")
-        with self._entered(), self.communicator.guard.call("StrategyExtended.broadcast_to", called=name) as call:
+        with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor.broadcast(self.reducer, destinations, call)
             return self.cross_device_ops.broadcast(tensor, destinations)
@@ -194,7 +195,7 @@ class StrategyExtended(Placement, NotPickled):
         """
         if self._container_strategy.is_default:
             warn_if_alone(self._container_strategy, "barrier", *OF_DEFAULT)
-        with self.communicator.guard.call("barrier", called=name) as call:
+        with Call(self.communicator.guard, "barrier", called=name) as call:
             call.agree("barrier")
 
     # ---------------------------------------------------------------------------------------------- updates

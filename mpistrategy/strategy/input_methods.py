@@ -11,6 +11,7 @@ from mpistrategy.input.distributed import DistributedDataset, DistributedDataset
 from mpistrategy.input.first_batches import OFF, WARN, FirstBatches, checked_level
 from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
 from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode, check_options, replication_mode
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 
 
@@ -144,7 +145,7 @@ def _distribute(
     check_batches: str = WARN,
 ) -> Any:
     communicator = strategy.extended.communicator
-    with communicator.guard.call(where) as call:
+    with Call(communicator.guard, where) as call:
         check_options(options, where)
         level, number = checked_level(check_batches, where), strategy.extended.datasets_made + 1
         compares = level != OFF and communicator.size > 1
@@ -166,7 +167,7 @@ def _make_input(
     mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
 ) -> Any:
     communicator = strategy.extended.communicator
-    with communicator.guard.call(where) as call:
+    with Call(communicator.guard, where) as call:
         context.check_call(where, function)
         check_options(options, where)
         if replication_mode(mode, where) is not InputReplicationMode.PER_WORKER:

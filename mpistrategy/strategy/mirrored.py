@@ -9,6 +9,7 @@ from mpistrategy.cross_device_ops import CrossDeviceOps
 from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
 from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.contract import check_level, timeouts
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
 from mpistrategy.mpi.job.launcher import no_mpi
@@ -74,7 +75,7 @@ class MirroredStrategy(Strategy):
         ranks = _connect(communicator, contains_errors)
         try:
             local_rank, local_size = ranks.local_rank_and_size()
-            with ranks.guard.call(where) as call:
+            with Call(ranks.guard, where) as call:
                 if not isinstance(ranks, SimulatedCommunicator):
                     injection.arm(*ranks.place_in_job)
                 if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):

@@ -25,6 +25,7 @@ from mpistrategy.context import (
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError, StructureError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults.injection import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
@@ -33,6 +34,7 @@ from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
+from mpistrategy.reduction.weights import Weighted
 from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
@@ -171,7 +173,7 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
-        if weight is None and name is None:
+        if name is None:
             frames = entered.frames
             in_arena = out is not None and id(value) in resident_values
             if frames and (frame := frames[-1]).replica_context is self and not in_arena:
@@ -181,14 +183,15 @@ class ReplicaContext(NotPickled):
                 if options is not None:
                     others = self._strategy.extended.reducer.plans_for(options)
                     run = _no_plan if others is None else others.run
-                result = run(reduce_op, value, out, _getframe(1), frame.step)
+                what = value if weight is None else Weighted(value, weight)
+                result = run(reduce_op, what, out, _getframe(1), frame.step)
                 if result is not MISFIT:
                     return result
         extended = self._strategy.extended
         guard = extended.communicator.guard
         with (
             self._required("all_reduce"),
-            guard.call("ReplicaContext.all_reduce", called=name) as call,
+            Call(guard, "ReplicaContext.all_reduce", called=name) as call,
         ):
             if (arena := resident(value, out)) is not None:
                 return arena.all_reduce(extended.reducer, reduce_op, call, options=options, weight=weight, out=out)
@@ -275,7 +278,7 @@ class ReplicaContext(NotPickled):
         """
         extended = self._strategy.extended
         guard = extended.communicator.guard
-        with self._required("all_gather"), guard.call("ReplicaContext.all_gather", called=name) as call:
+        with self._required("all_gather"), Call(guard, "ReplicaContext.all_gather", called=name) as call:
             call.wait_as(extended.reducer.options.merge(options).timeout_seconds)
             return extended.reducer.gather_nest(value, axis, call)
 

@@ -166,7 +166,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             warn_if_alone(self, "Strategy.reduce", *OF_DEFAULT)
         communicator, algorithm = self.extended.communicator, self.extended.cross_device_ops
         options = self.extended.options
-        with context.cross_replica(self), communicator.guard.call("Strategy.reduce", called=name) as call:
+        with context.cross_replica(self), Call(communicator.guard, "Strategy.reduce", called=name) as call:
             if isinstance(value, Arena):
                 if axis is not None:
                     raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
@@ -241,7 +241,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         context.require_cross_replica(self, "Strategy.gather")
         if self.is_default:
             warn_if_alone(self, "Strategy.gather", *OF_DEFAULT)
-        with self.extended.communicator.guard.call("Strategy.gather", called=name) as call:
+        with Call(self.extended.communicator.guard, "Strategy.gather", called=name) as call:
             return self.extended.reducer.gather_nest(value, axis, call)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -331,7 +331,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         if guard.closed:
             communicator.free()
         else:
-            with guard.call("Strategy.close", anywhere=True) as call:
+            with Call(guard, "Strategy.close", anywhere=True) as call:
                 try:
                     call.agree("close")
                 except RemoteError:

@@ -269,7 +269,7 @@ class GradientArenas:
         where = f"{type(self).__name__}.{method}"
         listed: tuple[Any, ...] = tuple(variables)
         strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
-        with strategy.extended.communicator.guard.call(where) as call:
+        with Call(strategy.extended.communicator.guard, where) as call:
             for var in listed:
                 check_variable(var, strategy, where)
             call.structure = ", ".join(var.key for var in listed)

@@ -189,7 +189,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
         if strategy.is_default:
             warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
         extended = strategy.extended
-        with extended.communicator.guard.call(where) as call:
+        with Call(extended.communicator.guard, where) as call:
             gradients, plan, ordinary = self._plans.find(grads_and_vars, strategy, where)
             call.structure = f"{self._settings(strategy, where)} for {plan.text}"
             buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None

@@ -18,7 +18,7 @@ from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, loc
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.plan import AgreedReduction
+from mpistrategy.reduction.reducer import AgreedPlan
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended as _Extended
 from mpistrategy.strategy.strategy import Strategy
@@ -86,7 +86,7 @@ class PlainStep:
         changed: the memory of the variables and of their slots.
     """
 
-    reduction: AgreedReduction | None
+    reduction: AgreedPlan | None
     updates: Sequence[FlatUpdate]
     changed: Sequence[Array]
 
@@ -215,7 +215,7 @@ class StepPlans:
             plan.prepared = self.sliced.step(plan, variables, self._slots.of, kernel, plan.strategy, call)
         if plan.prepared is None:
             needs_none = alone and in_rank_order
-            reduction = None if needs_none else extended.reducer.agreed_reduction(op, plan.layouts)
+            reduction = None if needs_none else extended.reducer.agreed_plan(op, plan.layouts)
             if reduction is None and not needs_none:
                 return
             updates: list[FlatUpdate] = []

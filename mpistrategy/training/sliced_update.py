@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.errors import RemoteError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
@@ -193,7 +193,7 @@ class SlicedUpdate:
                 for other in others:
                     np.add(total, other, out=total)
                 if mean:
-                    np.true_divide(total, total.dtype.type(size), out=total)
+                    divide_by(size, total)
             kernel(chunk.parameter, total, chunk.slots, chunk.scratch)
             for source, target in chunk.copies:
                 np.copyto(target, source)

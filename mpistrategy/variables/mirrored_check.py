@@ -15,6 +15,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import VariableSynchronization
 from mpistrategy.variables.registry import Placement
@@ -62,7 +63,7 @@ class MirroredCheck:
         >>> strategy.assert_mirrored([weights])
         """
         communicator = self.extended.communicator
-        with communicator.guard.call("Strategy.assert_mirrored") as call:
+        with Call(communicator.guard, "Strategy.assert_mirrored") as call:
             if variables is None:
                 numbered = [(n, var) for n, var in self.extended.variables_alive() if is_mirrored(var)]
                 call.structure = f"all of {self.extended.variables_made} variables"

@@ -18,6 +18,7 @@ from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
 from mpistrategy.errors import AggregationError, MpiStrategyError, OptionTypeError, UnsupportedError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
@@ -83,14 +84,14 @@ def own(variable: Replica) -> Array:
 def summed(variable: Replica) -> Array:
     """Return the sum or the mean of all copies.  Collective."""
     extended = variable.extended
-    with extended.communicator.guard.call("reading a variable", name=variable.key) as call:
+    with Call(extended.communicator.guard, "reading a variable", name=variable.key) as call:
         return extended.reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
 
 
 def first(variable: Replica) -> Array:
     """Return replica 0's copy.  Collective."""
     communicator = variable.extended.communicator
-    with communicator.guard.call("reading a variable", name=variable.key) as call:
+    with Call(communicator.guard, "reading a variable", name=variable.key) as call:
         call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
         return _of_replica_0(variable.local_view, communicator)
 
@@ -118,7 +119,7 @@ def combined(write: Write) -> Change:
     variable = write.variable
     extended = variable.extended
     op = _REDUCE_OPS[variable.aggregation]
-    with extended.communicator.guard.call(write.where, name=variable.key) as call:
+    with Call(extended.communicator.guard, write.where, name=variable.key) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
             return extended.reducer.all_reduce_array(call, op, mine)
@@ -132,7 +133,7 @@ def replica_0s(write: Write) -> Change:
     """All replicas write replica 0's value.  Collective."""
     variable = write.variable
     communicator = variable.extended.communicator
-    with communicator.guard.call(write.where, name=variable.key) as call:
+    with Call(communicator.guard, write.where, name=variable.key) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
             call.agree("broadcast slices", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
@@ -160,7 +161,7 @@ def alike(write: Write) -> Change:
     """All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data."""
     variable = write.variable
     communicator = variable.extended.communicator
-    with communicator.guard.call(write.where, name=variable.key) as call:
+    with Call(communicator.guard, write.where, name=variable.key) as call:
         if isinstance(write.value, PerReplica):
             raise OptionTypeError.at(
                 write.full_name,

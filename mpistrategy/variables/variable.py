@@ -13,6 +13,7 @@ from mpistrategy.arrays.gpu import write_from_host
 from mpistrategy.arrays.values import ArrayLike
 from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults.injection import collective
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING, Policy, policies_of
@@ -71,7 +72,7 @@ class Variable(ArrayLike):
         self._strategy = strategy = context.current_strategy()
         extended: Extended = strategy.extended
         communicator = extended.communicator
-        with communicator.guard.call("Variable") as call:
+        with Call(communicator.guard, "Variable") as call:
             self._aggregation = _member(VariableAggregation, aggregation, "aggregation")
             given = _member(VariableSynchronization, synchronization, "synchronization")
             creation = CREATION[given]

@@ -14,6 +14,7 @@ from cupy_here import Spoken, asarray, double_only, ndarray
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.training.gradients import GradientAccumulator, clip_by_global_norm
 from mpistrategy.training.optimizers import SGD
@@ -178,7 +179,7 @@ def test_a_path_whose_warning_is_an_error_is_not_made_again(
 @pytest.mark.one_rank
 def test_nobody_waits_for_the_others_while_its_own_gpu_is_at_work() -> None:
     guard = Guard()
-    with guard.call("one"):
+    with Call(guard, "one"):
         guard.since = 5.0
         with guard.own_gpu():
             assert guard.own_gpu_since < float("inf")
@@ -202,10 +203,10 @@ def test_a_gpu_that_does_not_answer_leaves_no_call_behind() -> None:
             raise RuntimeError("an illegal address")
 
     guard.on_gpu = Broken
-    with guard.call("one"):
+    with Call(guard, "one"):
         pass
     assert guard.current is None
-    with pytest.raises(ms.errors.DeviceError, match=r"does not answer \(an illegal address\)"), guard.call("two"):
+    with pytest.raises(ms.errors.DeviceError, match=r"does not answer \(an illegal address\)"), Call(guard, "two"):
         pass
     assert guard.current is None
     assert events == ["enter", "exit", "enter"]

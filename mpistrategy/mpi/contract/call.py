@@ -8,40 +8,33 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
-from mpistrategy.mpi.contract.call_sites import Site
-from mpistrategy.mpi.contract.failures import Failures
-from mpistrategy.mpi.contract.flight_recorder import LEFT, FlightRecord
+from mpistrategy.mpi.contract.flight_recorder import LEFT
+from mpistrategy.mpi.contract.guard import CurrentCall, Guard
 from mpistrategy.mpi.contract.signature import Signature
 
 
-class Guarded(Protocol):
-    """What a call uses of its guard, `mpistrategy.mpi.contract.guard.Guard`."""
-
-    current: Call | None
-    thread: int
-    size: int
-    since: float
-    failures: Failures | None
-    record: FlightRecord
-    on_gpu: Callable[[], AbstractContextManager[Any]] | None
-
-    def here(self) -> Site: ...
-    def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None: ...
-    def own_work(self) -> AbstractContextManager[None]: ...
-    def fail(self, where: str, error: BaseException, *, agreed: bool) -> None: ...
-    def was_told(self, error: BaseException) -> bool: ...
-    def mark_told(self, error: BaseException) -> BaseException: ...
-    def clear_told(self, error: BaseException) -> None: ...
-
-
 class Call:
-    """One public call that all ranks make together; leaving it with an exception tells the peers.
+    """One public call that all ranks make together, as a context; leaving it with an exception tells the other ranks.
 
-    The outermost call lends its name and its structure to the signatures of those inside it.
+    The outermost call lends its name and its structure to the signatures of those inside it.  Entering it raises
+    OptionTypeError, on all ranks, when `called` is neither None nor a string.
+
+    Args:
+        guard: of the ranks that make the call.
+        where: the public name.
+        structure: that of the values, in words.
+        name: what it is about: a variable's name.
+        called: the name= that the program gave it; compared instead of the place where the program makes it.
+        anywhere: ranks may make it at different places in the program.
+
+    Raises:
+        ContextError: when the strategy has been closed.
+        ForkedProcessError: in a forked child of a rank.
+        CollectiveMismatchError: after calls that differed were found late.
     """
 
     __slots__ = (
@@ -62,11 +55,22 @@ class Call:
         "where",
     )
 
-    def __init__(self, guard: Guarded, where: str, structure: str, name: str, *, called: Any, anywhere: bool) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        where: str,
+        structure: str = "",
+        name: str = "",
+        *,
+        called: Any = None,
+        anywhere: bool = False,
+    ) -> None:
+        if guard.closed:
+            raise guard.refusal(where)
         self._guard = guard
         self._called = called
         self._anywhere = anywhere or bool(called)
-        self._outer: Call | None = None
+        self._outer: CurrentCall | None = None
         self._agreed = False
         self._entry: list[Any] | None = None
         self._before = 0.0
@@ -162,11 +166,11 @@ class Call:
         guard.compare(signature, patiently=patiently, sparingly=sparingly)
         if guard.failures is not None:
             guard.failures.agree()
-        self._set_agreed(True)
+        self.set_agreed(True)
 
     def expect_more(self) -> None:
         """Say that the peers will wait at one more `agree`: a failure before it must be reported to them."""
-        self._set_agreed(False)
+        self.set_agreed(False)
 
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Wait for the other ranks as long as the options of this call say; None: as long as the strategy's do."""
@@ -177,11 +181,11 @@ class Call:
         """Say that what runs in here is the program's own: nobody is waited for."""
         return self._guard.own_work()
 
-    def _set_agreed(self, agreed: bool) -> None:
-        call: Call | None = self
-        while call is not None:
-            call._agreed = agreed
-            call = call._outer
+    def set_agreed(self, agreed: bool) -> None:
+        """Note whether the ranks have agreed on this call, and so on those around it."""
+        self._agreed = agreed
+        if self._outer is not None:
+            self._outer.set_agreed(agreed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

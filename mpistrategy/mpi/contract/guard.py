@@ -20,12 +20,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from typing import Any
+from typing import Any, Protocol
 
 from mpistrategy import errors
 from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
-from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, Sparingly
@@ -39,6 +38,20 @@ from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 _FLAG = 1 << 62  # digests are smaller
 
 _LEAVING = Signature("exit")
+
+
+class CurrentCall(Protocol):
+    """What is known of the public call that a rank is in: a `mpistrategy.mpi.contract.call.Call`."""
+
+    where: str
+    structure: str
+    name: str
+    place: str
+    signature: Signature | None
+    timeout: float | None
+    is_leaf: bool
+
+    def set_agreed(self, agreed: bool) -> None: ...
 
 
 class Guard(TellsErrors):
@@ -84,7 +97,8 @@ class Guard(TellsErrors):
         self.size = size
         self.thread = 0
         self._digests = Digests()
-        self.current: Call | None = None
+        #: The public call that this rank is in, the innermost one.
+        self.current: CurrentCall | None = None
         self.record = FlightRecord()
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
         self.since = 0.0
@@ -168,42 +182,23 @@ class Guard(TellsErrors):
         """Forget that flags were seen, on all ranks at the same place in the program."""
         self._flag, self.must_enter, self.flag_was_seen = 0, self._closed, False
 
-    def call(
-        self, where: str, structure: str = "", name: str = "", *, called: Any = None, anywhere: bool = False
-    ) -> Call:
-        """Return a context manager for one public call that all ranks make together.
-
-        Entering it raises OptionTypeError, on all ranks, when `called` is neither None nor a string.
-
-        Args:
-            where: the public name.
-            structure: that of the values, in words.
-            name: what it is about: a variable's name.
-            called: the name= that the program gave it; compared instead of the place where the program makes it.
-            anywhere: ranks may make it at different places in the program.
-
-        Raises:
-            ContextError: when the strategy has been closed.
-            ForkedProcessError: in a forked child of a rank.
-            CollectiveMismatchError: after calls that differed were found late.
-        """
+    def refusal(self, where: str) -> MpiStrategyError:
+        """Return what a public call raises once this guard is closed."""
         if self._is_in_child:
-            raise forks.refusal(where)
+            return forks.refusal(where)
         if self.is_spoiled:
-            raise CollectiveMismatchError.at(
+            return CollectiveMismatchError.at(
                 where,
                 found="a strategy whose ranks have made different calls, which was found late",
                 expected="the end of the program, or another strategy",
             )
         if self.broken:
-            raise errors.ContextError.at(
+            return errors.ContextError.at(
                 where,
                 found=f"a strategy after a failure: {self.broken}",
                 expected="another strategy, made by all its ranks",
             )
-        if self._closed:
-            raise errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
-        return Call(self, where, structure, name, called=called, anywhere=anywhere)
+        return errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
 
     def here(self) -> Site:
         """Return where the program makes the call that this rank is in."""

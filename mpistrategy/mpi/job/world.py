@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi.contract import forks, timeouts
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
@@ -147,7 +148,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     watched.is_making = True
     _watch(ranks, watched)
     try:
-        with guard.call(where, anywhere=True):
+        with Call(guard, where, anywhere=True):
             _meet(ranks, guard)
             watched.identity = 0  # what follows may take long without a wait
             yield

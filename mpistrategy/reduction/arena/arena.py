@@ -12,6 +12,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import contribution
 from mpistrategy.errors import ContextError, CopyError, EmptyBatchError, OptionTypeError, StructureError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.reduction.arena.layout import belongs_on_device, buckets_for, laid_out, layouts_of
 from mpistrategy.reduction.arena.plan import ArenaReductions
 from mpistrategy.reduction.arena.unchanged import IntactNest
@@ -61,7 +62,7 @@ class Arena(ArenaReductions):
         self.strategy = strategy
         reducer = strategy.extended.reducer
         self.communicator = communicator = reducer.communicator
-        with communicator.guard.call("Strategy.arena") as call:
+        with Call(communicator.guard, "Strategy.arena") as call:
             if not isinstance(shared_result, bool):
                 raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
             given, self._structure = nest.flatten(like)
@@ -168,7 +169,7 @@ class Arena(ArenaReductions):
             return
         guard = self.communicator.guard
         if not guard.closed:
-            with guard.call("Arena.close", anywhere=True) as call:
+            with Call(guard, "Arena.close", anywhere=True) as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         self.plans.clear()

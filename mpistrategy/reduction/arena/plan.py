@@ -17,7 +17,6 @@ from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.layout import check_dtypes
 from mpistrategy.reduction.arena.unchanged import IntactNest
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, resolve
-from mpistrategy.reduction.plan import described
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.in_place import Replicas, broadcast_replicas, combine, is_in_place, reduce_replicas
 from mpistrategy.reduction.routes.mailboxes import MISFIT
@@ -168,7 +167,8 @@ class ArenaReductions(ABC):
                 raise
             return arena.result
 
-        return described(run, signature)
+        run.__dict__["signature"] = signature
+        return run
 
     def path(self, reducer: Reducer, options: CommunicationOptions) -> str:
         """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
