@@ -1,22 +1,30 @@
-"""Buckets: parts of all gradients whose reduction begins while the others are still being computed."""
+"""Memory for gradients: arenas, so that a step need not copy them, and buckets, which are reduced one by one.
+
+The reduction of a bucket begins while the gradients of the others are still being computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
-from mpistrategy.strategy.current import get_replica_context
+from mpistrategy.strategy.current import get_replica_context, get_strategy
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.training.checks import required_context
+from mpistrategy.training.checks import check_variable, checked_count, required_context
+from mpistrategy.training.plans import StepPlans
 from mpistrategy.training.sliced_step import GradientArena
 from mpistrategy.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.arena.arena import Arena
 
 #: Large enough for the line rate of a network, small enough that the first one is soon full.
 DEFAULT_BYTES_PER_BUCKET = 4 * 2**20
@@ -131,6 +139,27 @@ class GradientBuckets:
         self.reset()
         return list(self.values)
 
+    def reduced_early(self, op: ReduceOp, call: Call) -> list[Array] | None:
+        """Return what `reduced` does, where buckets start early; None elsewhere.  Collective; inside `call`.
+
+        Raises:
+            OptionError: when `op` is not that of these buckets.
+        """
+        if not self.starts_early:
+            self.reset()
+            return None
+        if self.op is not op:
+            raise OptionError.at(
+                call.where,
+                found=f"gradient buckets that make the {self.op.name}",
+                expected=f"the optimizer's aggregation, {op.name}",
+                fix="Make the buckets with this optimizer's gradient_buckets().",
+            )
+        call.agree("reduce gradient buckets", op=op.value)
+        totals = self.reduced()
+        call.expect_more()
+        return totals
+
     def reset(self) -> None:
         """Wait for what has started and forget it: after a step that failed.  Collective."""
         handles, self._handles = self._handles, []
@@ -188,3 +217,61 @@ def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
         close(memory_number)
     # In the order in which backward propagation completes them.
     return sorted(made, key=lambda bucket: -bucket.members[-1])
+
+
+class GradientArenas:
+    """The part of Optimizer that makes memory for gradients."""
+
+    aggregation: ReduceOp
+    _plans: StepPlans
+
+    def gradient_arena(self, variables: Iterable[Variable]) -> Arena:
+        """Return an arena for the gradients of `variables`: gradients written there need no copy.  Collective.
+
+        Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
+        ``arena.values[i]`` and the i-th variable.  They stay as they are: the reduction goes elsewhere.
+
+        Args:
+            variables: variables of one strategy.  For the same ones in the same order it is always the same arena.
+
+        Returns:
+            An Arena whose `values` are a list like the variables.
+
+        Raises:
+            EmptyBatchError: without variables.
+            OptionError: for what is no variable, and for variables of several strategies.
+        """
+        return self._gradients_of(variables, "gradient_arena").arena
+
+    def gradient_buckets(
+        self, variables: Iterable[Variable], bytes_per_bucket: int = DEFAULT_BYTES_PER_BUCKET
+    ) -> GradientBuckets:
+        """Return the gradient arena of `variables` in buckets, whose reduction overlaps with computation.  Collective.
+
+        Args:
+            variables: as in `gradient_arena`; in the order of the model's layers.
+            bytes_per_bucket: how many bytes of gradients are reduced in one piece.
+
+        Returns:
+            GradientBuckets, to be given to `apply_gradients` in place of pairs.
+
+        Raises:
+            OptionError, OptionTypeError: for a number of bytes that is no int from 1 on; else as `gradient_arena`.
+        """
+        checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
+        return GradientBuckets(
+            self._gradients_of(variables, "gradient_buckets", f"{bytes_per_bucket=}"),
+            self.aggregation,
+            bytes_per_bucket,
+        )
+
+    def _gradients_of(self, variables: Iterable[Variable], method: str, options: str = "") -> GradientArena:
+        where = f"{type(self).__name__}.{method}"
+        listed: tuple[Any, ...] = tuple(variables)
+        strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
+        with Call(strategy.extended.communicator.guard, where) as call:
+            for var in listed:
+                check_variable(var, strategy, where)
+            call.structure = ", ".join(var.key for var in listed)
+            call.agree("place gradients", op=self.aggregation.value, options=options)
+            return self._plans.sliced.arena(strategy, listed)

@@ -109,17 +109,17 @@ def has_kernel(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f"
 
 
+#: The methods that say what a step does.
+STEP_METHODS = ("kernel", "change", "update")
+
+
 def has_current_kernel(optimizer: object, base: type) -> bool:
     """Return whether the `kernel` of an optimizer does what its `change` and `update` do.
 
-    Not so when one of these has been overridden in a class further down, or on the instance; nor in `base`, which has
-    no kernel.
+    It does not when one of these is overridden in a class further down, or on the instance.  `base` has no kernel.
     """
     classes = type(optimizer).__mro__
-    at = {
-        name: next(number for number, one in enumerate(classes) if name in vars(one))
-        for name in ("kernel", "change", "update")
-    }
+    at = {name: next(number for number, one in enumerate(classes) if name in vars(one)) for name in STEP_METHODS}
     overridden = min(at["change"], at["update"]) < at["kernel"] or not vars(optimizer).keys().isdisjoint(at)
     return not overridden and classes[at["kernel"]] is not base
 
@@ -178,7 +178,7 @@ class FlatUpdate:
 
     def run(self, kernel: Kernel, gradient: Array) -> None:
         """Make one step with `gradient`, which has the variable's shape and dtype."""
-        if any(may_share_memory(gradient, array) for array in self._memory):
+        if any(np.may_share_memory(gradient, array) for array in self._memory):
             gradient = gradient.copy()  # the variable itself as its gradient, say: the step would change it halfway
         flat = gradient.reshape(-1)
         for piece, parameter, slots, scratch in self._chunks:

@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, contribution
-from mpistrategy.errors import NonFiniteWarning, OptionError
+from mpistrategy.errors import NonFiniteError, NonFiniteWarning, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -78,6 +78,9 @@ def screen(
         variables: what they are for.
         brought: what this rank brought to the reduction; None when that is gone.
         policy: what will be done; "skip" needs no words.
+
+    Raises:
+        NonFiniteError: on all ranks, where the policy is "raise".
     """
     call.expect_more()
     first = next((number for number, array in enumerate(reduced) if not all_finite(array)), len(reduced))
@@ -90,15 +93,21 @@ def screen(
         first = int(least[0])
     if first > len(reduced):
         return ""
-    if first == len(reduced):
-        return "a global norm of the gradients that is not finite"
-    what = f"a reduced gradient of {variables[first].key} that is not finite"
-    if policy == "skip" or brought is None:
-        return what
-    gradient = contribution(brought[first])
+    what = "a global norm of the gradients that is not finite"
+    if first < len(reduced):
+        what = f"a reduced gradient of {variables[first].key} that is not finite"
+        if policy != "skip" and brought is not None:
+            what += f" ({_of_ranks(communicator, contribution(brought[first]))})"
+    if policy == "raise":
+        raise NonFiniteError.at(call.where, found=what, expected="finite numbers", fix="Nothing has changed.")
+    return what
+
+
+def _of_ranks(communicator: Communicator, gradient: Any) -> str:
+    """Return what each rank's gradient has that is not finite, in words.  Collective."""
     mine = what_is_not(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
     told = [f"rank {rank} brought {text}" for rank, text in enumerate(communicator.allgather_text(mine)) if text]
-    return f"{what} ({_shortened(told) or 'no rank brought such numbers: their sum overflowed'})"
+    return _shortened(told) or "no rank brought such numbers: their sum overflowed"
 
 
 def _shortened(texts: Sequence[str], most: int = 8) -> str:

@@ -4,8 +4,8 @@ Variables are allocated in order of creation, so the variables of one model are 
 An optimizer can then update its share of all ranks' copies.  Creation is collective: every rank allocates every
 variable, and the ranks' records are equal without communication.
 
-A block can be used again when its variable and every view of it have been garbage-collected.  Ranks collect at
-different times.  So when a slab is full, they compare which blocks are free, and release those free on all ranks.
+A slot can be used again when its variable and every view of it have been garbage-collected.  Ranks collect at
+different times.  So when a slab is full, they compare which slots are free, and release those free on all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, alig
 _FIRST_SLAB_BYTES = 2**20
 _SLAB_BYTES = 4 * 2**20
 _SLAB_FRACTION = 8
-#: When less than 1 / this of a slab was released, a new slab is made as well: the search for free blocks is a
+#: When less than 1 / this of a slab was released, a new slab is made as well: the search for free slots is a
 #: collective, and should not be needed again soon.
 _WORTHWHILE = 4
 
@@ -50,18 +50,9 @@ class Slab:
         self.segments = memory.segments
         self.local_rank = memory.local_rank
         self.nbytes = memory.mine.nbytes
-        self._typed: dict[np.dtype[Any], tuple[Array, ...]] = {}
-
-    def replicas(self, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        """Return the memory of each rank of the node as elements of `dtype`, by local rank."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            whole = self.nbytes // dtype.itemsize * dtype.itemsize
-            typed = self._typed[dtype] = tuple(segment[:whole].view(dtype) for segment in self.segments)
-        return typed
 
 
-class Block(NamedTuple):
+class VariableSlot(NamedTuple):
     """The position of a variable, the same in the memory of every rank of its node.
 
     Attributes:
@@ -73,25 +64,14 @@ class Block(NamedTuple):
     offset: int
 
 
-def contiguous(variables: Iterable[Any]) -> bool:
-    """Return whether variables follow one another in one slab, with only alignment between them."""
-    end: tuple[Slab, int] | None = None
-    for variable in variables:
-        block = variable.block
-        if block is None or (end is not None and (block.slab is not end[0] or block.offset != end[1])):
-            return False
-        end = (block.slab, block.offset + padded(variable.local_view.nbytes))
-    return True
-
-
 def padded(nbytes: int) -> int:
-    """Return the size of a block for so many bytes."""
+    """Return the size of a slot for so many bytes."""
     return max(ALIGNMENT, aligned(nbytes))
 
 
 @dataclass
-class _UsedBlock:
-    """A block in use by a variable or by a view of one."""
+class _UsedSlot:
+    """A slot in use by a variable or by a view of one."""
 
     slab: Slab
     start: int
@@ -129,7 +109,7 @@ class _SlabSpace:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block of the slab is in use."""
+        """Whether no slot of the slab is in use."""
         return self.free == [(0, self.slab.nbytes)]
 
 
@@ -138,7 +118,7 @@ class VariableStorage:
 
     def __init__(self) -> None:
         self._spaces: list[_SlabSpace] = []
-        self._used: list[_UsedBlock] = []
+        self._used: list[_UsedSlot] = []
         # Set on all ranks together, when the node has no shared memory (any more).
         self._exhausted = False
 
@@ -149,10 +129,10 @@ class VariableStorage:
 
     def allocate(
         self, communicator: Communicator, dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> tuple[Array, Block | None]:
-        """Return memory for a variable and its block; None instead of a block for memory that is not shared.
+    ) -> tuple[Array, VariableSlot | None]:
+        """Return memory for a variable and its slot; None instead of a slot for memory that is not shared.
 
-        All ranks call it inside an agreed call, with equal arguments.  A view of the array keeps the block in use.
+        All ranks call it inside an agreed call, with equal arguments.  A view of the array keeps the slot in use.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         found = None
@@ -165,8 +145,8 @@ class VariableStorage:
         # Through a memoryview: the base of a view of a view is the first array whose own base is no array.  So views
         # keep this array alive, which belongs to one variable, and not the slab's array.
         memory = np.frombuffer(slab.segments[slab.local_rank].data[start:stop], np.uint8)
-        self._used.append(_UsedBlock(slab, start, stop, weakref.ref(memory)))
-        return np.ndarray(shape, dtype, memory), Block(slab, start)
+        self._used.append(_UsedSlot(slab, start, stop, weakref.ref(memory)))
+        return np.ndarray(shape, dtype, memory), VariableSlot(slab, start)
 
     def _find(self, nbytes: int) -> tuple[Slab, int] | None:
         for space in self._spaces:
@@ -194,20 +174,20 @@ class VariableStorage:
         return self._find(nbytes)
 
     def _release(self, communicator: Communicator, nbytes: int) -> int:
-        """Release the blocks that no rank uses any more; return how many bytes.  Collective.
+        """Release the slots that no rank uses any more; return how many bytes.  Collective.
 
         Empty slabs are freed, except one that can hold the next `nbytes`.
         """
-        is_free = np.array([block.memory() is None for block in self._used], np.int32)
+        is_free = np.array([slot.memory() is None for slot in self._used], np.int32)
         communicator.allreduce(is_free, "MIN")
         ranges: dict[int, list[tuple[int, int]]] = {}
         kept, released = [], 0
-        for block, free in zip(self._used, is_free.tolist(), strict=True):
+        for slot, free in zip(self._used, is_free.tolist(), strict=True):
             if free:
-                ranges.setdefault(id(block.slab), []).append((block.start, block.stop))
-                released += block.stop - block.start
+                ranges.setdefault(id(slot.slab), []).append((slot.start, slot.stop))
+                released += slot.stop - slot.start
             else:
-                kept.append(block)
+                kept.append(slot)
         self._used = kept
         for space in self._spaces:
             space.release(ranges.get(id(space.slab), ()))
