@@ -16,7 +16,7 @@ from mpistrategy.errors import DTypeError, MpiStrategyError, OptionError, Placem
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
-from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
 
@@ -55,7 +55,9 @@ def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) 
         arrays = [leaf if type(leaf) is np.ndarray else _on_host(leaf) for leaf in leaves]
     except (OverflowError, TypeError, MpiStrategyError):  # such as an int that has no such dtype
         return None
-    return arrays if layouts is None or layouts_of(arrays) == layouts else None
+    if layouts is None or layouts == tuple([(array.dtype, array.shape) for array in arrays]):
+        return arrays
+    return None
 
 
 def _on_host(leaf: Any) -> Array:
