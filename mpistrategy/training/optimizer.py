@@ -195,7 +195,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
             buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None
             totals = None if buckets is None else buckets.reduced_early(self.aggregation, call)
             if ordinary and totals is None and plan.prepared is not None and self._is_current(plan, extended):
-                trouble = self._make(plan, gradients, call)
+                trouble = self._make(plan, gradients, self.kernel(), call)
             else:
                 arrays = gradients if ordinary else plan.ordinary(gradients, where)
                 args = (gradients, arrays, plan, totals, call)
@@ -237,9 +237,9 @@ class Optimizer(Created, GradientArenas, NotPickled):
             *(self.aggregation, self.global_clipnorm, self.nonfinite, self._plans.sliced.arenas_made),
         )
 
-    def _make(self, plan: StepPlan, gradients: Sequence[Array], call: Call) -> str:
+    def _make(self, plan: StepPlan, gradients: Sequence[Array], kernel: Kernel | None, call: Call) -> str:
         """Make the prepared step of a plan; return what of the reduced gradients is not finite."""
-        step, kernel, trouble = plan.prepared, self.kernel(), ""
+        step, trouble = plan.prepared, ""
         assert kernel is not None
         if isinstance(step, SlicedStep):
             step.run(gradients, kernel, self.aggregation, call)
@@ -266,13 +266,13 @@ class Optimizer(Created, GradientArenas, NotPickled):
         call.expect_more()
         room = make_room([var.local_view for var in plan.variables]) if extended.drives_gpu else []
         if totals is None and arrays is not None:
+            kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
             if not self._is_current(plan, extended):
-                kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
                 screens = self.global_clipnorm is not None or self.nonfinite is not None
                 self._plans.prepare(plan, kernel, self._step_counter(), self.aggregation, screens, call)
                 plan.key = self._key(extended)
             if plan.prepared is not None:
-                return self._make(plan, arrays, call)
+                return self._make(plan, arrays, kernel, call)
         if totals is None:
             pairs = list(zip(gradients, plan.variables, strict=True))
             results = extended.batch_reduce_to(self.aggregation, pairs)

@@ -191,17 +191,17 @@ class StepPlans:
     def prepare(
         self, plan: StepPlan, kernel: Kernel | None, counter: Variable, op: ReduceOp, screens: bool, call: Call
     ) -> None:
-        """Prepare the step of a plan, if ordinary gradients need no more than it does.  Collective; all ranks alike.
+        """Prepare the step of a plan for ordinary gradients, where there can be one.  Collective; all ranks alike.
 
         Args:
             plan: the plan.
-            kernel: the step; None for an optimizer that is asked for each variable what to change.
-            counter: counts the steps.
+            kernel: the step; None for an optimizer whose `change` or `update` is called.
+            counter: the step counter.
             op: SUM or MEAN.
-            screens: whether reduced gradients are looked at before anything changes.
+            screens: whether reduced gradients are clipped or checked before anything changes.
             call: the call that all ranks make.
         """
-        plan.prepared, plan.counter = None, counter
+        plan.prepared, plan.counter, plan.key = None, counter, None
         extended, variables = plan.strategy.extended, plan.variables
         changed = [v.local_view for var in variables for v in (var, *self._slots.of(var).values())]
         on_host = all(type(array) is np.ndarray for array in (*changed, counter.local_view))
