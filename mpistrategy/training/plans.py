@@ -1,7 +1,7 @@
-"""What an optimizer keeps for its variables: their slots, and a plan for each list of them that it has been given.
+"""What an optimizer keeps for its variables: their slots, and a plan for each list of variables of a step.
 
-A plan is found by one look-up.  It says which checks its variables have passed.  Once a step with ordinary gradients
-has been made, it also holds the prepared step: how the gradients are reduced, and how the copies are updated.
+A plan is found by one look-up.  Its variables have been checked.  After the first step with ordinary gradients it also
+holds the prepared step: how gradients are reduced, and how copies are updated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAIRS = "an iterable of (gradient, variable) pairs"
 
 
 class Slots:
-    """The slots of one optimizer: the variables that it keeps beside each of its variables.
+    """The slots of one optimizer: further variables for each of its variables, such as the momentum.
 
     Args:
         owner: the name of the optimizer's class, for the slots' names.
@@ -102,12 +102,12 @@ class PlainStep:
 
 @dataclass(eq=False)
 class StepPlan:
-    """The variables of a step that have gradients, which have been checked.
+    """The plan of a step: its variables that have gradients, which have been checked.
 
     Attributes:
         variables: the variables, in the order of the pairs.
         strategy: the strategy that keeps them.
-        text: stands for them when ranks compare their calls.
+        text: names them when ranks compare their calls.
         layouts: their dtypes and shapes.
         has_slots: whether their slots have been made.
         prepared: the step of ordinary gradients; None where there is none.
