@@ -27,6 +27,7 @@ from delayed_writes import delayed_fill
 
 import mpistrategy as ms
 from mpistrategy.cli.bench.cases import shapes
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.routes import gpu_copy, gpu_packing
@@ -175,7 +176,7 @@ def path_figures(cupy: Any, strategy: Any) -> Figures:
         gradients = [cupy.asarray(np.ones(shape, np.float32)) for shape in shapes.resnet50()]
         found["resnet50"] = seconds_of(cupy, strategy, lambda: reduce_all(gradients), 5)
         found["bytes of resnet50"] = 4 * sum(map(prod, shapes.resnet50()))
-    paths = strategy.extended.communicator.device_paths
+    paths = device_paths(strategy.extended.communicator)
     return {"seconds": found, "path": sorted(paths.by_name), "why": sorted(set(paths.reasons.values()))}
 
 

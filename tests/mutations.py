@@ -21,7 +21,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import local_component
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.over_mpi.progress import Engine
+from mpistrategy.mpi.over_mpi.progress import AtOnce, Engine
 
 FILE = "made_up_program.py"
 DTYPES = ("float64", "float32", "int64", "int32", "uint32")
@@ -275,7 +275,7 @@ class Stage:
 
     def settle(self) -> None:
         """Start what some ranks have started in the background and others have not, so that no job is left over."""
-        engine = self._communicator().engine
+        engine = self._communicator().once.made.get(AtOnce)
         if not isinstance(engine, Engine):
             return  # each was done, or refused, when it was started
         started = [int(text) for text in gather_texts(str(engine.submitted))]

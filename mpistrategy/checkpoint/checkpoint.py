@@ -15,7 +15,7 @@ from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State, strategy_of
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults.injection import collective
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.strategy.strategy import Strategy
 
 __all__ = ["Checkpoint", "Restored", "Saving"]

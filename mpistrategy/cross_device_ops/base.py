@@ -20,7 +20,7 @@ from mpistrategy.errors import (
     UnsupportedError,
 )
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults.injection import collective, own_mirrored
+from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpistrategy.errors import OptionError, OutOfRangeError
-from mpistrategy.mpi.faults.injection import collective
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.process_objects import Created, NotPickled
 
 END = object()

@@ -20,7 +20,7 @@ from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import line_of
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Pool
-from mpistrategy.mpi.interface.communicator import DevicePaths, NodeGroups
+from mpistrategy.mpi.interface.communicator import NodeGroups, Once
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
@@ -141,7 +141,6 @@ class SimulatedCommunicator:
     def __init__(self, meeting: Meeting, rank: int, nodes: Sequence[int] | None = None) -> None:
         self._meeting = meeting
         self._nodes = list(nodes) if nodes is not None else [0] * len(meeting.members)
-        self._node: NodeGroups | None = None
         self.rank = rank
         self.size = len(meeting.members)
         self.guard = Guard(self if self.size > 1 else None, rank, self.size)
@@ -154,8 +153,7 @@ class SimulatedCommunicator:
         self.mailboxes: Mailboxes | None = None
         self.result_buffers: ResultBuffers | None = None
         self.pool = Pool()
-        self.compiled: dict[Any, Any] = {}
-        self.device_paths = DevicePaths()
+        self.once = Once()
 
     def local_rank_and_size(self) -> tuple[int, int]:
         """Return this rank's index among the ranks of its node, and how many they are."""
@@ -235,17 +233,18 @@ class SimulatedCommunicator:
 
     def node(self) -> NodeGroups:
         """Return the communicators within this node and between the nodes' leaders; the first call is collective."""
-        if self._node is None:
-            turns, members = self._meeting.turns, self._meeting.members
-            by_node = [[r for r in range(self.size) if self._nodes[r] == node] for node in dict.fromkeys(self._nodes)]
-            leaders = [ranks[0] for ranks in by_node]
-            offered = [Meeting(turns, tuple(members[r] for r in ranks)) for ranks in (*by_node, leaders)]
-            *nodes, across = self._meeting.exchange(self.rank, "node", offered)[0]
-            mine = next(index for index, ranks in enumerate(by_node) if self.rank in ranks)
-            inside = SimulatedCommunicator(nodes[mine], by_node[mine].index(self.rank))
-            outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
-            self._node = NodeGroups(inside, outside)
-        return self._node
+        return self.once(NodeGroups, self._node_groups)
+
+    def _node_groups(self) -> NodeGroups:
+        turns, members = self._meeting.turns, self._meeting.members
+        by_node = [[r for r in range(self.size) if self._nodes[r] == node] for node in dict.fromkeys(self._nodes)]
+        leaders = [ranks[0] for ranks in by_node]
+        offered = [Meeting(turns, tuple(members[r] for r in ranks)) for ranks in (*by_node, leaders)]
+        *nodes, across = self._meeting.exchange(self.rank, "node", offered)[0]
+        mine = next(index for index, ranks in enumerate(by_node) if self.rank in ranks)
+        inside = SimulatedCommunicator(nodes[mine], by_node[mine].index(self.rank))
+        outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
+        return NodeGroups(inside, outside)
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return memory of this thread's own: the turns that threads take leave nobody to wait for a number."""

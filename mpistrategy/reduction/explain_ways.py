@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.mpi.multi_node import bfloat16, two_level
 from mpistrategy.mpi.shared_memory import chunk_size, pipelined
 from mpistrategy.mpi.tuning.thresholds import Thresholds
@@ -251,7 +252,8 @@ def lines_of(
     if word is None:
         return [f"{count}: copied to the host, reduced as other arrays are, and copied back"]
     packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, num_packs)
-    path, reason = communicator.device_paths.known.get(word), communicator.device_paths.reasons.get(word, "")
+    paths = device_paths(communicator)
+    path, reason = paths.known.get(word), paths.reasons.get(word, "")
     if path is None:
         how = "on a path that the ranks choose at the first such call"
     else:

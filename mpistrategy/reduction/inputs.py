@@ -16,6 +16,7 @@ from mpistrategy.errors import DTypeError, MpiStrategyError, OptionError, Placem
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
 
@@ -44,15 +45,17 @@ def _checked(value: Any, path: str, dense: bool, where: str) -> Any:
     return component
 
 
-def arrays_of(leaves: Sequence[Any]) -> list[Any] | None:
+def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) -> list[Any] | None:
     """Return arrays on the host, numbers among them, as ndarrays; None unless all leaves are such, and can be reduced.
 
-    A plan is made for these; all others are left to the general call, which raises the errors.
+    A plan is made for these; all others are left to the general call, which raises the errors.  With `layouts`, those
+    of a plan, they are None unless they have these dtypes and shapes.
     """
     try:
-        return [leaf if type(leaf) is np.ndarray else _on_host(leaf) for leaf in leaves]
+        arrays = [leaf if type(leaf) is np.ndarray else _on_host(leaf) for leaf in leaves]
     except (OverflowError, TypeError, MpiStrategyError):  # such as an int that has no such dtype
         return None
+    return arrays if layouts is None or layouts_of(arrays) == layouts else None
 
 
 def _on_host(leaf: Any) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -57,12 +58,14 @@ def plan_of(
 ) -> Plan:
     """Return the plan of arrays of these layouts, with the route that `choose` returns; the same one the next time."""
     key = (layouts, op, bytes_per_pack, choose)
-    known: Plan | None = communicator.compiled.get(key)
+    rounds = getattr(communicator, "rounds", False)  # a view of `reduced_precision.on`
+    made: dict[Any, Plan] = communicator.once((Plan, rounds), dict)
+    known = made.get(key)
     if known is None:
-        if len(communicator.compiled) >= _REMEMBERED:
-            communicator.compiled.clear()
+        if len(made) >= _REMEMBERED:
+            made.clear()
         route = choose(communicator, layouts, op, bytes_per_pack)
-        known = communicator.compiled[key] = Plan(communicator, layouts, op, route)
+        known = made[key] = Plan(communicator, layouts, op, route)
     return known
 
 

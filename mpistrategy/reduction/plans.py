@@ -260,13 +260,13 @@ class Plans:
         )
         if short:
             short.__dict__["in_mailboxes"] = True
-        run = short or repeated(plan, self._guard, signature, where, [dtype for dtype, _ in layouts], kinds)
+        run = short or repeated(plan, self._guard, signature, where, layouts, kinds)
         run.__dict__["signature"] = signature  # the flight record keeps it, and may have to say what it does
         return run
 
 
 def repeated(
-    plan: Plan, guard: Guard, signature: Signature, where: Leaves, dtypes: list[np.dtype[Any]], kinds: set[type]
+    plan: Plan, guard: Guard, signature: Signature, where: Leaves, layouts: tuple[Layout, ...], kinds: set[type]
 ) -> Run:
     """Return a ``run(value, out)``: the whole call for nests of arrays that a plan was made for.
 
@@ -277,18 +277,18 @@ def repeated(
         guard: the communicator's.
         signature: of the call.
         where: how to reach the leaves.
-        dtypes: those of the arrays.
+        layouts: those of the arrays.
         kinds: the types of the leaves.
     """
     digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
-    if signature.op == ReduceOp.MEAN.value:
-        dtypes = [*map(mean_dtype, dtypes)]
+    is_mean = signature.op == ReduceOp.MEAN.value
+    dtypes = [mean_dtype(dtype) if is_mean else dtype for dtype, _ in layouts]
     some_go_alone = any(len(pack.members) == 1 for pack in plan.route.packs)
     bring, reduce = plan.bring, plan.run
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value) if nested else (value,)
-        arrays = leaves if only_arrays else arrays_of(leaves)
+        arrays = leaves if only_arrays else arrays_of(leaves, layouts)
         if arrays is None:
             return MISFIT
         targets: Targets = None

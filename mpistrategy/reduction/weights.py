@@ -16,7 +16,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_leaf
 from mpistrategy.reduction.layout.finish import divide
 from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
-from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
 
@@ -124,7 +124,7 @@ def weighted_mean(
     """
     if op is not ReduceOp.MEAN:
         return None
-    guard, dtypes = communicator.guard, [mean_dtype(array.dtype) for array in arrays]
+    guard, layouts, dtypes = communicator.guard, layouts_of(arrays), [mean_dtype(array.dtype) for array in arrays]
     plan, signature = plan_and_signature(
         ReduceOp.SUM, tuple((wire_dtype(dtype), array.shape) for dtype, array in zip(dtypes, arrays, strict=True))
     )
@@ -134,7 +134,7 @@ def weighted_mean(
 
     def run(weighted: Weighted, out: Any) -> Any:
         leaves = where.take(weighted.value)
-        arrays = arrays_of(leaves)
+        arrays = arrays_of(leaves, layouts)
         try:
             mean = WeightedMean(weighted.weight, op, signature.call)
         except MpiStrategyError:

@@ -18,7 +18,7 @@ from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
 from mpistrategy.errors import DeviceError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults.injection import collective, own_mirrored
+from mpistrategy.mpi.contract.public_calls import STEP, collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.process_objects import NotPickled
@@ -269,6 +269,7 @@ class StrategyExtended(Placement, NotPickled):
             return nest.map_structure(lambda leaf: (leaf,), result)
         return nest.map_structure(lambda leaf: Mirrored((leaf,)) if _is_array(leaf) else leaf, result)
 
+    @collective(STEP)
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -26,7 +26,7 @@ from mpistrategy.context import (
 )
 from mpistrategy.errors import ContextError, OptionError, StructureError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults.injection import collective, own_value
+from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.process_objects import NotPickled

@@ -21,7 +21,7 @@ from mpistrategy.arrays.values import DistributedValues, IndexedSlices, PerRepli
 from mpistrategy.context import Frame, Mode
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError, ShapeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults.injection import collective, own_value
+from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.explain import Explained

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.flight_recorder import values_in_words
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.contract.observers import described
 from mpistrategy.telemetry import spans
 
 #: The environment variable that switches the ranges on: 1.
@@ -77,18 +77,18 @@ class Nvtx(spans.Switched):
         """Make ranges from now on."""
         if not self._is_on:
             self._is_on = True
-            spans.listen(self)
+            observers.watch(self)
 
     def stop(self) -> None:
         """Make no further ranges."""
         if self._is_on:
             self._is_on = False
-            spans.ignore(self)
+            observers.unwatch(self)
 
     def entered(self, guard: Guard, call: Call) -> None:
         """Begin the range of a collective."""
         self._inside.add(guard)
-        signature = described(guard, call)[1]
+        signature = observers.described(guard, call)[1]
         parts = [call.where]
         if signature is not None:
             parts += [signature.op if signature.op.isupper() else "", values_in_words(signature.values)]

@@ -1,41 +1,14 @@
-"""Those who are told what the program does: collectives, steps, and spans that the program names itself.
-
-Nothing of this runs for collectives and steps while nobody listens: what tells of them is put in place when the first
-listener comes, and taken away with the last.
-"""
+"""Spans: parts of the program with a name, of which `mpistrategy.mpi.contract.observers` tells the observers."""
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Self
 
 from mpistrategy.errors import OptionTypeError
-from mpistrategy.mpi.contract import observers
-from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.strategy.extended import StrategyExtended
-
-_STEP = "call_for_each_replica"
-
-
-class Listener(Protocol):
-    """Is told in the thread where things happen."""
-
-    def entered(self, guard: Guard, call: Call) -> None:
-        """A collective begins."""
-
-    def left(self, guard: Guard, call: Call) -> None:
-        """It has ended."""
-
-    def begin(self, kind: str, name: str) -> Any:
-        """A step or a span begins; returns what `end` is given."""
-
-    def end(self, token: Any) -> None:
-        """It has ended."""
+from mpistrategy.mpi.contract.observers import Interval, is_watched
 
 
 class Switched(ABC):
@@ -59,56 +32,6 @@ class Switched(ABC):
         self.stop()
 
 
-_listeners: tuple[Listener, ...] = ()
-_step: Callable[..., Any] = getattr(StrategyExtended, _STEP)
-
-
-def listen(listener: Listener) -> None:
-    """Tell `listener` of everything from now on."""
-    global _listeners
-    if not _listeners:
-        setattr(StrategyExtended, _STEP, _told_of)
-    _listeners = (*_listeners, listener)
-    observers.watch(listener)
-
-
-def ignore(listener: Listener) -> None:
-    """Tell `listener` no more."""
-    global _listeners
-    observers.unwatch(listener)
-    _listeners = tuple(each for each in _listeners if each is not listener)
-    if not _listeners and vars(StrategyExtended)[_STEP] is _told_of:
-        setattr(StrategyExtended, _STEP, _step)
-
-
-@functools.wraps(_step)
-def _told_of(extended: StrategyExtended, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _Interval("step", getattr(fn, "__name__", type(fn).__name__)):
-        return _step(extended, fn, *args, **kwargs)
-
-
-class _Interval:
-    """From its beginning to its end, told to those who listen at its beginning."""
-
-    __slots__ = ("_kind", "_name", "_told")
-
-    def __init__(self, kind: str, name: str) -> None:
-        self._kind = kind
-        self._name = name
-        self._told: list[tuple[Listener, Any]] = []
-
-    def __enter__(self) -> None:
-        for listener in _listeners:
-            self._told.append((listener, listener.begin(self._kind, self._name)))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._told:  # the other way round, for those that keep a stack
-            listener, token = self._told.pop()
-            listener.end(token)
-
-
 class Span(ContextDecorator):
     """A part of the program with a name; `span` makes it.
 
@@ -118,14 +41,14 @@ class Span(ContextDecorator):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._intervals: list[_Interval] = []
+        self._intervals: list[Interval] = []
 
     def _recreate_cm(self) -> Self:
         return type(self)(self._name)  # a function may be called by several threads, and by itself
 
     def __enter__(self) -> Self:
-        if _listeners:
-            self._intervals.append(_Interval("span", self._name))
+        if is_watched():
+            self._intervals.append(Interval("span", self._name))
             self._intervals[-1].__enter__()
         return self
 

@@ -20,7 +20,7 @@ from mpistrategy.arrays.values import IndexedSlices, local_component
 from mpistrategy.context import Mode, current_frame
 from mpistrategy.errors import ContextError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults.injection import collective
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.process_objects import Created, NotPickled
 from mpistrategy.strategy.current import get_strategy

@@ -14,7 +14,7 @@ from mpistrategy.arrays.values import ArrayLike
 from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults.injection import collective
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING, Policy, policies_of
 from mpistrategy.variables.protocols import Extended

@@ -16,6 +16,7 @@ from replicas import RANK, SIZE
 import mpistrategy as ms
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.training.gradients import GradientAccumulator, clip_by_global_norm
 from mpistrategy.training.optimizers import SGD
 
@@ -171,7 +172,7 @@ def test_a_path_whose_warning_is_an_error_is_not_made_again(
     for _ in range(2):
         with pytest.raises((ms.errors.MpiStrategyError, ms.errors.FallbackWarning), match="nccl cannot be"):
             gpus.run(lambda: ms.get_replica_context().all_reduce("SUM", asarray(np.ones(2))))
-        paths.append(dict(gpus.extended.communicator.device_paths.by_name))
+        paths.append(dict(device_paths(gpus.extended.communicator).by_name))
     assert paths[0] == paths[1]
     assert len(paths[0]) == 1
 

@@ -21,6 +21,7 @@ from replicas import numbers_of as values
 import mpistrategy as ms
 from mpistrategy.mpi.gpu.transports import staged
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH as VARIABLE
 
 DTYPES = ("float64", "float32", "float16", "complex64", "int64", "int32", "int16", "uint8")
@@ -218,7 +219,7 @@ def test_explain_tells_the_path(strategy: Any, cupy: Any) -> None:
     in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
     text = strategy.explain(value)
     expected = (
-        f"({'alone: one rank' if SIZE == 1 else strategy.extended.communicator.device_paths.by_name.popitem()[0]}"
+        f"({'alone: one rank' if SIZE == 1 else device_paths(strategy.extended.communicator).by_name.popitem()[0]}"
     )
     assert expected in text
     with strategy.scope():

@@ -1,25 +1,29 @@
-"""Who wants to know when this process enters and leaves collectives.
+"""The observers of this process: they are told of its collectives, its steps, and the spans that the program names.
 
-While nobody does, nothing of this runs: every route through a collective, those of plans included, sets
-`Guard.current`, which is a plain attribute.  The first watcher puts a descriptor of this name on the class, the last
-takes it away.
+Without an observer, collectives and steps run no code of this file.  Every route through a collective sets
+`Guard.current`, a plain attribute; the first observer puts a descriptor of that name on the class, and stands around
+the calls of step functions.  The last observer takes both away.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol
 
+from mpistrategy.mpi.contract import public_calls
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.flight_recorder import NUMBER, WHAT
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.contract.public_calls import STEP, PublicCall
 from mpistrategy.mpi.contract.signature import Signature
 
 _ATTRIBUTE = "current"
 
 
-class Watcher(Protocol):
-    """Is told of collectives in the thread that makes them; calls inside a call are part of it."""
+class Observer(Protocol):
+    """Its methods run in the thread that they tell of; a collective inside a collective is a part of it."""
 
     def entered(self, guard: Guard, call: Call) -> None:
         """A collective begins."""
@@ -27,40 +31,87 @@ class Watcher(Protocol):
     def left(self, guard: Guard, call: Call) -> None:
         """The collective has ended, with a result or an exception."""
 
+    def begin(self, kind: str, name: str) -> Any:
+        """A step or a span begins; returns the argument of `end`."""
 
-_watchers: tuple[Watcher, ...] = ()
-
-
-def watch(watcher: Watcher) -> None:
-    """Tell `watcher` of the collectives of all strategies of this process, from now on."""
-    global _watchers
-    _watchers = (*_watchers, watcher)
-    setattr(Guard, _ATTRIBUTE, _Current())
+    def end(self, token: Any) -> None:
+        """The step or the span has ended."""
 
 
-def unwatch(watcher: Watcher) -> None:
-    """Tell `watcher` no more."""
-    global _watchers
-    _watchers = tuple(each for each in _watchers if each is not watcher)
-    if not _watchers and _ATTRIBUTE in vars(Guard):
+_observers: tuple[Observer, ...] = ()
+
+
+def watch(observer: Observer) -> None:
+    """Tell `observer` of everything from now on."""
+    global _observers
+    if not _observers:
+        setattr(Guard, _ATTRIBUTE, _Current())
+        public_calls.intercept((STEP,), _step)
+    _observers = (*_observers, observer)
+
+
+def unwatch(observer: Observer) -> None:
+    """Tell `observer` no more."""
+    global _observers
+    before, _observers = _observers, tuple(each for each in _observers if each is not observer)
+    if before and not _observers:
         delattr(Guard, _ATTRIBUTE)
+        public_calls.intercept((STEP,), None)
+
+
+def is_watched() -> bool:
+    """Return whether there is an observer."""
+    return bool(_observers)
 
 
 def described(guard: Guard, call: Call) -> tuple[int, Signature | None]:
     """Return the number of the collective that `guard` is in, or was in last, and what is known of it.
 
-    The number is 0 in a strategy of one rank, which counts none.  What is known may come while it lasts.
+    The number is 0 in a strategy of one rank, which counts none.  The signature may come while the collective lasts.
     """
     entry = guard.record.last()
     if entry is None:
         return 0, call.signature
-    if call.is_leaf:  # one of those that were worked out before
+    if call.is_leaf:  # it stands for all calls that have a plan
         return entry[NUMBER], getattr(entry[WHAT], "signature", None)
     return (entry[NUMBER] if entry[WHAT] is call else 0), call.signature
 
 
+class Interval:
+    """A step or a span, as a context: told to the observers that there are at its beginning.
+
+    Args:
+        kind: "step" or "span".
+        name: the name.
+    """
+
+    __slots__ = ("_kind", "_name", "_told")
+
+    def __init__(self, kind: str, name: str) -> None:
+        self._kind = kind
+        self._name = name
+        self._told: list[tuple[Observer, Any]] = []
+
+    def __enter__(self) -> None:
+        for observer in _observers:
+            self._told.append((observer, observer.begin(self._kind, self._name)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._told:  # the last one first, for observers that keep a stack
+            observer, token = self._told.pop()
+            observer.end(token)
+
+
+def _step(call: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fn: Callable[..., Any] = args[1] if len(args) > 1 else kwargs["fn"]
+    with Interval(STEP, getattr(fn, "__name__", type(fn).__name__)):
+        return call.function(*args, **kwargs)
+
+
 class _Current:
-    """What `Guard.current` is while somebody watches; the value stays where the plain attribute has it."""
+    """`Guard.current` while there are observers; the value stays where the plain attribute has it."""
 
     def __get__(self, guard: Guard | None, kind: type) -> Any:
         return self if guard is None else guard.__dict__[_ATTRIBUTE]
@@ -77,9 +128,9 @@ class _Current:
 
 
 def _tell(what: str, guard: Guard, call: Call) -> None:
-    for watcher in _watchers:
+    for observer in _observers:
         try:
-            getattr(watcher, what)(guard, call)
-        except Exception as error:  # a mistake in a watcher must not end the job
-            unwatch(watcher)
-            sys.stderr.write(f"mpistrategy's {type(watcher).__name__} has failed, and is off now: {error!r}\n")
+            getattr(observer, what)(guard, call)
+        except Exception as error:  # a mistake in an observer must not end the job
+            unwatch(observer)
+            sys.stderr.write(f"mpistrategy's {type(observer).__name__} has failed, and is off now: {error!r}\n")

@@ -1,7 +1,7 @@
-"""The seam for faults: the public collectives, so that a plan can make one of them go wrong on one rank.
+"""Planned faults: a plan makes some public collective go wrong on one rank.
 
-`collective` marks a method and leaves it as it is: without a plan nothing of this runs.  `arm` puts a counting wrapper
-around all that are marked, on this rank only; the messages stay the same, so that each rank may have a plan of its own.
+Without a plan nothing of this runs.  `arm` intercepts the marked methods of `mpistrategy.mpi.contract.public_calls` on
+this rank only.  The messages stay the same, so each rank may have a plan of its own.
 
 Counted are a program's own calls, from the first strategy on, over all strategies of this process; what a collective
 calls inside itself is part of it.  Wrappers act before the guard has heard of the call: a fault is to the other ranks
@@ -21,7 +21,6 @@ Simulated ranks (`mpistrategy.testing.run_replicas`) obey no plan: they share a 
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import signal
 import sys
@@ -29,94 +28,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
+from mpistrategy.arrays.values import IndexedSlices, Mirrored
 from mpistrategy.errors import InjectedFault
+from mpistrategy.mpi.contract import public_calls
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.faults.plans import Fault, parse
+from mpistrategy.mpi.contract.public_calls import Given, PublicCall, is_arena
+from mpistrategy.mpi.faults.plans import KINDS, Fault, parse
 from mpistrategy.mpi.interface import current
 
 #: The environment variable that holds a plan.
 VARIABLE = "MPISTRATEGY_INJECT"
-
-Given = dict[str, Any]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Seam:
-    """A public collective.
-
-    Attributes:
-        function: the method, as it was written.
-        kind: of `mpistrategy.mpi.faults.plans.KINDS`.
-        own: returns what a rank gets from a call that it does not make, given the arguments by name.
-        memory: returns the array that a result was written to, given the arguments by name; None where it is returned.
-    """
-
-    function: Callable[..., Any]
-    kind: str
-    own: Callable[[Given], Any]
-    memory: Callable[[Given], Array] | None
-
-    def owner(self) -> Any:
-        """Return the class that has the method."""
-        return getattr(sys.modules[self.function.__module__], self.function.__qualname__.partition(".")[0])
-
-
-_seams: list[Seam] = []
-
-
-def collective(
-    kind: str, own: Callable[[Given], Any] = lambda given: None, memory: Callable[[Given], Array] | None = None
-) -> Callable[[F], F]:
-    """Mark a public method as a place where planned faults happen; see `Seam`.  Returns the method itself."""
-
-    def mark(function: F) -> F:
-        seam = Seam(function, kind, own, memory)
-        _seams.append(seam)
-        # A module that is loaded while a plan is in force: the class is not there yet, the method can be.
-        return function if _armed is None else _counting(seam, _armed)  # type: ignore[return-value]
-
-    return mark
-
-
-def own_value(name: str) -> Callable[[Given], Any]:
-    """Return what gives back what a rank brought in the argument `name`, as a result would be."""
-    return lambda given: _own(given[name])
-
-
-def own_mirrored(name: str, of: str = "value") -> Callable[[Given], Any]:
-    """Do `own_value` for what returns Mirrored; ``of="pairs"`` for lists of (value, destinations)."""
-
-    def own(given: Given) -> Any:
-        if of == "pairs":
-            return [Mirrored((_own(value),)) for value, _ in given[name]]
-        return Mirrored((_own(given[name]),))
-
-    return own
-
-
-def _own(value: Any) -> Any:
-    return value.values if _is_arena(value) else nest.map_structure(_own_leaf, value)
-
-
-def _own_leaf(leaf: Any) -> Any:
-    mine = contribution(leaf)
-    if isinstance(mine, IndexedSlices):
-        return mine
-    return np.array(mine) if isinstance(mine, np.ndarray) else np.asarray(mine)[()]
-
-
-def _is_arena(value: Any) -> bool:
-    return hasattr(value, "in_place")
 
 
 class _Inside(threading.local):
@@ -154,33 +83,33 @@ class Armed:
             self._waiting = [fault for fault in self._waiting if fault not in due]
             return due
 
-    def make(self, seam: Seam, args: tuple[Any, ...], kwargs: Given) -> Any:
+    def make(self, public: PublicCall, args: tuple[Any, ...], kwargs: Given) -> Any:
         """Make one call of the program's, or do to it what the plan says."""
-        due = self.due(seam.kind)
+        due = self.due(public.kind)
         put_off, self._put_off = self._put_off, None
-        call = functools.partial(seam.function, *args, **kwargs)
+        call = partial(public.function, *args, **kwargs)
         given: Given = {}
         if due:
             import inspect  # here, for the quick import
 
-            bound = inspect.signature(seam.function).bind(*args, **kwargs)
+            bound = inspect.signature(public.function).bind(*args, **kwargs)
             bound.apply_defaults()
             for name, value in bound.arguments.items():  # an iterator of gradients can be looked at only once
                 if name != "self" and isinstance(value, Iterator):
                     bound.arguments[name] = list(value)
             given = bound.arguments
-            call = functools.partial(seam.function, *bound.args, **bound.kwargs)
+            call = partial(public.function, *bound.args, **bound.kwargs)
         for fault in due:
             self._begin(fault)
         actions = {fault.action for fault in due}
         if "swap" in actions:
             self._put_off = _from_here(call, given)
-        result = seam.own(given) if actions & {"skip", "swap"} else call()
+        result = public.own(given) if actions & {"skip", "swap"} else call()
         if put_off is not None:
             put_off()
         for fault in due:
             if fault.action == "corrupt":
-                result = self._corrupted(result, seam, given, fault)
+                result = self._corrupted(result, public, given, fault)
         return result
 
     def tell_what_is_left(self) -> None:
@@ -200,9 +129,9 @@ class Armed:
         elif fault.action == "raise":
             raise InjectedFault(f"{fault}: raised on purpose, as {VARIABLE} says")
 
-    def _corrupted(self, result: Any, seam: Seam, given: Given, fault: Fault) -> Any:
-        if seam.memory is not None:
-            is_done = _flip(seam.memory(given), fault.bit)
+    def _corrupted(self, result: Any, public: PublicCall, given: Given, fault: Fault) -> Any:
+        if public.memory is not None:
+            is_done = _flip(public.memory(given), fault.bit)
         else:
             result, is_done = flipped(result, fault.bit, in_place=_is_callers(given))
         if not is_done:
@@ -237,8 +166,7 @@ def arm(rank: int, size: int) -> None:
         return
     _armed = Armed(text, faults, rank, size)
     atexit.register(_armed.tell_what_is_left)
-    for seam in _seams:
-        setattr(seam.owner(), seam.function.__name__, _counting(seam, _armed))
+    public_calls.intercept(KINDS, _counted)
 
 
 def disarm() -> None:
@@ -247,22 +175,17 @@ def disarm() -> None:
     if _armed is not None:
         atexit.unregister(_armed.tell_what_is_left)
         _armed = None
-        for seam in _seams:
-            setattr(seam.owner(), seam.function.__name__, seam.function)
+        public_calls.intercept(KINDS, None)
 
 
-def _counting(seam: Seam, plan: Armed) -> Callable[..., Any]:
-    @functools.wraps(seam.function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if inside.depth:
-            return seam.function(*args, **kwargs)
-        inside.depth += 1
-        try:
-            return plan.make(seam, args, kwargs)
-        finally:
-            inside.depth -= 1
-
-    return counted
+def _counted(public: PublicCall, args: tuple[Any, ...], kwargs: Given) -> Any:
+    if inside.depth or _armed is None:
+        return public.function(*args, **kwargs)
+    inside.depth += 1
+    try:
+        return _armed.make(public, args, kwargs)
+    finally:
+        inside.depth -= 1
 
 
 # ------------------------------------------------------------------------------------------------ put off
@@ -342,4 +265,4 @@ def _flip(array: Array, bit: int) -> bool:
 
 def _is_callers(given: Given) -> bool:
     """Return whether the result is in memory of the caller's: where `out` says, or in an arena."""
-    return given.get("out") is not None or _is_arena(given.get("value"))
+    return given.get("out") is not None or is_arena(given.get("value"))

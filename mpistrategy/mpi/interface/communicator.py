@@ -6,9 +6,9 @@ worked on in place.  Every method that moves data is collective over the communi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,51 +21,32 @@ from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
 
-if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import DeviceArray
-
-PathName = Literal["alone", "mpi", "staged", "nccl", "ipc"]
+T = TypeVar("T")
 
 
-class DevicePath(Protocol):
-    """One way in which buffers in GPU memory travel.
+class Once:
+    """What is made once for a communicator, by whoever needs it first, and kept for all.
 
     Attributes:
-        name: as users call it.
+        made: what there is so far, by key.
     """
 
-    name: PathName
+    def __init__(self) -> None:
+        self.made: dict[Hashable, Any] = {}
 
-    def make_room(self, nbytes: int) -> None:
-        """Take the memory that a buffer of so many bytes needs: before the ranks agree, since it may fail."""
-
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
-        """Replace `buffer` (flat, contiguous, of `communication_memory`) on every rank by its combination."""
-
-    def free(self) -> None:
-        """Give back what the path holds, where all ranks are known to do so."""
-
-
-@dataclass
-class DevicePaths:
-    """The paths of one strategy.
-
-    Attributes:
-        known: the path for each word that was asked for.
-        by_name: each of these paths once.
-        reasons: why it is this one; by word.
-    """
-
-    known: dict[str, DevicePath] = field(default_factory=dict)
-    by_name: dict[str, DevicePath] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what belongs to `key`; call `make` for it the first time."""
+        if key not in self.made:
+            self.made[key] = make()
+        found: T = self.made[key]
+        return found
 
     def free(self) -> None:
-        """Free all paths, where all ranks are known to do so."""
-        for path in self.by_name.values():
-            path.free()
-        self.known.clear()
-        self.by_name.clear()
+        """Call the `free()` of all that have one, the last made first, where all ranks are known to do so."""
+        while self.made:
+            _, made = self.made.popitem()
+            if hasattr(type(made), "free"):
+                made.free()
 
 
 class Communicator(Protocol):
@@ -84,8 +65,7 @@ class Communicator(Protocol):
         mailboxes: where small values travel with the check of the call; None unless all ranks share one node's memory.
         result_buffers: where packs are reduced and results stay; None where there are no mailboxes.
         pool: memory for results.
-        compiled: what was worked out once for values of certain layouts; a cache of the algorithms.
-        device_paths: in which ways arrays in GPU memory travel; filled by `mpistrategy.mpi.gpu.transports.setup`.
+        once: returns what is made once for these ranks: ``once(key, make)``.
     """
 
     rank: int
@@ -100,8 +80,7 @@ class Communicator(Protocol):
     mailboxes: Mailboxes | None
     result_buffers: ResultBuffers | None
     pool: Pool
-    compiled: dict[Any, Any]
-    device_paths: DevicePaths
+    once: Once
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""
@@ -167,6 +146,12 @@ class NodeGroups:
     node: Communicator
     leaders: Communicator | None
 
+    def free(self) -> None:
+        """Free both, where all ranks are known to do so."""
+        self.node.free()
+        if self.leaders is not None:
+            self.leaders.free()
+
 
 @dataclass
 class SingleCommunicator:
@@ -184,8 +169,7 @@ class SingleCommunicator:
     mailboxes: Mailboxes | None = None
     result_buffers: ResultBuffers | None = None
     pool: Pool = field(default_factory=Pool)
-    compiled: dict[Any, Any] = field(default_factory=dict)
-    device_paths: DevicePaths = field(default_factory=DevicePaths)
+    once: Once = field(default_factory=Once)
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "none": nothing goes anywhere."""

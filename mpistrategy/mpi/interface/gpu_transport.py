@@ -7,15 +7,65 @@ what is put on the stream afterwards finds the result; nothing waits for the who
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from mpistrategy.mpi.interface.communicator import Communicator, PathName
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.job.launcher import ranks_in_words
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import DeviceArray
+
+
+PathName = Literal["alone", "mpi", "staged", "nccl", "ipc"]
+
+
+class DevicePath(Protocol):
+    """One way in which buffers in GPU memory travel.
+
+    Attributes:
+        name: as users call it.
+    """
+
+    name: PathName
+
+    def make_room(self, nbytes: int) -> None:
+        """Take the memory that a buffer of so many bytes needs: before the ranks agree, since it may fail."""
+
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+        """Replace `buffer` (flat, contiguous, of `communication_memory`) on every rank by its combination."""
+
+    def free(self) -> None:
+        """Give back what the path holds, where all ranks are known to do so."""
+
+
+@dataclass
+class DevicePaths:
+    """The paths of one strategy.
+
+    Attributes:
+        known: the path for each word that was asked for.
+        by_name: each of these paths once.
+        reasons: why it is this one; by word.
+    """
+
+    known: dict[str, DevicePath] = field(default_factory=dict)
+    by_name: dict[str, DevicePath] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def free(self) -> None:
+        """Free all paths, where all ranks are known to do so."""
+        for path in self.by_name.values():
+            path.free()
+        self.known.clear()
+        self.by_name.clear()
+
+
+def device_paths(communicator: Communicator) -> DevicePaths:
+    """Return the paths of a communicator; `mpistrategy.mpi.gpu.transports.setup` fills them."""
+    return communicator.once(DevicePaths, DevicePaths)
 
 
 class Alone:

@@ -39,6 +39,9 @@ class Link(Protocol):
     def irecv(self, block: Array, rank: int, tag: int) -> list[Request]:
         """Begin to receive into `block`."""
 
+    def free(self) -> None:
+        """Give back what these ranks communicate with, where all of them are known to do so."""
+
 
 class Space:
     """Memory for what is on its way, used again and again: fresh memory costs more than the sums.

@@ -28,11 +28,7 @@ def on(communicator: Any, wire: str | None) -> Any:
     """
     if wire is None or max(communicator.node_of) == 0:
         return communicator
-    key = ("wire", wire)
-    view = communicator.compiled.get(key)
-    if view is None:
-        view = communicator.compiled[key] = _Rounding(communicator)
-    return view
+    return communicator.once((_Rounding, wire), lambda: _Rounding(communicator))
 
 
 class _Rounding:
@@ -43,20 +39,9 @@ class _Rounding:
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
-        #: What has been laid out for this view; that of the communicator itself would send all digits.
-        self.compiled: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
-
-    @property
-    def across(self) -> Any:
-        """The state of the two-level exchange: the communicator's own."""
-        return self._communicator.across
-
-    @across.setter
-    def across(self, state: Any) -> None:
-        self._communicator.across = state
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return which way `allreduce` takes: what is rounded goes the one on which that happens."""

@@ -53,8 +53,6 @@ Pause = Callable[[int], None]
 class Ranks(Communicator, Protocol):
     """What the two-level exchange needs of a communicator besides its collectives."""
 
-    across: Any
-
     def links(self, most: int) -> tuple[int, Link | None]:
         """Return how many ranks of each node have counterparts on all nodes, and this rank's counterparts."""
 
@@ -115,9 +113,7 @@ EAGER = Manner()
 
 def across_nodes(communicator: Any, manner: Manner = EAGER) -> AcrossNodes:
     """Return the two-level exchange of a communicator; the first call is collective."""
-    if communicator.across is None:
-        communicator.across = AcrossNodes(communicator, manner)
-    found: AcrossNodes = communicator.across
+    found: AcrossNodes = communicator.once(AcrossNodes, lambda: AcrossNodes(communicator, manner))
     return found
 
 
@@ -155,6 +151,7 @@ class AcrossNodes:
     def __init__(self, communicator: Ranks, manner: Manner) -> None:
         node = communicator.node().node
         self.lanes, link = communicator.links(MOST_LANES)
+        self._counterparts = link
         self._link = link if link is not None and link.size > 1 else None
         self._manner = manner
         nodes = max(communicator.node_of) + 1  # the same on ranks that have no counterparts
@@ -200,6 +197,11 @@ class AcrossNodes:
             self._advance()
         while self._flights:
             self._land()
+
+    def free(self) -> None:
+        """Free the communicator of the counterparts, where all ranks are known to do so."""
+        if self._counterparts is not None:
+            self._counterparts.free()
 
     def _take_off(self, brought: Array, mine: Array, op: str, rounds: bool) -> Flight:
         if self._link is None:

@@ -39,7 +39,6 @@ class Verbs:
         failures: what the ranks have told each other of failures; None where they cannot, on several nodes.
         thresholds: from how many bytes on which route is taken.
         max_count: how many elements one MPI call may carry.
-        across: the state of the two-level exchange, once `mpistrategy.mpi.multi_node.two_level` has made it.
     """
 
     _comm: MPI.Intracomm
@@ -53,7 +52,6 @@ class Verbs:
     failures: Failures | None = None
     thresholds: Thresholds
     max_count: int
-    across: Any
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""

@@ -22,7 +22,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.interface.buffers import Pool
-from mpistrategy.mpi.interface.communicator import DevicePaths, NodeGroups
+from mpistrategy.mpi.interface.communicator import NodeGroups, Once
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.multi_node.two_level import lanes_of
@@ -94,7 +94,7 @@ class MpiCommunicator(Verbs):
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
         self.pool = Pool()
-        self.compiled: dict[Any, Any] = {}
+        self.once = Once()
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         is_free = usual is None or usual is not self._control
         self.guard = Guard(
@@ -106,13 +106,6 @@ class MpiCommunicator(Verbs):
             contains_errors=contains_errors,
         )
         self.devices: tuple[Device, ...] = ()
-        self._node: NodeGroups | None = None
-        #: The state of the two-level exchange, once `mpistrategy.mpi.multi_node.two_level` has made it.
-        self.across: Any = None
-        #: What runs all-reduces in the background, once `mpistrategy.mpi.over_mpi.progress` has made it.
-        self.engine: Any = None
-        self.device_paths = DevicePaths()
-        self._links: list[_Group] = []
         self._is_free = False
         self.max_count = buffers.MAX_COUNT
         world.watch(self.guard, self.free)
@@ -201,14 +194,15 @@ class MpiCommunicator(Verbs):
 
     def node(self) -> NodeGroups:
         """Return the transports within this node and between the nodes' leaders; the first call is collective."""
-        if self._node is None:
-            self._meet()
-            across = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
-            self._node = NodeGroups(
-                _Group(self._inside.Dup(), self.max_count, self.pipelined, self.failures),
-                _Group(across, self.max_count) if across != MPI.COMM_NULL else None,
-            )
-        return self._node
+        return self.once(NodeGroups, self._node_groups)
+
+    def _node_groups(self) -> NodeGroups:
+        self._meet()
+        leaders = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
+        return NodeGroups(
+            _Group(self._inside.Dup(), self.max_count, self.pipelined, self.failures),
+            _Group(leaders, self.max_count) if leaders != MPI.COMM_NULL else None,
+        )
 
     def links(self, most: int) -> tuple[int, _Group | None]:
         """Return how many ranks of each node, up to `most`, have a counterpart on every node, and this rank's.
@@ -218,11 +212,7 @@ class MpiCommunicator(Verbs):
         count = lanes_of(self.node_of, most)
         lane = self.local_rank if self.local_rank < count else MPI.UNDEFINED
         comm = self._comm.Split(lane, self.node_of[self.rank])
-        if comm == MPI.COMM_NULL:
-            return count, None
-        link = _Group(comm, self.max_count)
-        self._links.append(link)
-        return count, link
+        return count, None if comm == MPI.COMM_NULL else _Group(comm, self.max_count)
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
@@ -253,20 +243,11 @@ class MpiCommunicator(Verbs):
             abort.forget(self.guard)
             watchdog.forget(self.guard)
             return
-        if self.engine is not None:
-            self.engine.stop()
+        self.once.free()
         self.guard.closed = True
         abort.forget(self.guard)
-        self.across = None
-        self.device_paths.free()
-        for link in self._links:
-            link.free()
         if self._control is not None:
             self._control.close()
-        if self._node is not None:
-            self._node.node.free()
-            if self._node.leaders is not None:
-                self._node.leaders.free()
         if self._inside != MPI.COMM_NULL:
             self._inside.Free()
         self._comm.Free()
@@ -297,9 +278,8 @@ class _Group(MpiCommunicator):
         self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
         self.thresholds = DEFAULT
         self.mailboxes, self.result_buffers, self.pipelined, self.failures = None, None, window, failures
-        self.pool, self.compiled = Pool(), {}
+        self.pool, self.once = Pool(), Once()
         self.guard, self.devices = Guard(), ()
-        self.across, self.engine, self._links, self.device_paths = None, None, [], DevicePaths()
         self._is_free = False
-        self._control = self._node = None
+        self._control = None
         self.max_count = max_count

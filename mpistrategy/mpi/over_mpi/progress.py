@@ -101,7 +101,7 @@ class AtOnce:
         if job.error is not None:
             self._failed = [*(failed for failed in self._failed if not failed.was_waited_for), job]
 
-    def stop(self) -> None:
+    def free(self) -> None:
         """Warn of what has failed and nobody knows of; nothing is under way."""
         for job in self._failed:
             if not job.was_waited_for:
@@ -138,7 +138,7 @@ class Engine(AtOnce):
             self._idle.clear()
         self._jobs.put(job)
 
-    def stop(self) -> None:
+    def free(self) -> None:
         """End the jobs that all ranks have started, and then the engine.  Collective.
 
         A job that a peer has not started ends with an error: no rank waits for it.
@@ -154,7 +154,7 @@ class Engine(AtOnce):
         self._jobs.put(None)
         self._thread.join()
         self.communicator.free()
-        super().stop()
+        super().free()
 
     def _patient(self, usual: ControlChannel) -> ControlChannel:
         self._channel = _Channel(usual, self._idle)
@@ -211,15 +211,13 @@ def engine_of(communicator: Any, agree: Callable[[], None]) -> AtOnce:
         communicator: a strategy's.
         agree: compares this first call with the other ranks'.
     """
-    known: AtOnce | None = getattr(communicator, "engine", None)
-    if known is not None:
-        return known
-    if not hasattr(communicator, "engine"):
-        return AtOnce(communicator)
-    threads = ["False"]
-    if max(communicator.node_of) > 0:
-        agree()
-        threads = communicator.allgather_text(str(communicator.may_use_threads))
-    made = Engine(communicator) if set(threads) == {"True"} else AtOnce(communicator)
-    communicator.engine = made
+
+    def make() -> AtOnce:
+        threads = {"False"}
+        if max(communicator.node_of) > 0 and hasattr(communicator, "may_use_threads"):
+            agree()
+            threads = set(communicator.allgather_text(str(communicator.may_use_threads)))
+        return Engine(communicator) if threads == {"True"} else AtOnce(communicator)
+
+    made: AtOnce = communicator.once(AtOnce, make)
     return made

@@ -13,7 +13,7 @@ from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, to_h
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.interface.gpu_transport import communication_memory, device_paths
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divisor_of
 from mpistrategy.reduction.routes.in_place import Replicas
@@ -63,7 +63,7 @@ class BucketReduction:
                 if target.size:
                     self._parts.append((bucket.mine, travels, target))
         self._most_bytes = max((travels.nbytes for _, travels, _ in self._parts), default=0)
-        known = ranks.device_paths.known.get(self._word)
+        known = device_paths(ranks).known.get(self._word)
         if known is not None:
             with self._device:
                 known.make_room(self._most_bytes)

@@ -16,7 +16,7 @@ from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.interface.gpu_transport import communication_memory, device_paths
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.finish import finish
@@ -55,7 +55,7 @@ class DeviceReduction:
         #: Memory that the results will need beside the buckets: taken before the ranks agree, and free when they do.
         self._kept: list[DeviceArray] = []
         self._most_bytes = max((pack.nbytes for pack in self._packs), default=0)
-        known = ranks.device_paths.known.get(self._word)
+        known = device_paths(ranks).known.get(self._word)
         if known is not None:
             with self._device:
                 known.make_room(self._most_bytes)

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 from mpistrategy import own_files
 from mpistrategy.mpi import over_threads
+from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import without_columns
 from mpistrategy.mpi.contract.flight_recorder import bytes_of, values_in_words
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.contract.observers import described
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.watchdog import watchdog
-from mpistrategy.telemetry import spans
 from mpistrategy.telemetry.own_rank import own_place
 from mpistrategy.telemetry.tracing import file_format
 
@@ -74,11 +73,11 @@ class Recorder:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
-        spans.listen(self)
+        observers.watch(self)
 
     def stop(self) -> None:
         """Write down what is left, and end."""
-        spans.ignore(self)
+        observers.unwatch(self)
         self._wake.set()
         self._thread.join(_PATIENCE_SECONDS)
         if self._thread.is_alive():
@@ -89,7 +88,7 @@ class Recorder:
 
     def abandon(self) -> None:
         """End without a word, in a child of the rank: the file is the rank's."""
-        spans.ignore(self)
+        observers.unwatch(self)
         self._is_over, self._file = True, None
 
     # ------------------------------------------------------------------------------- in the program's threads
@@ -121,7 +120,7 @@ class Recorder:
         self._put((kind, what, start, _now(), thread))
 
     def _of_call(self, guard: Guard, call: Call) -> tuple[Any, ...]:
-        number, signature = described(guard, call)
+        number, signature = observers.described(guard, call)
         return self._groups.get(guard), number, signature, call.where, call.name, call.place
 
     def _put(self, event: tuple[Any, ...]) -> None:
@@ -202,7 +201,7 @@ class Recorder:
         return (json.dumps(file_format.header(rank, size)) + "\n").encode()
 
     def _give_up(self, why: str) -> None:
-        spans.ignore(self)
+        observers.unwatch(self)
         self._is_over = True
         rank, size = own_place()
         sys.stderr.write(f"[rank {rank}/{size}] mpistrategy {why} The job goes on without.\n")

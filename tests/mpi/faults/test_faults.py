@@ -14,6 +14,7 @@ from replicas import RANK, SIZE, gather_texts, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.mpi.contract import public_calls
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.faults.plans import ACTIONS, KINDS, LIMITED, Fault, parse
 
@@ -154,11 +155,10 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ms.Stra
 def test_without_a_plan_nothing_is_wrapped(strategy: ms.Strategy) -> None:
     assert strategy.num_replicas_in_sync == SIZE
     assert ms.Checkpoint.__name__ == "Checkpoint"  # which is loaded when it is first named
-    seams = {(seam.owner(), seam.function.__name__): seam for seam in injection._seams}
-    assert {seam.kind for seam in seams.values()} == KINDS.keys()
-    for (owner, name), seam in seams.items():
-        assert vars(owner)[name] is seam.function
-        assert not hasattr(seam.function, "__wrapped__")
+    assert {call.kind for call in public_calls.marked} == {*KINDS, public_calls.STEP}
+    for call in public_calls.marked:
+        assert vars(call.owner())[call.function.__name__] is call.function
+        assert not hasattr(call.function, "__wrapped__")
     assert injection._armed is None
 
 

@@ -25,6 +25,7 @@ from mpistrategy.arrays.dtypes import COMBINE
 from mpistrategy.mpi.gpu import inventory
 from mpistrategy.mpi.gpu.transports import ipc, ipc_kernels
 from mpistrategy.mpi.gpu.transports.ipc import IpcPath
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
 
 pytestmark = pytest.mark.skipif(ipc_double.COMPILER is None, reason="no C++ compiler")
@@ -65,7 +66,7 @@ def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str) 
             assert array.dtype == expected.dtype
             assert np.array_equal(array.get(), expected)
     if SIZE > 1:
-        assert list(strategy.extended.communicator.device_paths.by_name) == ["ipc"]
+        assert list(device_paths(strategy.extended.communicator).by_name) == ["ipc"]
         assert len(ipc_double.launched) >= 3
 
 
@@ -201,7 +202,7 @@ def test_ranks_that_cannot_have_it_take_another_way_together(cupy: Any, name: st
         else:
             found = reduced(strategy, cupy.asarray(np.ones(3)))
         assert found.get().tolist() == [SIZE] * 3
-        paths = strategy.extended.communicator.device_paths
+        paths = device_paths(strategy.extended.communicator)
         assert list(paths.by_name) == ["staged"]
         assert f"(rank {SIZE - 1})" in paths.reasons["ipc"]
 
@@ -224,7 +225,7 @@ def test_gpus_that_cannot_reach_each_other_are_found_before_it_is_tried(
     ipc_double.failing.add("deviceCanAccessPeer")
     with ms.MirroredStrategy() as strategy, cupy.cuda.Device(RANK % 2):
         assert reduced(strategy, cupy.asarray(np.ones(3))).get().tolist() == [SIZE] * 3
-        reasons = strategy.extended.communicator.device_paths.reasons
+        reasons = device_paths(strategy.extended.communicator).reasons
         assert "ipc (OSError: GPU:0 cannot read the memory of GPU:1, which rank 1 drives" in reasons["auto"]
 
 

@@ -22,6 +22,7 @@ from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports import staged as staged_path
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.nccl import NcclPath
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.mpi.watchdog import gpu_progress
 from mpistrategy.mpi.watchdog.gpu_progress import InFlight
 from mpistrategy.options import GPU_PATH
@@ -47,7 +48,7 @@ def strategy(cupy: ModuleType) -> Iterator[ms.MirroredStrategy]:
 
 
 def path_of(strategy: Any) -> NcclPath:
-    found = strategy.extended.communicator.device_paths.by_name["nccl"]
+    found = device_paths(strategy.extended.communicator).by_name["nccl"]
     assert isinstance(found, NcclPath)
     return found
 
@@ -149,7 +150,7 @@ def test_options_ask_for_it_and_wire_goes_by_the_host(cupy: Any, monkeypatch: py
         options = ms.CommunicationOptions(implementation="NCCL")
         in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3)), options))
         path, communicator = path_of(strategy), strategy.extended.communicator
-        assert communicator.device_paths.reasons["nccl"] == "as asked for"
+        assert device_paths(communicator).reasons["nccl"] == "as asked for"
         monkeypatch.setattr(communicator, "rounds", True, raising=False)
         by_host = SimpleNamespace(allreduce=lambda *args: staged.append(args), free=lambda: None)
         monkeypatch.setattr(path, "_staged", by_host)
@@ -165,7 +166,7 @@ def test_an_nccl_that_does_not_work_gives_way_on_all_ranks(cupy: Any, fault: str
         warnings.simplefilter("always")
         found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3))))
         assert found.get().tolist() == [SIZE] * 3
-        paths = strategy.extended.communicator.device_paths
+        paths = device_paths(strategy.extended.communicator)
         assert list(paths.by_name) == ["ipc"] or list(paths.by_name) == ["staged"]
         assert strategy.extended.communicator.guard.in_flight is None
         word = {"no_id": "no network", "no_start": "SYSTEM_ERROR|REMOTE_ERROR", "wrong": "a wrong sum"}[fault]
@@ -351,6 +352,6 @@ def test_an_arena_goes_by_nccl(strategy: Any, cupy: Any) -> None:
     before = len(nccl_double.calls)
     found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", arena))
     assert found["w"].get().tolist() == [SIZE * (SIZE + 1) / 2] * 6
-    assert list(strategy.extended.communicator.device_paths.by_name) == ["nccl"]
+    assert list(device_paths(strategy.extended.communicator).by_name) == ["nccl"]
     assert len(nccl_double.calls) > before
     assert "by NCCL" in strategy.explain(arena)

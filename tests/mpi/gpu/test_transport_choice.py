@@ -18,6 +18,7 @@ from mpistrategy.mpi.gpu.cuda_aware import NO, UNVERIFIED, YES, Answer
 from mpistrategy.mpi.gpu.cuda_trials import Outcome
 from mpistrategy.mpi.gpu.transports import setup
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH, path_word
 
 AWARE = {"verdict": "yes", "reason": "MPI says so"}
@@ -102,7 +103,7 @@ def reduce_one(options: ms.CommunicationOptions | None = None) -> Any:
         array = cupy.asarray(np.ones(3)) * 1
         found = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", array, options))
         assert found.get().tolist() == [SIZE] * 3
-        return next(iter(strategy.extended.communicator.device_paths.by_name))
+        return next(iter(device_paths(strategy.extended.communicator).by_name))
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")

@@ -201,5 +201,5 @@ def test_pieces_are_as_long_on_ranks_without_counterparts(monkeypatch: pytest.Mo
     result = np.arange(30_000.0)
     allreduce_across(made, result)
     np.testing.assert_array_equal(result, SIZE * np.arange(30_000.0))
-    assert same_everywhere(made.across.piece_bytes)
+    assert same_everywhere(made.once.made[two_level.AcrossNodes].piece_bytes)
     made.free()

@@ -163,6 +163,7 @@ from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.progress import AtOnce
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 
@@ -190,7 +191,8 @@ class Apart(ms.Strategy):
 
 strategy = Apart()
 strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", np.ones(3)).wait())
-ranks.engine.stop = stopping(ranks.engine.stop)
+engine = ranks.once.made[AtOnce]
+engine.free = stopping(engine.free)
 strategy.close()
 """
 

@@ -37,6 +37,7 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.mpi.multi_node.two_level import AcrossNodes
 from mpistrategy.reduction.arena.arena import Arena, resident, resident_values
 
 pytestmark = pytest.mark.mpi
@@ -184,7 +185,7 @@ def test_on_several_nodes_a_late_rank_is_waited_for() -> None:
     first_have_come = 0
     for number in range(12):
         values[:] = -1e6
-        exchange: Any = strategy.extended.communicator.across
+        exchange: Any = strategy.extended.communicator.once.made.get(AcrossNodes)
         if RANK == 1 and exchange is not None:
             rank_0, end = exchange._node._brought.numbers[0], time.monotonic() + 1
             while rank_0[0] <= exchange._number and time.monotonic() < end:

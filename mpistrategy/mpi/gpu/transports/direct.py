@@ -6,7 +6,7 @@ from typing import Any
 
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.communicator import PathName
+from mpistrategy.mpi.interface.gpu_transport import PathName
 
 
 class DirectPath:

@@ -29,8 +29,8 @@ from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu import inventory
 from mpistrategy.mpi.gpu.transports import ipc_kernels
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.communicator import Communicator, PathName
-from mpistrategy.mpi.interface.gpu_transport import communication_memory, error_of, first_error
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error
 
 #: What goes in one piece: a pack of the usual size.  Each piece costs a wait and a barrier, some 20 us.
 SLOT_BYTES = 32 * 2**20
@@ -39,7 +39,7 @@ _TRIAL_SIZE = 1003
 
 
 class IpcPath:
-    """See `mpistrategy.mpi.interface.communicator.DevicePath`; made by `join`, on the current device.
+    """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`; made by `join`, on the current device.
 
     Args:
         ranks: who takes part: the ranks of one node.

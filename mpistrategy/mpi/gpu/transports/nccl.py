@@ -24,8 +24,8 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.communicator import Communicator, PathName
-from mpistrategy.mpi.interface.gpu_transport import communication_memory, error_of, first_error
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error
 from mpistrategy.mpi.watchdog.gpu_progress import InFlight
 
 #: For how long a first sum may take: NCCL connects to the peers in it.
@@ -52,7 +52,7 @@ def version(cupy: Any) -> int:
 
 
 class NcclPath:
-    """See `mpistrategy.mpi.interface.communicator.DevicePath`; made by `join`.
+    """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`; made by `join`.
 
     Args:
         ranks: who takes part.

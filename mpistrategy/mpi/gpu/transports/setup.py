@@ -12,8 +12,7 @@ from mpistrategy.mpi.gpu.transports import ipc, nccl
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.direct import DirectPath
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.communicator import DevicePath
-from mpistrategy.mpi.interface.gpu_transport import Alone
+from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath, device_paths
 from mpistrategy.options import GPU_PATH
 
 if TYPE_CHECKING:
@@ -37,7 +36,8 @@ def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> Devi
         UnsupportedError: without a CuPy that works.
         MpiStrategyError: on every rank, when one cannot have the path.
     """
-    known = ranks.device_paths.known.get(word)
+    paths = device_paths(ranks)
+    known = paths.known.get(word)
     if known is not None:
         return known
     call.expect_more()  # whoever fails from here on must tell the others
@@ -47,18 +47,18 @@ def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> Devi
     call.expect_more()
     failed: dict[str, str] = {}
     while True:
-        choice = choose(everyone, word, list(ranks.device_paths.by_name), failed)
-        path = ranks.device_paths.by_name.get(choice.name) or _make(choice.name, ranks)
+        choice = choose(everyone, word, list(paths.by_name), failed)
+        path = paths.by_name.get(choice.name) or _make(choice.name, ranks)
         if not isinstance(path, str):
             break
         failed[choice.name] = path
-    ranks.device_paths.by_name[choice.name] = path  # it is there, whatever comes of this call
+    paths.by_name[choice.name] = path  # it is there, whatever comes of this call
     path.make_room(nbytes)
     if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
         warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
     call.agree("use the path of arrays in GPU memory")
-    ranks.device_paths.reasons[word] = choice.reason
-    ranks.device_paths.known[word] = path
+    paths.reasons[word] = choice.reason
+    paths.known[word] = path
     return path
 
 

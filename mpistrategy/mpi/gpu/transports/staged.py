@@ -12,7 +12,8 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
-from mpistrategy.mpi.interface.communicator import Communicator, PathName
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import PathName
 
 CHUNK_BYTES = 4 * 2**20
 _SLOTS = 3
@@ -20,7 +21,7 @@ _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 
 
 class StagedPath:
-    """See `mpistrategy.mpi.interface.communicator.DevicePath`.
+    """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`.
 
     Args:
         chunk_bytes: what is under way in one piece; a multiple of 16.
