@@ -1,4 +1,4 @@
-"""What an optimizer is given, checked before the first update: a refused step must not leave half of it done."""
+"""Checks of an optimizer's arguments.  A step makes them before the first update, so that errors change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpistrategy.variables.variable import Variable
 
 
 def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
-    """Return `value` as a float; raise OptionTypeError for what is no number, OptionError where it does not fit."""
+    """Return `value` as a float; raise OptionTypeError if it is no number, OptionError if it does not fit."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
     number = float(value)
@@ -28,7 +28,7 @@ def checked_number(where: str, name: str, value: Any, expected: str, fits: Calla
 
 
 def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, an int from `least` on; raise OptionTypeError for another type, OptionError for a smaller one."""
+    """Return `value`, an int; raise OptionTypeError for another type, OptionError below `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
     if value < least:
@@ -47,7 +47,7 @@ def not_negative(number: float) -> bool:
 
 
 def required_context(where: str) -> ReplicaContext:
-    """Return the context of the step function that this thread is in; ContextError elsewhere."""
+    """Return the context of the step function that this thread is in; raise ContextError elsewhere."""
     context: ReplicaContext | None = get_replica_context()
     if context is None:
         raise ContextError.at(
@@ -110,10 +110,10 @@ def check_gradient(gradient: Any, var: Variable, where: str) -> None:
 
 
 def apart_from(changed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    """Return `arrays`, with copies of those that may lie in the memory of `changed`."""
+    """Return `arrays`, with copies of those that may share memory with `changed`."""
     if any(map(is_on_device, (*arrays, *changed))):
         return [array.copy() if any(may_share_memory(array, one) for one in changed) else array for array in arrays]
-    views = [array for array in arrays if array.base is not None]  # what owns its memory lies in no other
+    views = [array for array in arrays if array.base is not None]  # an array that owns its memory shares none
     if not views:
         return list(arrays)
     bounds = [span(array) for array in changed]

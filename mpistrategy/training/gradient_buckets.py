@@ -1,6 +1,6 @@
-"""Memory for gradients: arenas, so that a step need not copy them, and buckets, which are reduced one by one.
+"""Memory for gradients: arenas, whose gradients a step does not copy, and buckets, which are reduced one by one.
 
-The reduction of a bucket begins while the gradients of the others are still being computed.
+On several nodes a bucket is reduced while the gradients of later buckets are computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Bucket:
 
     Attributes:
         members: the numbers of its variables, the last first.
-        memory: their gradients, with the gaps between them; flat.
+        memory: their gradients, with the padding between them; flat.
     """
 
     members: tuple[int, ...]
@@ -46,8 +46,8 @@ class Bucket:
 class GradientBuckets:
     """The gradients of some variables, to be reduced bucket by bucket while later ones are still computed.
 
-    `Optimizer.gradient_buckets` makes one.  In the step function write each gradient into `values` and say so, in the
-    order in which backward propagation finds them; then apply them all:
+    `Optimizer.gradient_buckets` makes one.  In the step function write each gradient into `values` and call `ready`, in
+    the order of backward propagation; then apply them all:
 
         np.matmul(hidden.T, error, out=buckets.values[2])
         buckets.ready(2)
@@ -55,16 +55,16 @@ class GradientBuckets:
         optimizer.apply_gradients(buckets)
 
     On several nodes a bucket's all-reduce starts as soon as all of its gradients are ready and the buckets before it
-    have started, and travels while the step computes.  On a single node nothing starts before `apply_gradients`: its
-    ranks have no core to spare for progress, and each can update its share of the variables instead.
+    have started.  It runs while the step computes.  On a single node nothing starts before `apply_gradients`: its ranks
+    have no free core for the all-reduce, and the sliced update is faster.
 
-    Buckets hold the variables from the last to the first, since their gradients are found in that order.  They are
-    cut once, the same on all ranks, so that equal runs give equal bits; `Strategy.layout` and checkpoints tell how.
+    Buckets hold the variables from the last to the first, in the order of backward propagation.  They are cut once, the
+    same on all ranks, so that equal runs give equal bits.  `Strategy.layout` and checkpoints record them.
 
     Args:
-        gradients: where the gradients are.
+        gradients: the memory of the gradients.
         op: how they are combined.
-        bytes_per_bucket: how many bytes of gradients make a bucket; a larger gradient is a bucket by itself.
+        bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
 
     Attributes:
         values: the arrays to write the gradients into, like the variables.
@@ -96,15 +96,15 @@ class GradientBuckets:
         return zip(self.values, self.variables, strict=True)
 
     def ready(self, which: Variable | int) -> None:
-        """Say that a gradient is in its place and will not be changed before `apply_gradients`.  In a step function.
+        """Say that a gradient has been written and stays as it is until `apply_gradients`.  In a step function.
 
-        Every rank says so for all gradients or leaves it to `apply_gradients`; the order may differ between ranks.
+        Gradients that are not said to be ready are reduced by `apply_gradients`.  The order may differ between ranks.
 
         Args:
             which: the variable, or its number.
 
         Raises:
-            OptionError: for a variable that is none of these, and for one that has been ready before in this step.
+            OptionError: for a variable of no bucket, and for one that is ready already in this step.
             ContextError: outside a step function of the variables' strategy.
         """
         where = "GradientBuckets.ready"
@@ -124,14 +124,14 @@ class GradientBuckets:
         self._ready.add(number)
         self._missing[self._bucket_of[number]] -= 1
         if self.starts_early:
-            # In the order of the buckets, whatever is ready first: the same on all ranks.
+            # In the order of the buckets: it is the same on all ranks.
             while len(self._handles) < len(self.buckets) and self._missing[len(self._handles)] == 0:
                 self._start_next(context)
 
     def reduced(self) -> list[Array]:
-        """Return the combined gradients, which lie in `values`, on several nodes.  Collective; in a step function.
+        """Reduce all buckets in place and return `values`.  Collective; in a step function.
 
-        Buckets that have not started do now; all that have are waited for.  The next step begins from here.
+        It starts the buckets that have not started, and waits for all.  After it the next step begins.
         """
         context = required_context("GradientBuckets.reduced")
         while len(self._handles) < len(self.buckets):
@@ -161,7 +161,7 @@ class GradientBuckets:
         return totals
 
     def reset(self) -> None:
-        """Wait for what has started and forget it: after a step that failed.  Collective."""
+        """Wait for the buckets that have started, and forget them; after a step that failed.  Collective."""
         handles, self._handles = self._handles, []
         self._clear()
         for handle in handles:
@@ -196,7 +196,7 @@ class GradientBuckets:
 
 
 def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
-    """Return the buckets: for each dtype what lies side by side, from the last variable to the first."""
+    """Return the buckets: neighbours in memory of one dtype, from the last variable to the first."""
     places = gradients.arena.places
     open_members: dict[int, list[int]] = {}
     made: list[Bucket] = []
@@ -215,7 +215,7 @@ def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
             close(place.bucket)
     for memory_number in list(open_members):
         close(memory_number)
-    # In the order in which backward propagation completes them.
+    # In the order of backward propagation.
     return sorted(made, key=lambda bucket: -bucket.members[-1])
 
 
@@ -226,20 +226,20 @@ class GradientArenas:
     _plans: StepPlans
 
     def gradient_arena(self, variables: Iterable[Variable]) -> Arena:
-        """Return an arena for the gradients of `variables`: gradients written there need no copy.  Collective.
+        """Return an arena for the gradients of `variables`: a step does not copy gradients in it.  Collective.
 
         Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
-        ``arena.values[i]`` and the i-th variable.  They stay as they are: the reduction goes elsewhere.
+        ``arena.values[i]`` and the i-th variable.  A step does not change them.
 
         Args:
-            variables: variables of one strategy.  For the same ones in the same order it is always the same arena.
+            variables: variables of one strategy.  The same ones in the same order always have the same arena.
 
         Returns:
             An Arena whose `values` are a list like the variables.
 
         Raises:
             EmptyBatchError: without variables.
-            OptionError: for what is no variable, and for variables of several strategies.
+            OptionError: for elements that are no variables, and for variables of several strategies.
         """
         return self._gradients_of(variables, "gradient_arena").arena
 
@@ -250,13 +250,13 @@ class GradientArenas:
 
         Args:
             variables: as in `gradient_arena`; in the order of the model's layers.
-            bytes_per_bucket: how many bytes of gradients are reduced in one piece.
+            bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
 
         Returns:
-            GradientBuckets, to be given to `apply_gradients` in place of pairs.
+            GradientBuckets, for `apply_gradients` instead of pairs.
 
         Raises:
-            OptionError, OptionTypeError: for a number of bytes that is no int from 1 on; else as `gradient_arena`.
+            OptionError, OptionTypeError: for a number of bytes that is no positive int; else as `gradient_arena`.
         """
         checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
         return GradientBuckets(

@@ -43,7 +43,7 @@ _OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the fun
 
 
 def _first_storage(given: Mapping[str, Any]) -> Array:
-    """Return what this rank stores of the first variable that a step has written to, to be changed in place."""
+    """Return the memory of this rank's copy of the first variable of a step."""
     variables = [var for _, var in given["grads_and_vars"]]
     storage: list[Array] = []
     variables[0].strategy.extended.update(variables[0], lambda var: storage.append(var.updatable_storage()))
@@ -51,9 +51,9 @@ def _first_storage(given: Mapping[str, Any]) -> Array:
 
 
 class Optimizer(Created, GradientArenas, NotPickled):
-    """Base: keeps slot variables beside each variable, and applies reduced gradients.
+    """Base of optimizers: reduces gradients over the replicas and applies them.
 
-    A subclass says in `slot_values` which slots it keeps for each variable, and in `change` what a step subtracts.
+    A subclass says in `slot_values` which slots each variable has, and returns from `change` what a step subtracts.
 
     Args:
         learning_rate: the step size; a positive number.
@@ -125,7 +125,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
         self._learning_rate = checked_number(where, "learning_rate", value, "a positive number", positive)
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Create the step counter and the slots of `variables`, beside them.  Collective; inside scope().
+        """Create the step counter and the slots of `variables`.  Collective; inside scope().
 
         Raises:
             ContextError: outside the scope of the variables' strategy.
@@ -153,7 +153,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The optimizer's own: the step counter, once there is one, and all slots."""
+        """The optimizer's own variables: the step counter, once there is one, and all slots."""
         return (*([] if self.iterations is None else [self.iterations]), *self._slots.everything()[1])
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
@@ -171,7 +171,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
 
         Args:
             grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
-                None for a variable that this step leaves alone) and the variable; or GradientBuckets.
+                None to leave the variable as it is) and the variable; or GradientBuckets.
 
         Raises:
             ContextError: in cross-replica context.
@@ -179,8 +179,8 @@ class Optimizer(Created, GradientArenas, NotPickled):
             OptionError, OptionTypeError, ShapeError, DTypeError: for gradients and variables that do not fit.
             CollectiveMismatchError: when the ranks' gradients differ in number, dtype or shape.
             NonFiniteError: when nonfinite is "raise", and a reduced gradient is not finite.
-            All on every rank, and before anything has changed.
-            ReplicasDivergedError: on every rank, when a check after the step finds copies that differ.
+            ReplicasDivergedError: when a check after the step finds copies that differ.
+            All are raised on every rank, and all but the last before anything has changed.
         """
         where = f"{type(self).__name__}.apply_gradients"
         frame = current_frame()
@@ -195,7 +195,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
             buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None
             totals = None if buckets is None else buckets.reduced_early(self.aggregation, call)
             if ordinary and totals is None and plan.prepared is not None and self._is_current(plan, extended):
-                trouble = self._make(plan, gradients, call)
+                trouble = self._make(plan, gradients, self.kernel(), call)
             else:
                 arrays = gradients if ordinary else plan.ordinary(gradients, where)
                 args = (gradients, arrays, plan, totals, call)
@@ -237,9 +237,9 @@ class Optimizer(Created, GradientArenas, NotPickled):
             *(self.aggregation, self.global_clipnorm, self.nonfinite, self._plans.sliced.arenas_made),
         )
 
-    def _make(self, plan: StepPlan, gradients: Sequence[Array], call: Call) -> str:
+    def _make(self, plan: StepPlan, gradients: Sequence[Array], kernel: Kernel | None, call: Call) -> str:
         """Make the prepared step of a plan; return what of the reduced gradients is not finite."""
-        step, kernel, trouble = plan.prepared, self.kernel(), ""
+        step, trouble = plan.prepared, ""
         assert kernel is not None
         if isinstance(step, SlicedStep):
             step.run(gradients, kernel, self.aggregation, call)
@@ -266,13 +266,13 @@ class Optimizer(Created, GradientArenas, NotPickled):
         call.expect_more()
         room = make_room([var.local_view for var in plan.variables]) if extended.drives_gpu else []
         if totals is None and arrays is not None:
+            kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
             if not self._is_current(plan, extended):
-                kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
                 screens = self.global_clipnorm is not None or self.nonfinite is not None
                 self._plans.prepare(plan, kernel, self._step_counter(), self.aggregation, screens, call)
                 plan.key = self._key(extended)
             if plan.prepared is not None:
-                return self._make(plan, arrays, call)
+                return self._make(plan, arrays, kernel, call)
         if totals is None:
             pairs = list(zip(gradients, plan.variables, strict=True))
             results = extended.batch_reduce_to(self.aggregation, pairs)
@@ -339,7 +339,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
         return None
 
     def next_step(self) -> int:
-        """Return the number of the step that is being made, from 1 on."""
+        """Return the number of the current step, from 1 on."""
         return int(self._step_counter().local_view) + 1
 
     def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:

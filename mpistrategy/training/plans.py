@@ -1,7 +1,7 @@
-"""What an optimizer keeps for its variables: their slots, and a plan for each list of them that it has been given.
+"""What an optimizer keeps for its variables: their slots, and a plan for each list of variables of a step.
 
-A plan is found by one look-up.  It says which checks its variables have passed.  Once a step with ordinary gradients
-has been made, it also holds the prepared step: how the gradients are reduced, and how the copies are updated.
+A plan is found by one look-up.  Its variables have been checked.  After the first step with ordinary gradients it also
+holds the prepared step: how gradients are reduced, and how copies are updated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAIRS = "an iterable of (gradient, variable) pairs"
 
 
 class Slots:
-    """The slots of one optimizer: the variables that it keeps beside each of its variables.
+    """The slots of one optimizer: further variables for each of its variables, such as the momentum.
 
     Args:
         owner: the name of the optimizer's class, for the slots' names.
@@ -102,12 +102,12 @@ class PlainStep:
 
 @dataclass(eq=False)
 class StepPlan:
-    """The variables of a step that have gradients, which have been checked.
+    """The plan of a step: its variables that have gradients, which have been checked.
 
     Attributes:
         variables: the variables, in the order of the pairs.
         strategy: the strategy that keeps them.
-        text: stands for them when ranks compare their calls.
+        text: names them when ranks compare their calls.
         layouts: their dtypes and shapes.
         has_slots: whether their slots have been made.
         prepared: the step of ordinary gradients; None where there is none.
@@ -191,17 +191,17 @@ class StepPlans:
     def prepare(
         self, plan: StepPlan, kernel: Kernel | None, counter: Variable, op: ReduceOp, screens: bool, call: Call
     ) -> None:
-        """Prepare the step of a plan, if ordinary gradients need no more than it does.  Collective; all ranks alike.
+        """Prepare the step of a plan for ordinary gradients, where there can be one.  Collective; all ranks alike.
 
         Args:
             plan: the plan.
-            kernel: the step; None for an optimizer that is asked for each variable what to change.
-            counter: counts the steps.
+            kernel: the step; None for an optimizer whose `change` or `update` is called.
+            counter: the step counter.
             op: SUM or MEAN.
-            screens: whether reduced gradients are looked at before anything changes.
+            screens: whether reduced gradients are clipped or checked before anything changes.
             call: the call that all ranks make.
         """
-        plan.prepared, plan.counter = None, counter
+        plan.prepared, plan.counter, plan.key = None, counter, None
         extended, variables = plan.strategy.extended, plan.variables
         changed = [v.local_view for var in variables for v in (var, *self._slots.of(var).values())]
         on_host = all(type(array) is np.ndarray for array in (*changed, counter.local_view))

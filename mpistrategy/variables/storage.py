@@ -32,35 +32,15 @@ _SLAB_FRACTION = 8
 _WORTHWHILE = 4
 
 
-class Slab:
-    """One piece of shared memory for variables.
-
-    Args:
-        memory: the segments that the node's ranks share.
-
-    Attributes:
-        segments: the memory of each rank of the node, as flat uint8 arrays, by local rank.
-        local_rank: this rank's index among them.
-        nbytes: the size of each.
-    """
-
-    is_shared = True
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self.segments = memory.segments
-        self.local_rank = memory.local_rank
-        self.nbytes = memory.mine.nbytes
-
-
 class VariableSlot(NamedTuple):
     """The position of a variable, the same in the memory of every rank of its node.
 
     Attributes:
-        slab: the memory.
-        offset: the first byte in the slab; on a cache line.
+        slab: the memory of all ranks of the node.
+        offset: the first byte in it; on a cache line.
     """
 
-    slab: Slab
+    slab: SharedMemory
     offset: int
 
 
@@ -73,7 +53,7 @@ def padded(nbytes: int) -> int:
 class _UsedSlot:
     """A slot in use by a variable or by a view of one."""
 
-    slab: Slab
+    slab: SharedMemory
     start: int
     stop: int
     memory: weakref.ref[Array]
@@ -83,7 +63,7 @@ class _UsedSlot:
 class _SlabSpace:
     """The free ranges of one slab, in order; as (start, stop)."""
 
-    slab: Slab
+    slab: SharedMemory
     free: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, nbytes: int) -> int | None:
@@ -108,9 +88,14 @@ class _SlabSpace:
         self.free = merged
 
     @property
+    def nbytes(self) -> int:
+        """The size of the slab, for each rank."""
+        return self.slab.mine.nbytes
+
+    @property
     def is_empty(self) -> bool:
         """Whether no slot of the slab is in use."""
-        return self.free == [(0, self.slab.nbytes)]
+        return self.free == [(0, self.nbytes)]
 
 
 class VariableStorage:
@@ -125,7 +110,7 @@ class VariableStorage:
     @property
     def nbytes(self) -> int:
         """The size of all slabs, for each rank."""
-        return sum(space.slab.nbytes for space in self._spaces)
+        return sum(space.nbytes for space in self._spaces)
 
     def allocate(
         self, communicator: Communicator, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -144,18 +129,18 @@ class VariableStorage:
         stop = start + padded(nbytes)
         # Through a memoryview: the base of a view of a view is the first array whose own base is no array.  So views
         # keep this array alive, which belongs to one variable, and not the slab's array.
-        memory = np.frombuffer(slab.segments[slab.local_rank].data[start:stop], np.uint8)
+        memory = np.frombuffer(slab.mine.data[start:stop], np.uint8)
         self._used.append(_UsedSlot(slab, start, stop, weakref.ref(memory)))
         return np.ndarray(shape, dtype, memory), VariableSlot(slab, start)
 
-    def _find(self, nbytes: int) -> tuple[Slab, int] | None:
+    def _find(self, nbytes: int) -> tuple[SharedMemory, int] | None:
         for space in self._spaces:
             start = space.take(nbytes)
             if start is not None:
                 return space.slab, start
         return None
 
-    def _find_more(self, communicator: Communicator, nbytes: int) -> tuple[Slab, int] | None:
+    def _find_more(self, communicator: Communicator, nbytes: int) -> tuple[SharedMemory, int] | None:
         """Release what is free on all ranks, then make a new slab if needed.  Collective."""
         if self._exhausted and not self._spaces:
             return None
@@ -165,12 +150,11 @@ class VariableStorage:
         if found is not None or self._exhausted:
             return found
         least = _SLAB_BYTES if self._spaces else _FIRST_SLAB_BYTES
-        memory = communicator.shared(max(nbytes, least, padded(self.nbytes // _SLAB_FRACTION)))
-        if not memory.is_shared:
+        slab = communicator.shared(max(nbytes, least, padded(self.nbytes // _SLAB_FRACTION)))
+        if slab.is_shared:
+            self._spaces.append(_SlabSpace(slab, [(0, slab.mine.nbytes)]))
+        else:
             self._exhausted = True
-            return self._find(nbytes)
-        slab = Slab(memory)
-        self._spaces.append(_SlabSpace(slab, [(0, slab.nbytes)]))
         return self._find(nbytes)
 
     def _release(self, communicator: Communicator, nbytes: int) -> int:
@@ -192,7 +176,7 @@ class VariableStorage:
         for space in self._spaces:
             space.release(ranges.get(id(space.slab), ()))
         empty = [space for space in self._spaces if space.is_empty]
-        fits = [space for space in empty if space.slab.nbytes >= nbytes]
-        stays = min(fits, key=lambda space: space.slab.nbytes, default=None)
+        fits = [space for space in empty if space.nbytes >= nbytes]
+        stays = min(fits, key=lambda space: space.nbytes, default=None)
         self._spaces = [space for space in self._spaces if not space.is_empty or space is stays]
         return released
