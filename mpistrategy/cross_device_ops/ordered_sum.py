@@ -49,7 +49,7 @@ def reals(array: Array) -> Array:
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
-def settle(total: Array, *, zeros: bool = True) -> None:
+def use_one_pattern(total: Array, *, zeros: bool = True) -> None:
     """Give NaN, and with `zeros` zeros, the bits that do not tell of the order: NumPy's NaN, and +0.0."""
     if total.dtype.kind != "f" or total.size == 0:
         return
@@ -70,7 +70,7 @@ def sum_of_rows(rows: Array) -> Array:
     numbers = np.sort(rows.view(rows.real.dtype) if dtype.kind == "c" else rows, axis=1)
     last = np.add.accumulate(numbers, axis=1, dtype=summing_dtype(numbers.dtype))[:, -1]
     total = np.ascontiguousarray(last.astype(numbers.dtype))
-    settle(total.reshape(-1))
+    use_one_pattern(total.reshape(-1))
     return total.view(dtype)
 
 
@@ -106,7 +106,7 @@ class _Combination:
         assert dtype == host_wire_dtype(dtype)
         self._op = COMBINE[op]
         # Of zeros with different signs MIN and MAX take the same one in any order.
-        self._settles_zeros = op in ("SUM", "PROD")
+        self._signs_zeros = op in ("SUM", "PROD")
         # Two values are combined alike either way, and MIN, MAX and integers in any order.
         self._sorts = count > 2 and dtype.kind == "f" and op in ("SUM", "PROD")
         self._rows: list[Array] = []
@@ -127,7 +127,7 @@ class _Combination:
             self._op(chunks[0], chunks[1], out=total)
             for chunk in chunks[2:]:
                 self._op(total, chunk, out=total)
-        settle(total, zeros=self._settles_zeros)
+        use_one_pattern(total, zeros=self._signs_zeros)
 
     def _add_sorted(self, chunks: list[Array], total: Array) -> None:
         # Chunks are read where they are: what is compared goes into rows that are free.

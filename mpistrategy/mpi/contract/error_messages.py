@@ -17,7 +17,7 @@ from mpistrategy.mpi.contract.mismatch_report import LEFT, Report
 
 E = TypeVar("E", bound=BaseException)
 
-_SETTLED = "_mpistrategy_settled_with"
+_TOLD = "_mpistrategy_told"
 #: Marks an error that another rank has met, and raises as well.
 OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
 #: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
@@ -181,16 +181,16 @@ class TellsErrors(ABC):
 
     def mark_told(self, error: E) -> E:
         """Mark an error that the peers of this guard know, or that it is too late to tell them."""
-        error.__dict__.setdefault(_SETTLED, set()).add(id(self))
+        error.__dict__.setdefault(_TOLD, set()).add(id(self))
         return error
 
     def was_told(self, error: BaseException) -> bool:
         """Return whether `mark_told` marked the error."""
-        return id(self) in error.__dict__.get(_SETTLED, ())
+        return id(self) in error.__dict__.get(_TOLD, ())
 
     def clear_told(self, error: BaseException) -> None:
         """Take the mark of `mark_told` back."""
-        error.__dict__.get(_SETTLED, set()).discard(id(self))
+        error.__dict__.get(_TOLD, set()).discard(id(self))
 
 
 def _is_of_one_rank(error: Exception) -> bool:

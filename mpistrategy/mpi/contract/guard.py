@@ -224,7 +224,7 @@ class Guard(TellsErrors):
     def resolve(self, signature: Signature) -> None:
         """Raise on every rank, after the digests were found to differ, outside every `call`; not for a raised flag."""
         try:
-            self._settle(self._report(signature))
+            self._resolve(self._report(signature))
         except MpiStrategyError as error:
             self.clear_told(error)
             raise
@@ -244,7 +244,7 @@ class Guard(TellsErrors):
             self.record.entries[-1][WHAT].signature = kept
         self.since = time.monotonic()
         if not self._agrees(digest, kept, due=not sparingly, patiently=patiently):
-            self._settle(self._report(signature))
+            self._resolve(self._report(signature))
         self.since = time.monotonic()
 
     def _agrees(self, digest: int, signature: Signature, *, due: bool, patiently: bool = False) -> bool:
@@ -343,7 +343,7 @@ class Guard(TellsErrors):
         self.flag_was_seen = True  # before the flag goes down: a signal may come in between
         self._flag, self.must_enter = 0, self._closed
 
-    def _settle(self, mine: Report) -> None:
+    def _resolve(self, mine: Report) -> None:
         """Find out why the digests differ; raise on every rank unless flags are up and nothing else."""
         reports = self.exchange(mine)
         if mine.digest is not None and all(report.digest == mine.digest for report in reports):
