@@ -86,6 +86,16 @@ def span(array: Array) -> tuple[int, int]:
     return first, last + array.itemsize
 
 
+def divide_by(divisor: int | float, array: Array) -> None:
+    """Divide an array of a floating or complex dtype in place; the bits are those of a division."""
+    if divisor == 1:
+        return
+    if type(divisor) is int and divisor > 1 and divisor & (divisor - 1) == 0 and array.dtype.kind == "f":
+        np.multiply(array, array.dtype.type(1 / divisor), out=array)  # exact, and faster
+    else:
+        np.true_divide(array, array.dtype.type(divisor), out=array)
+
+
 def quiet_runner() -> Callable[..., Any]:
     """Return a function that calls ``function(*args)`` without NumPy's overflow warnings; for one thread at a time.
 

@@ -1,6 +1,6 @@
 """PreemptionCheckpointHandler: a job that is told to stop saves a checkpoint and ends, to be started again.
 
-A signal to one rank is enough.  Its handler does nothing but raise this rank's hand (`contract.guard`), which
+A signal to one rank is enough.  Its handler does nothing but raise this rank's flag (`contract.guard`), which
 the others see in the next comparison of their calls: in the same call, and so in the same step.  When that step is done
 they all save it, and end with status 75, by which a batch script knows that it shall requeue the job.
 """
@@ -143,7 +143,7 @@ class PreemptionCheckpointHandler:
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator = self._strategy.extended.communicator
         self._guard = self._communicator.guard
-        self._raise_hand = self._guard.raise_flag  # at hand for the signal handler
+        self._raise_flag = self._guard.raise_flag  # at hand for the signal handler
         self._told: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
         with Call(self._guard, _WHERE) as call:
@@ -254,7 +254,7 @@ class PreemptionCheckpointHandler:
             return
         # No more than that: whatever this interrupts may be half done.
         self._told = self._told or (signal.Signals(number).name, time.monotonic())
-        self._raise_hand()
+        self._raise_flag()
 
     # --------------------------------------------------------------------------------------------- between the ranks
 
@@ -268,7 +268,7 @@ class PreemptionCheckpointHandler:
         watcher = self._config.termination_watcher_fn
         if watcher is not None and watcher():
             self._told = self._told or ("termination_watcher_fn", time.monotonic())
-            self._raise_hand()
+            self._raise_flag()
         self._unchecked = 0 if met else self._unchecked + 1
         if self._unchecked >= self._steps_between_checks and not self._guard.flag_was_seen:
             self._unchecked = 0
@@ -352,7 +352,7 @@ def _check_thread(communicator: Any) -> None:
         )
 
 
-#: Those of this process that catch signals, and whose hands they raise; the last one gets them.
+#: Those of this process that catch signals, and whose flags they raise; the last one gets them.
 _catching: dict[PreemptionCheckpointHandler, Guard] = {}
 _watches_forks = False
 

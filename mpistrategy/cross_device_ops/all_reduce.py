@@ -6,13 +6,17 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.reduction.layout.destinations import Destination
+from mpistrategy.reduction.plan import ChooseRoute, usual_route
 
 
 class ByMpi(PackedCrossDeviceOps):
     """Base of the algorithms that leave arrays on the host to MPI as they are."""
 
-    reduces_lists = True
     reduces_on_devices = True
+
+    def choose_route(self) -> ChooseRoute:
+        """Return what chooses the route to every rank."""
+        return usual_route
 
     def reduce_buffer(
         self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None

@@ -11,22 +11,24 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
 from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, Mirrored
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.tuning.thresholds import Route
+from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.inputs import checked_value, own_component
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
-from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.layout.finish import divisor_of
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 from mpistrategy.reduction.routes.gpu_batch import DeviceBatch, in_kind
 
 
@@ -34,11 +36,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that sum one buffer at a time."""
 
     is_built_in = True
-    #: Whether even an array that is a pack by itself is copied before it is reduced.
-    always_copies = True
     num_packs: float = 0
-    #: Whether a list of arrays for every rank goes to `Communicator.allreduce_many` instead of `reduce_buffer`.
-    reduces_lists = False
     #: Whether arrays in GPU memory are reduced on the strategy's path for them; else they travel by way of the host.
     reduces_on_devices = False
     #: The path to ask for; "" leaves it to the options.
@@ -55,18 +53,40 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         chosen: Any = options.implementation
         return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
-    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `reduce_buffer` takes with a buffer for every rank."""
         return communicator.route(nbytes, dtype, op)
 
-    def list_reduction(
-        self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions
-    ) -> DenseReduction | None:
-        """Return the laid-out reduction of these values to every rank; None where `reduce_arrays` does it."""
-        if not self.reduces_lists or not all(isinstance(value, np.ndarray) for value in values):
-            return None
-        layouts = tuple((value.dtype, value.shape) for value in values)
-        return dense_reduction(communicator, layouts, op, options.bytes_per_pack)
+    def choose_route(self) -> ChooseRoute | None:
+        """Return what chooses the route to every rank; None leaves it to `reduce_buffer`."""
+        return None
+
+    def plan(
+        self,
+        communicator: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+        call: Call | None = None,
+    ) -> Plan:
+        """Return how arrays on the host with these layouts are reduced; their results count on the destination's ranks.
+
+        Args:
+            call: the call that they are reduced in; None when nothing is sent.
+        """
+        if destination is EVERY_RANK and (choose := self.choose_route()) is not None:
+            return plan_of(communicator, layouts, op, options.bytes_per_pack, choose)
+        packs = packing.plan(layouts, options.bytes_per_pack, self.num_packs, host_wire_dtype)
+        names = [self.route(communicator, pack.nbytes, pack.dtype, op.on_the_wire) for pack in packs]
+
+        def reduce_pairs(pairs: Sequence[tuple[Array, Array]]) -> None:
+            for source, target in pairs:
+                brought = None if source is target else source
+                self.reduce_buffer(communicator, target, op.on_the_wire, destination, brought)
+                divide_by(divisor_of(target.dtype, op, communicator.size), target)
+
+        return Plan(communicator, layouts, op, CommunicatorRoute(communicator, packs, op, names, reduce_pairs))
 
     def reduce_buffer(
         self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
@@ -81,31 +101,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             source: what this rank brings, flat, where that is not in `buffer`; stays as it is.
         """
         raise NotImplementedError
-
-    def reduce_arrays(
-        self,
-        communicator: Communicator,
-        arrays: Sequence[Array],
-        op: str,
-        destination: Destination,
-        options: CommunicationOptions,
-        call: Call,
-    ) -> list[Array]:
-        """Return the sums of `arrays`, in their wire dtypes; undefined on ranks that are no destination.
-
-        An array that is a pack by itself is not copied first.
-        """
-        sums: list[Array] = [np.empty(0)] * len(arrays)
-        for pack in packing.plan(arrays, options.bytes_per_pack, self.num_packs, host_wire_dtype):
-            buffer, source = communicator.pool.take(pack.dtype, (pack.size,)), None
-            if pack.is_array(arrays):
-                source = arrays[pack.members[0].index].reshape(-1)
-            else:
-                pack.fill(arrays, buffer)
-            self.reduce_buffer(communicator, buffer, op, destination, source)
-            for index, view in pack.views(buffer):
-                sums[index] = view
-        return sums
 
     def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
@@ -164,36 +159,33 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values = [checked_value(value, op, call.where) for value in given]
         self.check_values(values, op, call.where)
         layouts = tuple(map(_layout, values))
-        reduction = batch = None
-        everywhere = all(target is EVERY_RANK for target in targets)
+        batch = None
         if any(map(is_on_device, values)):
+            everywhere = all(target is EVERY_RANK for target in targets)
             path = self.device_path if self.reduces_on_devices and everywhere else None
             batch = DeviceBatch(ranks, values, op, options, path, self.num_packs, call.where)
             values = batch.values
-        elif everywhere:
-            reduction = self.list_reduction(communicator, values, op, options)
-        if reduction is not None:
-            reduction.prepare(values)
+        plans = []
+        for target in dict.fromkeys(targets):
+            dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
+            if dense:
+                arrays = [values[i] for i in dense]
+                plan = self.plan(communicator, packing.layouts_of(arrays), op, options, target, call)
+                plan.bring(arrays)
+                plans.append((target, dense, arrays, plan))
         destination, settings = _in_words(targets), self.settings(options)
         call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
-        if reduction is not None:
-            results: list[Any] = reduction.run(values)
-            if all(type(value) is np.ndarray for value in given):
-                return results
-        else:
-            results = [None] * len(values) if batch is None else batch.run(communicator, call)
-            for target in dict.fromkeys(targets):
-                dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
-                arrays = [values[i] for i in dense]
-                sums = self.reduce_arrays(communicator, arrays, op.on_the_wire, target, options, call)
-                for i, total in zip(dense, sums, strict=True):
-                    here = target.includes(communicator.rank)
-                    results[i] = finish(total, values[i].dtype, op, communicator.size) if here else None
-            for i, value in enumerate(values):
-                if isinstance(value, IndexedSlices):
-                    results[i] = self.reduce_slices(communicator, value, op, call)
-                elif isinstance(value, Mirrored):
-                    results[i] = value.values[0] if value.values else None
+        results: list[Any] = [None] * len(values) if batch is None else batch.run(communicator, call)
+        for target, dense, arrays, plan in plans:
+            totals = plan.run(arrays)
+            if target.includes(communicator.rank):
+                for i, total in zip(dense, totals, strict=True):
+                    results[i] = total
+        for i, value in enumerate(values):
+            if isinstance(value, IndexedSlices):
+                results[i] = self.reduce_slices(communicator, value, op, call)
+            elif isinstance(value, Mirrored):
+                results[i] = value.values[0] if value.values else None
         return [in_kind(result, like) for result, like in zip(results, given, strict=True)]
 
 

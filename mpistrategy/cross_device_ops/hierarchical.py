@@ -10,7 +10,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
-from mpistrategy.mpi.tuning.thresholds import Route
+from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import checked_num_packs
 
@@ -32,7 +32,6 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     """
 
     in_rank_order = True
-    always_copies = False
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
@@ -46,6 +45,6 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         else:
             communicator.allreduce(buffer, op, source)
 
-    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route of a buffer of so many bytes: on several nodes the same for all sizes."""
         return "across" if max(communicator.node_of) > 0 else communicator.route(nbytes, dtype, op)

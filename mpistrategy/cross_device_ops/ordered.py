@@ -7,26 +7,47 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sum_of_rows
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.buffers import divide_by
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
-from mpistrategy.mpi.tuning.thresholds import Route
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.mpi.tuning.thresholds import RouteName
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
-from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.layout.finish import divisor_of, finish
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.plan import ChooseRoute
+from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
+from mpistrategy.reduction.routes.result_buffers import ResultBufferRoute
 
 #: So much of a buffer is exchanged at a time where the ranks do not share memory; as much is needed besides.
 _PIECE_BYTES = 8 * 2**20
 #: Up to so much of a result is sent in one call, and more in one for each rank.
 _GATHERED_BYTES = 64 * 2**10
+
+
+def ordered_route(
+    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float
+) -> Route:
+    """Return the route to every rank: in result buffers of the node, or by exchange."""
+    packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
+    names = names_of(communicator, packs, op)
+
+    def reduce_pairs(pairs: Sequence[tuple[Array, Array]]) -> None:
+        for source, target in pairs:
+            exchange_and_combine(communicator, source, target, op.on_the_wire, EVERY_RANK)
+            divide_by(divisor_of(target.dtype, op, communicator.size), target)
+
+    route = CommunicatorRoute(communicator, packs, op, [*map(_way_of_exchange, names)], reduce_pairs)
+    if communicator.result_buffers is not None and {*names} == {"pipelined"}:
+        return ResultBufferRoute(communicator, op, route, combine_ordered)
+    return route
 
 
 class OrderedAllReduce(PackedCrossDeviceOps):
@@ -60,16 +81,11 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     algorithms send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
 
-    def list_reduction(
-        self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions
-    ) -> DenseReduction | None:
-        """Return the laid-out reduction of these values to every rank; None where `reduce_arrays` does it."""
-        if not all(isinstance(value, np.ndarray) for value in values):
-            return None
-        layouts = tuple((value.dtype, value.shape) for value in values)
-        return dense_reduction(communicator, layouts, op, options.bytes_per_pack, OrderedReduction)
+    def choose_route(self) -> ChooseRoute:
+        """Return what chooses the route to every rank."""
+        return ordered_route
 
-    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `reduce_buffer` takes with a buffer for every rank."""
         return _way_of_exchange(communicator.route(nbytes, dtype, op))
 
@@ -109,24 +125,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
                 )
 
 
-class OrderedReduction(DenseReduction):
-    """The reduction of certain packs, in result buffers of the node or by exchange."""
-
-    uses_mailboxes = False
-    combination = staticmethod(combine_ordered)
-
-    def routes(self) -> list[Route]:
-        """Return the route of each of `packs`."""
-        return [way if way == "result_buffers" else _way_of_exchange(way) for way in super().routes()]
-
-    def reduce_pairs(self, pairs: Sequence[tuple[Array, Array]], dtype: np.dtype[Any]) -> None:
-        """Write the combination of each source into its target."""
-        for source, target in pairs:
-            exchange_and_combine(self._communicator, source, target, self._op.on_the_wire, EVERY_RANK)
-            divide_by(self._divisor(dtype), target)
-
-
-def _way_of_exchange(way: Route) -> Route:
+def _way_of_exchange(way: RouteName) -> RouteName:
     return way if way in ("none", "threads") else "exchange"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
 from mpistrategy.reduction.routes.in_place import chunk_elements
 
 
@@ -39,9 +39,7 @@ def combine_ordered(
         stop = min(start + step, end)
         total = numbers[0][start:stop]
         combination.run([array[start:stop] for array in arrays], total)
-        if divisor != 1:
-            quotient = total.view(dtype)
-            np.true_divide(quotient, dtype.type(divisor), out=quotient)
+        divide_by(divisor, total.view(dtype))
         for number in numbers[1:]:
             number[start:stop] = total
 
@@ -51,7 +49,7 @@ def reals(array: Array) -> Array:
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
-def settle(total: Array, *, zeros: bool = True) -> None:
+def use_one_pattern(total: Array, *, zeros: bool = True) -> None:
     """Give NaN, and with `zeros` zeros, the bits that do not tell of the order: NumPy's NaN, and +0.0."""
     if total.dtype.kind != "f" or total.size == 0:
         return
@@ -72,7 +70,7 @@ def sum_of_rows(rows: Array) -> Array:
     numbers = np.sort(rows.view(rows.real.dtype) if dtype.kind == "c" else rows, axis=1)
     last = np.add.accumulate(numbers, axis=1, dtype=summing_dtype(numbers.dtype))[:, -1]
     total = np.ascontiguousarray(last.astype(numbers.dtype))
-    settle(total.reshape(-1))
+    use_one_pattern(total.reshape(-1))
     return total.view(dtype)
 
 
@@ -108,7 +106,7 @@ class _Combination:
         assert dtype == host_wire_dtype(dtype)
         self._op = COMBINE[op]
         # Of zeros with different signs MIN and MAX take the same one in any order.
-        self._settles_zeros = op in ("SUM", "PROD")
+        self._signs_zeros = op in ("SUM", "PROD")
         # Two values are combined alike either way, and MIN, MAX and integers in any order.
         self._sorts = count > 2 and dtype.kind == "f" and op in ("SUM", "PROD")
         self._rows: list[Array] = []
@@ -129,7 +127,7 @@ class _Combination:
             self._op(chunks[0], chunks[1], out=total)
             for chunk in chunks[2:]:
                 self._op(total, chunk, out=total)
-        settle(total, zeros=self._settles_zeros)
+        use_one_pattern(total, zeros=self._signs_zeros)
 
     def _add_sorted(self, chunks: list[Array], total: Array) -> None:
         # Chunks are read where they are: what is compared goes into rows that are free.

@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import devices
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.tuning.thresholds import Route
-from mpistrategy.options import CommunicationOptions
+from mpistrategy.mpi.tuning.thresholds import RouteName
+from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
+from mpistrategy.reduction.layout.finish import divisor_of
+from mpistrategy.reduction.layout.packing import Layout, Pack
+from mpistrategy.reduction.plan import Plan
+from mpistrategy.reduction.routes.base import Targets
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -57,7 +61,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super().configuration}, {how} on {self.reduce_to_device}"
 
-    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "root", whatever the size."""
         return "root"
 
@@ -71,47 +75,81 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         communicator.reduce(buffer, root, op)
         _send_out(communicator, buffer, root, destination)
 
-    def reduce_arrays(
+    def plan(
         self,
         communicator: Communicator,
-        arrays: Sequence[Array],
-        op: str,
-        destination: Destination,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
         options: CommunicationOptions,
-        call: Call,
-    ) -> list[Array]:
-        """Return the sums, or what the accumulation function makes of the values."""
+        destination: Destination,
+        call: Call | None = None,
+    ) -> Plan:
+        """Return how arrays on the host with these layouts are reduced: by MPI, or by the accumulation function."""
         if self.accumulation_fn is None:
-            return super().reduce_arrays(communicator, arrays, op, destination, options, call)
+            return super().plan(communicator, layouts, op, options, destination, call)
+        packs = packing.plan(layouts, options.bytes_per_pack, wire=host_wire_dtype)
         root = self._root(communicator, destination)
-        results: list[Array] = [np.empty(0)] * len(arrays)
-        for pack in packing.plan(arrays, options.bytes_per_pack, wire=host_wire_dtype):
-            buffer = pack.fill(arrays)
-            everyone = [np.empty_like(buffer) for _ in range(communicator.size)] if communicator.rank == root else None
-            communicator.gatherv(buffer, everyone, root)
-            # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
-            call.expect_more()
-            if everyone is not None:
-                self._accumulate(pack, everyone, buffer, arrays, call.where)
-            call.agree("accumulated")
-            _send_out(communicator, buffer, root, destination)
-            for index, view in pack.views(buffer):
-                results[index] = view
-        return results
+        route = _Accumulation(communicator, packs, op, self.accumulation_fn, root, destination, call)
+        return Plan(communicator, layouts, op, route)
 
     def _root(self, communicator: Communicator, destination: Destination) -> int:
         if self.reduce_to_device is not None:
             return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
         return destination.only_rank or 0
 
-    def _accumulate(
-        self, pack: packing.Pack, everyone: list[Array], buffer: Array, arrays: Sequence[Array], where: str
+
+class _Accumulation:
+    """The route of values that a function of the program's puts together; see `mpistrategy.reduction.routes.base`."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        packs: tuple[Pack, ...],
+        op: ReduceOp,
+        function: Callable[[list[Array]], Any],
+        root: int,
+        destination: Destination,
+        call: Call | None,
     ) -> None:
-        assert self.accumulation_fn is not None
+        self.packs = packs
+        self._communicator, self._op, self._function, self._call = communicator, op, function, call
+        self._root, self._destination = root, destination
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Pack this rank's arrays, and take memory for everybody's on the rank that accumulates."""
+        ranks = range(self._communicator.size if self._communicator.rank == self._root else 0)
+        self._buffers = [pack.fill(arrays) for pack in self.packs]
+        self._everybodys = [[np.empty_like(buffer) for _ in ranks] for buffer in self._buffers]
+
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return what the function has made of all ranks' arrays."""
+        communicator, call, results = self._communicator, self._call, [np.empty(0)] * len(arrays)
+        assert call is not None
+        for pack, buffer, everyone in zip(self.packs, self._buffers, self._everybodys, strict=True):
+            communicator.gatherv(buffer, everyone or None, self._root)
+            # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
+            call.expect_more()
+            if everyone:
+                self._accumulate(pack, everyone, buffer, arrays, call.where)
+            call.agree("accumulated")
+            _send_out(communicator, buffer, self._root, self._destination)
+            with np.errstate(all="ignore"):
+                divide_by(divisor_of(buffer.dtype, self._op, communicator.size), buffer)
+            for index, view in pack.views(buffer):
+                results[index] = view
+        return results
+
+    def describe(self) -> Sequence[str]:
+        """Return "root", whatever the size."""
+        return ["root"] * len(self.packs)
+
+    def _accumulate(
+        self, pack: Pack, everyone: list[Array], buffer: Array, arrays: Sequence[Array], where: str
+    ) -> None:
         by_rank = [pack.views(theirs) for theirs in everyone]
         for position, (index, target) in enumerate(pack.views(buffer)):
             values = [views[position][1].astype(arrays[index].dtype, copy=False) for views in by_rank]
-            result = np.asarray(self.accumulation_fn(values))
+            result = np.asarray(self._function(values))
             if result.shape != target.shape:
                 raise ShapeError.at(
                     where,

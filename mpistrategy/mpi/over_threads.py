@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import line_of
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Pool, divide_by
+from mpistrategy.mpi.interface.buffers import Pool
 from mpistrategy.mpi.interface.communicator import NodeGroups, Once
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Route
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName
 
 
 def _has_ended() -> str:
@@ -168,24 +168,24 @@ class SimulatedCommunicator:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(self._meeting.allgather(self.rank, "share_device", device))
 
-    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "threads", whatever the size."""
         return "threads"
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""
         brought = (buffer if source is None else source).copy()
         total = _combined(self._meeting.allgather(self.rank, f"allreduce {op}", brought), op)
         buffer[...] = total.reshape(buffer.shape)
-        if divisor != 1:
-            divide_by(divisor, buffer)
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
     ) -> None:
-        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target)."""
+        """Do ``allreduce(target, op, source)`` for pairs of (source, target), and divide the results."""
         for source, target in pairs:
-            self.allreduce(target, op, source, divisor)
+            self.allreduce(target, op, source)
+            if divisor != 1:
+                divide_by(divisor, target)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""

@@ -18,15 +18,24 @@ from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contr
 from mpistrategy.errors import EmptyBatchError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.mpi.tuning.thresholds import Rates, Route
+from mpistrategy.mpi.tuning.thresholds import Rates
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.explain_devices import lines_of
-from mpistrategy.reduction.explain_ways import Buffer, Ground, in_words, seconds_of, size_in_words, time_in_words
+from mpistrategy.reduction.explain_ways import (
+    Buffer,
+    Ground,
+    in_words,
+    lines_of,
+    seconds_of,
+    size_in_words,
+    time_in_words,
+)
 from mpistrategy.reduction.inputs import checked_component, checked_leaves
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.plan import DenseReduction
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.in_place import is_in_place, is_seen_across
 
@@ -34,18 +43,20 @@ from mpistrategy.reduction.routes.in_place import is_in_place, is_seen_across
 class _BuiltIn(Protocol):
     """An algorithm whose `is_built_in` is True; see `mpistrategy.cross_device_ops.built_in`."""
 
-    always_copies: bool
     num_packs: float
     device_path: str
     reduces_on_devices: bool
 
     def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None: ...
 
-    def list_reduction(
-        self, communicator: Communicator, values: Sequence[Any], op: ReduceOp, options: CommunicationOptions
-    ) -> DenseReduction | None: ...
-
-    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> Route: ...
+    def plan(
+        self,
+        communicator: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Plan: ...
 
 
 class _Extended(Protocol):
@@ -196,17 +207,8 @@ def _of_leaves(
     parts = [checked_component(each, op, _WHERE) for each in values]
     dense = [part for part in parts if isinstance(part, np.ndarray)]
     algorithm.check_values(parts, op, _WHERE)
-    reduction, kind = algorithm.list_reduction(communicator, parts, op, options), op.on_the_wire
-    if reduction is None:
-        packs = packing.plan(dense, options.bytes_per_pack, algorithm.num_packs, host_wire_dtype)
-        copies = algorithm.always_copies
-        ways = [algorithm.route(communicator, pack.nbytes, pack.dtype, kind) for pack in packs]
-        buffers = [_buffer(pack, dense, way, copies) for pack, way in zip(packs, ways, strict=True)]
-    elif reduction.program is not None:
-        buffers = [_buffer(pack, dense, "mailboxes") for pack in reduction.program.packs]
-    else:
-        ways = reduction.routes()
-        buffers = [_buffer(pack, dense, way) for pack, way in zip(reduction.packs, ways, strict=True)]
+    route = algorithm.plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK).route
+    buffers = [_buffer(pack, dense, name) for pack, name in zip(route.packs, route.describe(), strict=True)]
     rounds = getattr(communicator, "rounds", False)
     buffers = [replace(each, rounds=rounds) for each in buffers if each.nbytes]
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
@@ -221,14 +223,14 @@ def _of_leaves(
     return _Found(leaves, buffers, sum(array.nbytes for array in (*dense, *placed)) + sparse, others)
 
 
-def _buffer(pack: packing.Pack, arrays: Sequence[Array], way: str, copies: bool = False) -> Buffer:
+def _buffer(pack: packing.Pack, arrays: Sequence[Array], way: str) -> Buffer:
     return Buffer(
         "pack" if len(pack.members) > 1 else "array",
         pack.dtype,
         pack.nbytes,
         len(pack.members),
         way,
-        is_copy=copies or not pack.is_array(arrays),
+        is_copy=way == "root" or not pack.is_array(arrays),
         converted=any(arrays[member.index].dtype != pack.dtype for member in pack.members),
     )
 

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import check_places, is_on_device, reducible
-from mpistrategy.arrays.dtypes import dtype_name, is_python_number, mean_dtype
+from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number, mean_dtype
+from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, contribution, local_component
 from mpistrategy.errors import DTypeError, MpiStrategyError, OptionError, PlacementError, ShapeError, UnsupportedError
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
 
 def checked_leaves(values: Sequence[Any], paths: Callable[[], list[str]], dense: bool, where: str) -> list[Any]:
@@ -40,6 +43,38 @@ def _checked(value: Any, path: str, dense: bool, where: str) -> Any:
             where, found=f"IndexedSlices at leaf {path} with out= or weight=", expected="arrays", fix="Use to_dense()."
         )
     return component
+
+
+def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) -> list[Any] | None:
+    """Return arrays on the host, numbers among them, as ndarrays; None unless all leaves are such, and can be reduced.
+
+    A plan is made for these; all others are left to the general call, which raises the errors.  With `layouts`, those
+    of a plan, they are None unless they have these dtypes and shapes.
+    """
+    try:
+        arrays = [leaf if type(leaf) is np.ndarray else _on_host(leaf) for leaf in leaves]
+    except (OverflowError, TypeError, MpiStrategyError):  # such as an int that has no such dtype
+        return None
+    if layouts is None or layouts == tuple([(array.dtype, array.shape) for array in arrays]):
+        return arrays
+    return None
+
+
+def _on_host(leaf: Any) -> Array:
+    kind = type(leaf)
+    if kind in NUMBERS:
+        return np.asarray(leaf, NUMBERS[kind])
+    if not is_foreign(leaf) or is_on_device(leaf):
+        raise TypeError
+    return to_reducible(leaf, "")
+
+
+def as_leaf(result: Any, leaf: Any) -> Any:
+    """Return the result of one of the leaves of `arrays_of`: in its kind, and a NumPy scalar for a number."""
+    kind = type(leaf)
+    if kind is np.ndarray:
+        return result
+    return result[()] if kind in NUMBERS else like_given(result, leaf)
 
 
 def unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:

@@ -19,23 +19,26 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Node, Site, outside
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
-from mpistrategy.reduction.layout.destinations import EVERY_RANK
-from mpistrategy.reduction.layout.leaves import Leaves, leaves_of
-from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import NUMBERS, Run, dense_reduction, described, plan_of_arrays, plan_of_one_array
+from mpistrategy.reduction.inputs import arrays_of, as_leaf
+from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
+from mpistrategy.reduction.layout.leaves import Leaves, direct_targets, leaves_of
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.plan import Plan, plan_of, usual_route
+from mpistrategy.reduction.routes.base import Targets
 from mpistrategy.reduction.routes.mailboxes import (
     MISFIT,
-    array_in_mailboxes,
-    lone_element_in_mailboxes,
-    number_in_mailboxes,
-    numbers_in_mailboxes,
+    NUMBERS,
+    MailboxRoute,
+    Run,
+    repeated_in_mailboxes,
 )
+from mpistrategy.reduction.sites import SitePlans, Sites
+from mpistrategy.reduction.weights import Weighted, weighted_mean
 
 WHERE = "ReplicaContext.all_reduce"
 
@@ -45,68 +48,6 @@ _ndarray = np.ndarray
 _KINDS = "fiuc"
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
-
-
-class SitePlans:
-    """The plans of one call site.
-
-    Args:
-        site: where the calls are made.
-
-    Attributes:
-        text: what the ranks compare.
-        known: the plans, by operation, kind and layouts.
-        kind, op, dtype, shape, names, kinds, run: the latest all-reduce of one array, one number or a dictionary of
-            numbers, and of what: its keys, and the types of the numbers.
-    """
-
-    __slots__ = ("dtype", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
-
-    def __init__(self, site: Site) -> None:
-        self.text = site.place
-        self.known: dict[Any, Run | None] = {}
-        self.kind: type | None = None
-        self.op: Any = None
-        self.dtype: Any = None
-        self.shape: Any = None
-        self.names: list[str] | None = None
-        self.kinds: list[type] | None = None
-        self.run: Run | None = None
-
-
-class _Sites:
-    """The call sites of a program that call one strategy.
-
-    Args:
-        guard: the strategy's; it knows where calls were made that are done in another thread.
-
-    Attributes:
-        callers: the innermost frames of the places, by instruction; see `CallTree.root`.
-    """
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._tree = CallTree(SitePlans)
-        self._elsewhere: dict[str, SitePlans] = {}
-        self.callers: dict[int, Node[SitePlans]] = self._tree.root.callers
-
-    def of(self, frame: FrameType | None, step: Any) -> SitePlans:
-        """Return the plans of the call site of `frame`, in a step function with the code `step`.
-
-        A frame of this package, or None, makes none of its own: the call was made elsewhere, at the guard's site.
-        """
-        site = self._guard.site
-        if site is None and outside(frame) is not None:
-            return self._tree.find(frame, step)
-        site = site or UNKNOWN
-        if len(self._elsewhere) >= _REMEMBERED:
-            self._elsewhere.clear()
-        return self._elsewhere.setdefault(site.place, SitePlans(site))
-
-    def clear(self) -> None:
-        """Forget all plans."""
-        self._tree.clear()
-        self._elsewhere.clear()
 
 
 class Plans:
@@ -124,7 +65,7 @@ class Plans:
     def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
         self._communicator = communicator
         self._guard = communicator.guard
-        self._places = _Sites(communicator.guard)
+        self._places = Sites(communicator.guard)
         #: The dtypes and shapes of long lists of arrays.
         self._long: dict[Any, list[_LongLayouts]] = {}
         self.serve(algorithm, options)
@@ -238,9 +179,13 @@ class Plans:
                 known, key = value.plans, (reduce_op, place)
                 run = known.get(key, MISFIT)
             else:
-                key = (reduce_op, kind, None)
+                key = (reduce_op, kind, _layouts((value.value,)) if kind is Weighted else _layout(value))
                 run = known.get(key, MISFIT)
-        except (TypeError, RecursionError):  # something that cannot be a key, a list that holds itself
+        except (
+            TypeError,
+            RecursionError,
+            MpiStrategyError,
+        ):  # what cannot be a key, a list that holds itself
             return None
         if run is MISFIT:
             run = self._learn(place, key, reduce_op, value)
@@ -287,65 +232,86 @@ class Plans:
         return run
 
     def _worked_out(self, op: ReduceOp, value: Any, place: str) -> Run | None:
+        weighted = type(value) is Weighted
+        if weighted:
+            value = value.value
         leaves, structure = nest.flatten(value)
-        kinds = {type(leaf) for leaf in leaves}
-        if (
-            self.settings is None
-            or not leaves
-            or not _only_text_keys(value)
-            or not all(kind is np.ndarray or kind in NUMBERS for kind in kinds)
-        ):
-            return None
-        layouts = tuple(
-            (leaf.dtype, leaf.shape) if type(leaf) is np.ndarray else (NUMBERS[type(leaf)], ()) for leaf in leaves
-        )
-        if not all(is_simple(dtype, op) for dtype, _ in layouts):
-            return None
         where = leaves_of(value)
-        if where is None:
+        if self.settings is None or not leaves or where is None or not _only_text_keys(value):
             return None
-        signature = Signature(
-            "reduce",
-            op.value,
-            structure.text,
-            tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
-            EVERY_RANK.text,
-            self.settings,
-            "",
-            WHERE,
-            place,
+        kinds = {*map(type, leaves)}
+        arrays = leaves if kinds == {np.ndarray} else arrays_of(leaves)
+        if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
+            return None
+
+        def plan_and_signature(op: ReduceOp, layouts: tuple[Layout, ...]) -> tuple[Plan, Signature]:
+            values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+            settings = self.settings or ""
+            return plan_of(self._communicator, layouts, op, self._options.bytes_per_pack, usual_route), Signature(
+                "reduce", op.value, structure.text, values, EVERY_RANK_TEXT, settings, "", WHERE, place
+            )
+
+        if weighted:
+            return weighted_mean(self._communicator, where, op, arrays, plan_and_signature)
+        layouts = layouts_of(arrays)
+        plan, signature = plan_and_signature(op, layouts)
+        short = isinstance(plan.route, MailboxRoute) and repeated_in_mailboxes(
+            plan.route, self._guard, signature, where, kinds
         )
-        return described(self._way(op, layouts, kinds, where, signature), signature)
-
-    def _way(
-        self, op: ReduceOp, layouts: tuple[Layout, ...], kinds: set[type], where: Leaves, signature: Signature
-    ) -> Run:
-        agreed = (self._guard, self._guard.digest(signature), signature)
-        reduction = dense_reduction(self._communicator, layouts, op, self._options.bytes_per_pack)
-        program = reduction.program
-        if program is not None and program.mailboxes.fence is None and len(program.packs) == 1:
-            pack, adds = program.packs[0], op in (ReduceOp.SUM, ReduceOp.MEAN)
-            if where.single and kinds == {np.ndarray} and layouts[0][0] == pack.dtype:
-                is_lone = adds and pack.size == 1 and pack.dtype.char in "fd"
-                return _in_mailboxes(
-                    (lone_element_in_mailboxes if is_lone else array_in_mailboxes)(program, op, agreed)
-                )
-            if kinds in ({float}, {np.float64}) and where.single and adds:
-                return _in_mailboxes(number_in_mailboxes(program, op, agreed))
-            if len(kinds) == 1 and kinds <= NUMBERS.keys():
-                return _in_mailboxes(numbers_in_mailboxes(program, op, agreed, where))
-        dtypes = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
-        general = plan_of_arrays(reduction, agreed, where, dtypes, kinds == {np.ndarray})
-        only = reduction.only_array() if where.single and kinds == {np.ndarray} else None
-        return (
-            general
-            if only is None
-            else plan_of_one_array(reduction, only, self._communicator, agreed, layouts[0], general)
-        )
+        if short:
+            short.__dict__["in_mailboxes"] = True
+        run = short or repeated(plan, self._guard, signature, where, layouts, kinds)
+        run.__dict__["signature"] = signature  # the flight record keeps it, and may have to say what it does
+        return run
 
 
-def _in_mailboxes(run: Run) -> Run:
-    run.__dict__["in_mailboxes"] = True
+def repeated(
+    plan: Plan, guard: Guard, signature: Signature, where: Leaves, layouts: tuple[Layout, ...], kinds: set[type]
+) -> Run:
+    """Return a ``run(value, out)``: the whole call for nests of arrays that a plan was made for.
+
+    It returns MISFIT, before anything has been sent, for a `value` or an `out` of another kind.
+
+    Args:
+        plan: of the arrays.
+        guard: the communicator's.
+        signature: of the call.
+        where: how to reach the leaves.
+        layouts: those of the arrays.
+        kinds: the types of the leaves.
+    """
+    digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
+    is_mean = signature.op == ReduceOp.MEAN.value
+    dtypes = [mean_dtype(dtype) if is_mean else dtype for dtype, _ in layouts]
+    some_go_alone = any(len(pack.members) == 1 for pack in plan.route.packs)
+    bring, reduce = plan.bring, plan.run
+
+    def run(value: Any, out: Any) -> Any:
+        leaves = where.take(value) if nested else (value,)
+        arrays = leaves if only_arrays else arrays_of(leaves, layouts)
+        if arrays is None:
+            return MISFIT
+        targets: Targets = None
+        if out is not None:
+            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
+            if targets is None:
+                return MISFIT
+        bring(arrays, targets)
+        guard.compare_digest(digest, signature)
+        try:
+            results = reduce(arrays, targets)
+        except BaseException as error:
+            guard.fail_after_agreement(signature.call, error)
+            raise
+        if out is not None:
+            for target, result in zip(where.take(out), results, strict=True):
+                if result is not target:
+                    target[...] = result
+            return out
+        if not only_arrays:
+            results = [*map(as_leaf, results, leaves)]
+        return where.build(results) if nested else results[0]
+
     return run
 
 
@@ -365,7 +331,9 @@ def _layout(leaf: Any) -> Any:
     kind = type(leaf)
     if kind is dict:
         return (kind, tuple(leaf), _layouts(leaf.values()))
-    return (kind, _layouts(leaf)) if kind is list or kind is tuple else kind
+    if kind is list or kind is tuple:
+        return (kind, _layouts(leaf))
+    return kind if kind in NUMBERS else (kind, getattr(leaf, "dtype", None), getattr(leaf, "shape", None))
 
 
 def _only_text_keys(value: Any) -> bool:

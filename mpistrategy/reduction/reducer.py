@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,13 +24,45 @@ from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.gather import gather
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
-from mpistrategy.reduction.layout.finish import WeightedMean
-from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
 from mpistrategy.reduction.routes.gpu_batch import in_kind, write
+from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, own_weight, plan_of_weights
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16
+#: So many layouts of arrays keep plans.
+_MOST_AGREED = 512
+
+
+class AgreedPlan:
+    """A plan, and the words that the ranks compare before it runs.
+
+    Args:
+        plan: the plan.
+        op: the operation.
+        layouts: dtype and shape of each array.
+        settings: the algorithm and its options in words.
+        timeout_seconds: how long a call may wait for the other ranks; None: as long as the strategy says.
+    """
+
+    def __init__(
+        self, plan: Plan, op: ReduceOp, layouts: tuple[Layout, ...], settings: str, timeout_seconds: float | None
+    ) -> None:
+        self._plan = plan
+        self._op = op.value
+        self._values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+        self._settings = settings
+        self._timeout = timeout_seconds
+
+    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
+        """Return the results on every rank; inside `call`."""
+        call.wait_as(self._timeout)
+        self._plan.bring(arrays)
+        values, settings = self._values, self._settings
+        call.agree("reduce", op=self._op, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True)
+        return self._plan.run(arrays)
 
 
 class Reducer:
@@ -44,6 +76,7 @@ class Reducer:
     Attributes:
         is_alone: whether there is one replica only, without MPI.
         plans: the repeated all-reduces.
+        changes: how often the algorithm or the options have been set.
     """
 
     def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
@@ -52,6 +85,8 @@ class Reducer:
         self._algorithm = algorithm
         self._options = options
         self.plans = Plans(communicator, algorithm, options)
+        self.changes = 0
+        self._agreed: dict[Any, AgreedPlan | None] = {}
         #: The plans of calls with options of their own.
         self._others: dict[CommunicationOptions, Plans] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
@@ -66,8 +101,7 @@ class Reducer:
     @algorithm.setter
     def algorithm(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
-        self._others.clear()
-        self.plans.serve(algorithm, self._options)
+        self._begin_anew()
 
     @property
     def options(self) -> CommunicationOptions:
@@ -79,8 +113,14 @@ class Reducer:
         self._options = options
         if options.timeout_seconds is not None:
             self.communicator.guard.timeout = timeouts.limit(options.timeout_seconds)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Forget what was prepared for another algorithm or other options."""
+        self.changes += 1
         self._others.clear()
-        self.plans.serve(self._algorithm, options)
+        self._agreed.clear()
+        self.plans.serve(self._algorithm, self._options)
 
     def plans_for(self, options: Any) -> Plans | None:
         """Return the plans of calls with these options; None where calls have none."""
@@ -180,39 +220,43 @@ class Reducer:
 
     def _weights_of_all(self, call: Call, weight: float) -> Array:
         """Return each rank's weight, in rank order, as float64: the ranks learn them before they meet the values."""
-        weights = np.zeros(self.communicator.size)
-        weights[self.communicator.rank] = weight
-        reduction = dense_reduction(self.communicator, ((weights.dtype, weights.shape),), ReduceOp.SUM)
-        reduction.prepare([weights])
-        call.agree("exchange the weights of a mean", sparingly=True)
-        (everybodys,) = reduction.run([weights])
+        plan, weights = plan_of_weights(self.communicator), (own_weight(self.communicator, weight),)
+        plan.bring(weights)
+        call.agree(EXCHANGE, sparingly=True)
+        (everybodys,) = plan.run(weights)
         call.expect_more()  # the values come next
         return everybodys
 
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
         """Return the reduction of one array on every rank; inside `call`, in any context."""
-        options = self._options
-        call.wait_as(options.timeout_seconds)
-        reduction = self._planned(op, array)
-        if reduction is not None:
-            reduction.prepare((array,))
-            values = ((dtype_name(array.dtype), array.shape),)
-            settings = self.plans.settings or ""
-            call.agree(
-                "reduce", op=op.value, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
-            )
-            return reduction.run((array,))[0]
+        if type(array) is np.ndarray:
+            plan = self.agreed_plan(op, ((array.dtype, array.shape),))
+            if plan is not None:
+                return plan.run(call, (array,))[0]
+        call.wait_as(self._options.timeout_seconds)
         value = PerReplica((array,))
         with self.entered():
-            result = local_component(self._algorithm.reduce(op, value, value, options))
+            result = local_component(self._algorithm.reduce(op, value, value, self._options))
         return result if is_on_device(result) else np.asarray(result)
 
-    def _planned(self, op: ReduceOp, array: Any) -> DenseReduction | None:
-        """Return the planned reduction of an ordinary array; None for other arrays and algorithms."""
-        if self.plans.settings is None or type(array) is not np.ndarray or not is_simple(array.dtype, op):
-            return None
-        layouts = ((array.dtype, array.shape),)
-        return dense_reduction(self.communicator, layouts, op, self._options.bytes_per_pack)
+    def agreed_plan(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> AgreedPlan | None:
+        """Return the plan of ordinary arrays with the algorithm and the options in force; None where there is none.
+
+        It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until `changes` grows.
+        """
+        key = (op, layouts)
+        try:
+            return self._agreed[key]
+        except KeyError:
+            pass
+        settings, made = self.plans.settings, None
+        if settings is not None and all(is_simple(dtype, op) for dtype, _ in layouts):
+            plan = plan_of(self.communicator, layouts, op, self._options.bytes_per_pack, usual_route)
+            made = AgreedPlan(plan, op, layouts, settings, self._options.timeout_seconds)
+        if len(self._agreed) >= _MOST_AGREED:
+            self._agreed.clear()
+        self._agreed[key] = made
+        return made
 
     def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
         """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""

@@ -34,6 +34,7 @@ from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
+from mpistrategy.reduction.weights import Weighted
 from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
-        if weight is None and name is None:
+        if name is None:
             frames = entered.frames
             in_arena = out is not None and id(value) in resident_values
             if frames and (frame := frames[-1]).replica_context is self and not in_arena:
@@ -182,7 +183,8 @@ class ReplicaContext(NotPickled):
                 if options is not None:
                     others = self._strategy.extended.reducer.plans_for(options)
                     run = _no_plan if others is None else others.run
-                result = run(reduce_op, value, out, _getframe(1), frame.step)
+                what = value if weight is None else Weighted(value, weight)
+                result = run(reduce_op, what, out, _getframe(1), frame.step)
                 if result is not MISFIT:
                     return result
         extended = self._strategy.extended

@@ -1,29 +1,24 @@
-"""What an optimizer is given, checked before the first update: a refused step must not leave half of it done."""
+"""Checks of an optimizer's arguments.  A step makes them before the first update, so that errors change nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, may_share_memory
 from mpistrategy.arrays.dtypes import Array, dtype_name, span
-from mpistrategy.arrays.values import IndexedSlices, local_component
-from mpistrategy.errors import ContextError, DTypeError, EmptyBatchError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.arrays.values import IndexedSlices
+from mpistrategy.errors import ContextError, DTypeError, OptionError, OptionTypeError, ShapeError
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable
 
-#: How many variables of a step are named when ranks compare their calls.
-_IN_WORDS = 12
-_PAIRS = "an iterable of (gradient, variable) pairs"
-
 
 def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
-    """Return `value` as a float; raise OptionTypeError for what is no number, OptionError where it does not fit."""
+    """Return `value` as a float; raise OptionTypeError if it is no number, OptionError if it does not fit."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
     number = float(value)
@@ -33,7 +28,7 @@ def checked_number(where: str, name: str, value: Any, expected: str, fits: Calla
 
 
 def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, an int from `least` on; raise OptionTypeError for another type, OptionError for a smaller one."""
+    """Return `value`, an int; raise OptionTypeError for another type, OptionError below `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
     if value < least:
@@ -52,7 +47,7 @@ def not_negative(number: float) -> bool:
 
 
 def required_context(where: str) -> ReplicaContext:
-    """Return the context of the step function that this thread is in; ContextError elsewhere."""
+    """Return the context of the step function that this thread is in; raise ContextError elsewhere."""
     context: ReplicaContext | None = get_replica_context()
     if context is None:
         raise ContextError.at(
@@ -62,97 +57,6 @@ def required_context(where: str) -> ReplicaContext:
             fix="Use strategy.run.",
         )
     return context
-
-
-@dataclass(eq=False)
-class Target:
-    """The variables of one call that have gradients: found fit once, and known from then on.
-
-    Attributes:
-        variables: them, in the order of the pairs.
-        strategy: the strategy that keeps them.
-        text: what stands for them when ranks compare their calls.
-        has_slots: whether the optimizer has made their slots.
-        layouts: their shapes and dtypes.
-    """
-
-    variables: tuple[Variable, ...]
-    strategy: Strategy
-    text: str
-    has_slots: bool = False
-    layouts: list[tuple[tuple[int, ...], np.dtype[Any]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.layouts = [(var.shape, var.dtype) for var in self.variables]
-
-
-class Targets:
-    """The targets of the latest calls, so that a step with the same variables checks the gradients only."""
-
-    _MOST = 32
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], Target] = {}
-
-    def checked(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[list[Any], Target, bool]:
-        """Return the gradients that are not None, and their variables; a typed error unless they fit each other.
-
-        Last whether all gradients are ordinary arrays of their variables' dtypes.
-        """
-        pairs = _listed(grads_and_vars, where)
-        try:
-            # A Target keeps its variables alive, so that their ids are nobody else's.
-            key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
-        except (TypeError, ValueError):
-            key = ()
-        target = self._known.get(key)
-        if target is None or target.strategy is not strategy:
-            target = _new_target(pairs, strategy, where)
-            while len(self._known) >= self._MOST:
-                del self._known[next(iter(self._known))]
-            self._known[key] = target
-        gradients, ordinary = [gradient for gradient, _ in pairs if gradient is not None], True
-        for number, (gradient, (shape, dtype)) in enumerate(zip(gradients, target.layouts, strict=True)):
-            if not (type(gradient) is np.ndarray and gradient.dtype is dtype and gradient.shape == shape):
-                ordinary = False
-                _check_gradient(local_component(gradient), target.variables[number], where)
-        return gradients, target, ordinary
-
-
-def _listed(grads_and_vars: Any, where: str) -> list[Any]:
-    try:
-        return list(grads_and_vars)
-    except TypeError as error:
-        raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS) from error
-
-
-def _new_target(pairs: list[Any], strategy: Strategy, where: str) -> Target:
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise OptionTypeError.at(where, found=f"the element {pair!r}", expected=_PAIRS)
-        gradient, var = pair
-        check_variable(var, strategy, where)
-        if var.dtype.kind in "biu":
-            raise OptionError.at(where, found=repr(var), expected="a Variable of a floating or complex dtype")
-        if gradient is not None:
-            _check_gradient(local_component(gradient), var, where)
-    # Gradients of one shape for two variables must not meet each other.
-    numbered = [(number, var) for number, (gradient, var) in enumerate(pairs) if gradient is not None]
-    if not numbered:
-        raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
-    text = _shortened([f"{number}: {var.key}" for number, var in numbered])
-    return Target(tuple(var for _, var in numbered), strategy, text)
-
-
-def _shortened(names: list[str]) -> str:
-    """Return a text that tells these names from all others; of many, only some in words: it is compared every step."""
-    if len(names) <= _IN_WORDS:
-        return ", ".join(names)
-    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
-
-    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
-    half = _IN_WORDS // 2
-    return f"{', '.join(names[:half])}, ..., {', '.join(names[-half:])} ({len(names)} variables, {digest})"
 
 
 def check_variable(var: Any, strategy: Strategy, where: str) -> None:
@@ -170,7 +74,8 @@ def check_variable(var: Any, strategy: Strategy, where: str) -> None:
         )
 
 
-def _check_gradient(gradient: Any, var: Variable, where: str) -> None:
+def check_gradient(gradient: Any, var: Variable, where: str) -> None:
+    """Raise ShapeError or DTypeError unless a gradient fits its variable."""
     sparse = isinstance(gradient, IndexedSlices)
     values = gradient.values if sparse else gradient
     values = as_device_array(values, where) if is_on_device(values) else np.asarray(values)
@@ -205,10 +110,10 @@ def _check_gradient(gradient: Any, var: Variable, where: str) -> None:
 
 
 def apart_from(changed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    """Return `arrays`, with copies of those that may lie in the memory of `changed`."""
+    """Return `arrays`, with copies of those that may share memory with `changed`."""
     if any(map(is_on_device, (*arrays, *changed))):
         return [array.copy() if any(may_share_memory(array, one) for one in changed) else array for array in arrays]
-    views = [array for array in arrays if array.base is not None]  # what owns its memory lies in no other
+    views = [array for array in arrays if array.base is not None]  # an array that owns its memory shares none
     if not views:
         return list(arrays)
     bounds = [span(array) for array in changed]

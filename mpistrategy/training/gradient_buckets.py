@@ -1,22 +1,30 @@
-"""Buckets: parts of all gradients whose reduction begins while the others are still being computed."""
+"""Memory for gradients: arenas, whose gradients a step does not copy, and buckets, which are reduced one by one.
+
+On several nodes a bucket is reduced while the gradients of later buckets are computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
-from mpistrategy.strategy.current import get_replica_context
+from mpistrategy.strategy.current import get_replica_context, get_strategy
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.training.checks import required_context
+from mpistrategy.training.checks import check_variable, checked_count, required_context
+from mpistrategy.training.plans import StepPlans
 from mpistrategy.training.sliced_step import GradientArena
 from mpistrategy.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.arena.arena import Arena
 
 #: Large enough for the line rate of a network, small enough that the first one is soon full.
 DEFAULT_BYTES_PER_BUCKET = 4 * 2**20
@@ -28,7 +36,7 @@ class Bucket:
 
     Attributes:
         members: the numbers of its variables, the last first.
-        memory: their gradients, with the gaps between them; flat.
+        memory: their gradients, with the padding between them; flat.
     """
 
     members: tuple[int, ...]
@@ -38,8 +46,8 @@ class Bucket:
 class GradientBuckets:
     """The gradients of some variables, to be reduced bucket by bucket while later ones are still computed.
 
-    `Optimizer.gradient_buckets` makes one.  In the step function write each gradient into `values` and say so, in the
-    order in which backward propagation finds them; then apply them all:
+    `Optimizer.gradient_buckets` makes one.  In the step function write each gradient into `values` and call `ready`, in
+    the order of backward propagation; then apply them all:
 
         np.matmul(hidden.T, error, out=buckets.values[2])
         buckets.ready(2)
@@ -47,16 +55,16 @@ class GradientBuckets:
         optimizer.apply_gradients(buckets)
 
     On several nodes a bucket's all-reduce starts as soon as all of its gradients are ready and the buckets before it
-    have started, and travels while the step computes.  On a single node nothing starts before `apply_gradients`: its
-    ranks have no core to spare for progress, and each can update its share of the variables instead.
+    have started.  It runs while the step computes.  On a single node nothing starts before `apply_gradients`: its ranks
+    have no free core for the all-reduce, and the sliced update is faster.
 
-    Buckets hold the variables from the last to the first, since their gradients are found in that order.  They are
-    cut once, the same on all ranks, so that equal runs give equal bits; `Strategy.layout` and checkpoints tell how.
+    Buckets hold the variables from the last to the first, in the order of backward propagation.  They are cut once, the
+    same on all ranks, so that equal runs give equal bits.  `Strategy.layout` and checkpoints record them.
 
     Args:
-        gradients: where the gradients are.
+        gradients: the memory of the gradients.
         op: how they are combined.
-        bytes_per_bucket: how many bytes of gradients make a bucket; a larger gradient is a bucket by itself.
+        bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
 
     Attributes:
         values: the arrays to write the gradients into, like the variables.
@@ -88,15 +96,15 @@ class GradientBuckets:
         return zip(self.values, self.variables, strict=True)
 
     def ready(self, which: Variable | int) -> None:
-        """Say that a gradient is in its place and will not be changed before `apply_gradients`.  In a step function.
+        """Say that a gradient has been written and stays as it is until `apply_gradients`.  In a step function.
 
-        Every rank says so for all gradients or leaves it to `apply_gradients`; the order may differ between ranks.
+        Gradients that are not said to be ready are reduced by `apply_gradients`.  The order may differ between ranks.
 
         Args:
             which: the variable, or its number.
 
         Raises:
-            OptionError: for a variable that is none of these, and for one that has been ready before in this step.
+            OptionError: for a variable of no bucket, and for one that is ready already in this step.
             ContextError: outside a step function of the variables' strategy.
         """
         where = "GradientBuckets.ready"
@@ -116,14 +124,14 @@ class GradientBuckets:
         self._ready.add(number)
         self._missing[self._bucket_of[number]] -= 1
         if self.starts_early:
-            # In the order of the buckets, whatever is ready first: the same on all ranks.
+            # In the order of the buckets: it is the same on all ranks.
             while len(self._handles) < len(self.buckets) and self._missing[len(self._handles)] == 0:
                 self._start_next(context)
 
     def reduced(self) -> list[Array]:
-        """Return the combined gradients, which lie in `values`, on several nodes.  Collective; in a step function.
+        """Reduce all buckets in place and return `values`.  Collective; in a step function.
 
-        Buckets that have not started do now; all that have are waited for.  The next step begins from here.
+        It starts the buckets that have not started, and waits for all.  After it the next step begins.
         """
         context = required_context("GradientBuckets.reduced")
         while len(self._handles) < len(self.buckets):
@@ -131,8 +139,29 @@ class GradientBuckets:
         self.reset()
         return list(self.values)
 
+    def reduced_early(self, op: ReduceOp, call: Call) -> list[Array] | None:
+        """Return what `reduced` does, where buckets start early; None elsewhere.  Collective; inside `call`.
+
+        Raises:
+            OptionError: when `op` is not that of these buckets.
+        """
+        if not self.starts_early:
+            self.reset()
+            return None
+        if self.op is not op:
+            raise OptionError.at(
+                call.where,
+                found=f"gradient buckets that make the {self.op.name}",
+                expected=f"the optimizer's aggregation, {op.name}",
+                fix="Make the buckets with this optimizer's gradient_buckets().",
+            )
+        call.agree("reduce gradient buckets", op=op.value)
+        totals = self.reduced()
+        call.expect_more()
+        return totals
+
     def reset(self) -> None:
-        """Wait for what has started and forget it: after a step that failed.  Collective."""
+        """Wait for the buckets that have started, and forget them; after a step that failed.  Collective."""
         handles, self._handles = self._handles, []
         self._clear()
         for handle in handles:
@@ -167,7 +196,7 @@ class GradientBuckets:
 
 
 def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
-    """Return the buckets: for each dtype what lies side by side, from the last variable to the first."""
+    """Return the buckets: neighbours in memory of one dtype, from the last variable to the first."""
     places = gradients.arena.places
     open_members: dict[int, list[int]] = {}
     made: list[Bucket] = []
@@ -186,5 +215,63 @@ def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
             close(place.bucket)
     for memory_number in list(open_members):
         close(memory_number)
-    # In the order in which backward propagation completes them.
+    # In the order of backward propagation.
     return sorted(made, key=lambda bucket: -bucket.members[-1])
+
+
+class GradientArenas:
+    """The part of Optimizer that makes memory for gradients."""
+
+    aggregation: ReduceOp
+    _plans: StepPlans
+
+    def gradient_arena(self, variables: Iterable[Variable]) -> Arena:
+        """Return an arena for the gradients of `variables`: a step does not copy gradients in it.  Collective.
+
+        Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
+        ``arena.values[i]`` and the i-th variable.  A step does not change them.
+
+        Args:
+            variables: variables of one strategy.  The same ones in the same order always have the same arena.
+
+        Returns:
+            An Arena whose `values` are a list like the variables.
+
+        Raises:
+            EmptyBatchError: without variables.
+            OptionError: for elements that are no variables, and for variables of several strategies.
+        """
+        return self._gradients_of(variables, "gradient_arena").arena
+
+    def gradient_buckets(
+        self, variables: Iterable[Variable], bytes_per_bucket: int = DEFAULT_BYTES_PER_BUCKET
+    ) -> GradientBuckets:
+        """Return the gradient arena of `variables` in buckets, whose reduction overlaps with computation.  Collective.
+
+        Args:
+            variables: as in `gradient_arena`; in the order of the model's layers.
+            bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
+
+        Returns:
+            GradientBuckets, for `apply_gradients` instead of pairs.
+
+        Raises:
+            OptionError, OptionTypeError: for a number of bytes that is no positive int; else as `gradient_arena`.
+        """
+        checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
+        return GradientBuckets(
+            self._gradients_of(variables, "gradient_buckets", f"{bytes_per_bucket=}"),
+            self.aggregation,
+            bytes_per_bucket,
+        )
+
+    def _gradients_of(self, variables: Iterable[Variable], method: str, options: str = "") -> GradientArena:
+        where = f"{type(self).__name__}.{method}"
+        listed: tuple[Any, ...] = tuple(variables)
+        strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
+        with Call(strategy.extended.communicator.guard, where) as call:
+            for var in listed:
+                check_variable(var, strategy, where)
+            call.structure = ", ".join(var.key for var in listed)
+            call.agree("place gradients", op=self.aggregation.value, options=options)
+            return self._plans.sliced.arena(strategy, listed)

@@ -1,4 +1,4 @@
-"""What one does to gradients before an optimizer sees them: accumulate them, limit their norm."""
+"""Helpers for gradients before they are applied: accumulate them, and clip their norm."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def global_norm(arrays: Sequence[Any]) -> float:
 def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[Array], float]:
     """Scale arrays so that their `global_norm` is at most `clip_norm`; local.
 
-    Clip gradients that all replicas have reduced (or pass ``global_clipnorm`` to the optimizer, which does): the norm
-    of a sum is not the sum of the norms.
+    Clip gradients after the reduction, or pass ``global_clipnorm`` to the optimizer, which does so: the norm of a sum
+    is not the sum of the norms.
 
     Args:
         arrays: floating arrays.
         clip_norm: a positive number.
 
     Returns:
-        The scaled arrays, in their dtypes, and the norm before.  When the norm is not finite, all become NaN.
+        The scaled arrays, in their dtypes, and the norm before scaling.  If it is not finite, all numbers become NaN.
 
     Raises:
-        OptionTypeError, OptionError: for a clip_norm that is no number, or not positive.
-        LeafError, DTypeError: for what are no numeric arrays.
+        OptionTypeError, OptionError: for a clip_norm that is no positive number.
+        LeafError, DTypeError: for values that are no numeric arrays.
     """
     if not isinstance(clip_norm, (int, float, np.integer, np.floating)):
         raise OptionTypeError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a number")
@@ -51,10 +51,10 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
 
 
 class GradientAccumulator(Created):
-    """Adds up gradients over several steps without communication, so that one reduction serves them all.
+    """Adds up gradients over several steps without communication, so that one reduction is enough for all of them.
 
     Args:
-        steps: how many steps make one update; 1 or more.
+        steps: the number of steps for each update; 1 or more.
 
     Raises:
         OptionTypeError, OptionError: for steps that are no int, or below 1.
@@ -79,15 +79,15 @@ class GradientAccumulator(Created):
         """Add one step's gradients; local.
 
         Returns:
-            None, or at every `steps`-th call the sums, to be given to an optimizer; then it starts again.
+            At every `steps`-th call the sums, for an optimizer; the next call starts at 0.  Else None.
 
         Raises:
-            ShapeError: when number or shapes differ from the step before.
-            LeafError, DTypeError: for what are no numeric arrays.
-            Nothing has been added then.
+            ShapeError: when the number or the shapes of gradients differ from the step before.
+            LeafError, DTypeError: for values that are no numeric arrays.
+            After an error nothing has been added.
         """
         given = [reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
-        # 16-bit floats add up in 32 bits, as they do between replicas.
+        # 16-bit floats are added in 32 bits, as in a reduction.
         with on_device_of_any(given):
             arrays = [array.astype(wire_dtype(array.dtype), copy=False) for array in given]
         if self._count and [array.shape for array in arrays] != [total.shape for total in self._sums]:
@@ -113,15 +113,15 @@ class GradientAccumulator(Created):
 
     @property
     def position(self) -> tuple[int, list[np.dtype[Any]]]:
-        """How many steps the sums are of, and the dtypes that the gradients had."""
+        """The number of steps in the sums, and the dtypes of the gradients."""
         return (self._count, list(self._dtypes)) if self._count else (0, [])
 
     def go_on_with(self, count: int, sums: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Take the place of an accumulator that had this `position` and these `partial_sums`."""
+        """Continue with the `position` and the `partial_sums` of another accumulator."""
         self._count, self._sums, self._dtypes = count, list(sums), list(dtypes)
 
     def take(self) -> list[Array] | None:
-        """Return the sums so far, of the last group of steps that may be shorter, and start again; None without any."""
+        """Return the sums so far, and start at 0; None without any.  For a last group of fewer steps."""
         if not self._count:
             return None
         self._count = 0
@@ -134,10 +134,10 @@ def as_dense(gradient: Any, like: Any) -> Array:
     if isinstance(gradient, IndexedSlices):
         dense = np.zeros(like.shape, like.dtype)
         np.add.at(dense, host_array(gradient.indices), host_array(gradient.values).astype(like.dtype, copy=False))
-        return _beside(dense, like)
-    return _beside(gradient, like).astype(like.dtype, copy=False)
+        return _on_device_of(dense, like)
+    return _on_device_of(gradient, like).astype(like.dtype, copy=False)
 
 
-def _beside(gradient: Any, like: Any) -> Array:
-    """Return a gradient where its variable is."""
+def _on_device_of(gradient: Any, like: Any) -> Array:
+    """Return a gradient on the device of its variable."""
     return placed_as(gradient, like.local_view if hasattr(like, "local_view") else like)

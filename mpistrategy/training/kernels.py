@@ -1,7 +1,7 @@
-"""One step of an optimizer, in place, on flat pieces that fit the cache: no temporary of the variable's size.
+"""Kernels: one step of an optimizer, in place, on flat pieces that fit the cache.
 
-A kernel does to every element what the optimizer's formula says, operation by operation and in its order, so that
-the bits are those of the formula applied to whole arrays, however they are cut into pieces.
+A kernel makes the operations of the optimizer's formula on every element, in the same order.  So it gives the bits of
+the formula applied to whole arrays, in any pieces, without temporary arrays of the variable's size.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mpistrategy.arrays.convert import is_on_device, may_share_memory, on_device
 from mpistrategy.arrays.dtypes import Array
 
 #: The most bytes of one array that a kernel is given at once.  The arrays of a step then stay in the cache between its
-#: operations; smaller pieces cost more calls and shorter streams than they save (measured, 64 KiB to 4 MiB).
+#: operations.  Smaller pieces are slower: they need more calls (measured, 64 KiB to 4 MiB).
 CHUNK_BYTES = 2**19
 #: How many scratch arrays a kernel may use.
 SCRATCH_ARRAYS = 2
-#: On a GPU a chunk is as large as what a kernel's launch is nothing beside.
+#: Chunks on a GPU are so large that the time to launch a kernel does not count.
 DEVICE_CHUNK_BYTES = 64 * 2**20
 
 
@@ -28,9 +28,9 @@ class Kernel(Protocol):
 
     Args:
         parameter: changed in place.
-        gradient: read only; not overwritten, for it may be the caller's.
+        gradient: only read: it may be the caller's array.
         slots: changed in place, by name.
-        scratch: `SCRATCH_ARRAYS` arrays to write anything into.
+        scratch: `SCRATCH_ARRAYS` temporary arrays.
     """
 
     def __call__(
@@ -68,7 +68,7 @@ def momentum(rate: float, decay: float, nesterov: bool) -> Kernel:
 
 
 def adam(size: float, beta_1: float, beta_2: float, epsilon: float) -> Kernel:
-    """Return the kernel of Adam's step, whose `size` has the correction of the bias in it."""
+    """Return the kernel of Adam's step; `size` includes the correction of the bias."""
 
     def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
         m, v, (change, root) = slots["m"], slots["v"], scratch
@@ -101,37 +101,38 @@ def after_decay(decay: float, kernel: Kernel) -> Kernel:
 
 
 def has_kernel(dtype: np.dtype[Any]) -> bool:
-    """Return whether kernels take `dtype`: NumPy's own floats.
+    """Return whether kernels take `dtype`: NumPy's own floats, not bfloat16.
 
-    bfloat16 is none of them.  Complex products are left out since their last bits depend on where the arrays lie:
-    NumPy multiplies with fused instructions in some places only.
+    Complex dtypes are left out, because the last bits of their products depend on the alignment of the arrays: NumPy
+    multiplies some elements with fused instructions and others without.
     """
     return dtype.kind == "f"
+
+
+#: The methods that say what a step does.
+STEP_METHODS = ("kernel", "change", "update")
 
 
 def has_current_kernel(optimizer: object, base: type) -> bool:
     """Return whether the `kernel` of an optimizer does what its `change` and `update` do.
 
-    Not so when one of these has been overridden in a class further down, or on the instance; nor in `base`, which has
-    no kernel.
+    It does not where `change` or `update` is overridden in a more derived class, or on the instance.  The class `base`
+    has no kernel.
     """
     classes = type(optimizer).__mro__
-    at = {
-        name: next(number for number, one in enumerate(classes) if name in vars(one))
-        for name in ("kernel", "change", "update")
-    }
+    at = {name: next(number for number, one in enumerate(classes) if name in vars(one)) for name in STEP_METHODS}
     overridden = min(at["change"], at["update"]) < at["kernel"] or not vars(optimizer).keys().isdisjoint(at)
     return not overridden and classes[at["kernel"]] is not base
 
 
 class Scratch:
-    """Arrays to write anything into, made once for each dtype."""
+    """Temporary arrays, made once for each dtype."""
 
     def __init__(self) -> None:
         self._arrays: dict[np.dtype[Any], tuple[Array, ...]] = {}
 
     def of(self, dtype: np.dtype[Any], size: int) -> tuple[Array, ...]:
-        """Return `SCRATCH_ARRAYS` and one more of `size` elements, at most a chunk's; the same memory at every call."""
+        """Return ``SCRATCH_ARRAYS + 1`` arrays of `size` elements (at most `chunk_size`): always the same memory."""
         known = self._arrays.get(dtype)
         if known is None:
             known = self._arrays[dtype] = tuple(np.empty((SCRATCH_ARRAYS + 1, chunk_size(dtype)), dtype))
@@ -150,7 +151,7 @@ def chunks(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def flat_update(parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> FlatUpdate:
-    """Return the update of one variable where it is: in chunks on the host, as a whole on a GPU."""
+    """Return the update of one variable, on the host or on a GPU."""
     return (DeviceUpdate if is_on_device(parameter) else FlatUpdate)(parameter, slots, scratch)
 
 
@@ -160,7 +161,7 @@ class FlatUpdate:
     Args:
         parameter: the variable's memory, C-contiguous.
         slots: its slots' memory by name, of the same shape and dtype.
-        scratch: where the kernel keeps what it computes.
+        scratch: temporary arrays for the kernel.
     """
 
     def __init__(self, parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> None:
@@ -178,15 +179,15 @@ class FlatUpdate:
 
     def run(self, kernel: Kernel, gradient: Array) -> None:
         """Make one step with `gradient`, which has the variable's shape and dtype."""
-        if any(may_share_memory(gradient, array) for array in self._memory):
-            gradient = gradient.copy()  # the variable itself as its gradient, say: the step would change it halfway
+        if any(np.may_share_memory(gradient, array) for array in self._memory):
+            gradient = gradient.copy()  # the step would change it before it has read all of it
         flat = gradient.reshape(-1)
         for piece, parameter, slots, scratch in self._chunks:
             kernel(parameter, flat[piece], slots, scratch)
 
 
 class DeviceUpdate(FlatUpdate):
-    """The same in GPU memory: in larger chunks, and what is computed beside them is CuPy's again between the steps."""
+    """The same in GPU memory: chunks are larger, and temporary arrays go back to CuPy's pool after each step."""
 
     def __init__(self, parameter: Array, slots: Mapping[str, Array], scratch: Scratch) -> None:
         self._memory = [parameter, *slots.values()]
@@ -207,9 +208,9 @@ class DeviceUpdate(FlatUpdate):
 
 
 def make_room(parameters: Sequence[Array]) -> list[Array]:
-    """Return memory as large as updates of these need beside them: memory that is short shows before the ranks agree.
+    """Return temporary arrays as large as the updates of these will need, to run out of memory before the ranks agree.
 
-    To be let go of where the updates begin; CuPy's pool then has it ready.
+    Drop them where the updates begin: CuPy's pool then has the memory ready.
     """
     on_device = [array for array in parameters if is_on_device(array)]
     if not on_device:

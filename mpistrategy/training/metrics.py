@@ -1,4 +1,4 @@
-"""Metrics over all replicas: each replica adds to its own ON_READ variables; reading the result combines them."""
+"""Metrics over all replicas: each replica adds to its own ON_READ variables, and `result` combines them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Sum:
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """What it counts in; for checkpoints."""
+        """The variables that hold its state; for checkpoints."""
         return (self._total,)
 
     def update_state(self, value: Any) -> None:
         """Add all elements of `value`; local, for step functions.
 
         Raises:
-            LeafError: for what is no array of real numbers.
+            LeafError: for a value that is no array of real numbers.
         """
         self._total.assign_add(float(np.sum(_real(value, "Sum.update_state"))))
 
@@ -41,12 +41,12 @@ class Sum:
         return float(self._total)
 
     def reset_state(self) -> None:
-        """Start again from 0."""
+        """Set the sum to 0."""
         self._total.assign(0.0)
 
 
 class Mean:
-    """The mean of everything that all replicas added, right for parts of unequal size.
+    """The mean of everything that all replicas added; replicas may add different numbers of elements.
 
     Args:
         name: a name for messages, equal on all ranks.
@@ -58,14 +58,14 @@ class Mean:
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """What it counts in; for checkpoints."""
+        """The variables that hold its state; for checkpoints."""
         return (self._total, self._count)
 
     def update_state(self, value: Any, weight: Any = 1.0) -> None:
         """Add the elements of `value`, each with `weight` (a number, or an array that broadcasts to its shape); local.
 
         Raises:
-            LeafError: for what is no array of real numbers.
+            LeafError: for a value that is no array of real numbers.
             ShapeError: for a weight that does not fit; nothing has been added then.
         """
         where = f"{type(self).__name__}.update_state"
@@ -85,7 +85,7 @@ class Mean:
         return total / count if count else float("nan")
 
     def reset_state(self) -> None:
-        """Start again."""
+        """Forget everything that was added."""
         self._total.assign(0.0)
         self._count.assign(0.0)
 
@@ -118,9 +118,9 @@ class Accuracy(Mean):
         elif predictions.dtype.kind == "f" and not np.array_equal(predictions, np.rint(predictions)):
             raise ShapeError.at(
                 where,
-                found=f"numbers that are no classes, of shape {predictions.shape}",
+                found=f"fractional predictions of shape {predictions.shape}",
                 expected="class numbers, or scores of shape (rows, classes)",
-                fix="Of probabilities of one class, pass p > 0.5.",
+                fix="For probabilities of one class, pass p > 0.5.",
             )
         if labels.ndim != 1 or predictions.shape != labels.shape:
             raise ShapeError.at(

@@ -1,4 +1,4 @@
-"""Are reduced gradients finite?  All ranks find the same, whatever each of them sees."""
+"""The check whether reduced gradients are finite.  It has the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, contribution
-from mpistrategy.errors import NonFiniteWarning, OptionError
+from mpistrategy.errors import NonFiniteError, NonFiniteWarning, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -30,9 +30,9 @@ def checked_policy(where: str, policy: Any) -> str | None:
 
 
 def all_finite(array: Array) -> bool:
-    """Return whether all numbers of a floating or complex array are finite; makes no temporary of its size."""
+    """Return whether all numbers of a floating or complex array are finite, without a temporary array of its size."""
     with np.errstate(all="ignore"):
-        # Infinities and NaN never leave a sum again.  That of large numbers may overflow: then each is looked at.
+        # A sum with an infinity or NaN is not finite.  A sum of large numbers may overflow: each is checked then.
         wide = wire_dtype(array.dtype)
         total = array.sum(dtype=wide) if is_on_device(array) else np.add.reduce(array, axis=None, dtype=wide)
         if np.isfinite(total):
@@ -51,7 +51,7 @@ def what_is_not(array: Array) -> str:
 
 
 def _pieces(array: Array) -> Iterator[Array]:
-    flat = array.ravel("K")  # a view of what is contiguous, in whatever order
+    flat = array.ravel("K")  # a view, if the array is contiguous in any order of its axes
     for start in range(0, flat.size, _PIECE):
         yield flat[start : start + _PIECE]
 
@@ -65,19 +65,22 @@ def screen(
     brought: Sequence[Any] | None,
     policy: str,
 ) -> str:
-    """Return what is not finite among reduced gradients, in words that are the same on all ranks; "" for nothing.
+    """Return which reduced gradient is not finite, in words, the same on all ranks; "" if all are.
 
-    Collective: one number is exchanged, since ranks that were given different Mirrored gradients, or one whose memory
-    is broken, do not see the same.
+    Collective: the ranks exchange one number.  What they see may differ, with different Mirrored gradients on each rank
+    or with broken memory.
 
     Args:
         communicator: the ranks.
         call: the call that all ranks make.
         reduced: the gradients, one for each variable.
-        norm: the norm of them all, by which they will be scaled; 0 where they will not.
-        variables: what they are for.
-        brought: what this rank brought to the reduction; None when that is gone.
-        policy: what will be done; "skip" needs no words.
+        norm: the norm of all of them, if they are clipped; else 0.
+        variables: their variables.
+        brought: this rank's gradients before the reduction; None if they have been overwritten.
+        policy: what will be done; with "skip" the result does not say which rank brought such numbers.
+
+    Raises:
+        NonFiniteError: on all ranks, where the policy is "raise".
     """
     call.expect_more()
     first = next((number for number, array in enumerate(reduced) if not all_finite(array)), len(reduced))
@@ -90,15 +93,21 @@ def screen(
         first = int(least[0])
     if first > len(reduced):
         return ""
-    if first == len(reduced):
-        return "a global norm of the gradients that is not finite"
-    what = f"a reduced gradient of {variables[first].key} that is not finite"
-    if policy == "skip" or brought is None:
-        return what
-    gradient = contribution(brought[first])
+    what = "a global norm of the gradients that is not finite"
+    if first < len(reduced):
+        what = f"a reduced gradient of {variables[first].key} that is not finite"
+        if policy != "skip" and brought is not None:
+            what += f" ({_of_ranks(communicator, contribution(brought[first]))})"
+    if policy == "raise":
+        raise NonFiniteError.at(call.where, found=what, expected="finite numbers", fix="Nothing has changed.")
+    return what
+
+
+def _of_ranks(communicator: Communicator, gradient: Any) -> str:
+    """Return in words which ranks' gradients are not finite.  Collective."""
     mine = what_is_not(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
     told = [f"rank {rank} brought {text}" for rank, text in enumerate(communicator.allgather_text(mine)) if text]
-    return f"{what} ({_shortened(told) or 'no rank brought such numbers: their sum overflowed'})"
+    return _shortened(told) or "no rank brought such numbers: their sum overflowed"
 
 
 def _shortened(texts: Sequence[str], most: int = 8) -> str:

@@ -1,9 +1,9 @@
 """What all optimizers share: slots beside each variable, gradients combined over the replicas, updates in place.
 
 A step takes one of two paths, with the same results.  *Plain*: the gradients are reduced to every rank, and each rank
-updates all of its copies.  *Sliced*: where variables, slots and gradients live in memory that the ranks of the node
-share, each rank reduces and updates its share, in every copy (`training.sliced_update`).  In both they update in
-place, in pieces (`optimizer_kernels`); a subclass that overrides `change` or `update` is asked, on the plain path.
+updates its copies.  *Sliced*: where variables, slots and gradients are in memory that the ranks of the node share, each
+rank reduces and updates its share of every copy (`training.sliced_update`).  Both update in place, in pieces
+(`training.kernels`).  A subclass that overrides `change` or `update` takes the plain path, and its method is called.
 """
 
 from __future__ import annotations
@@ -17,60 +17,43 @@ import numpy as np
 from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
-from mpistrategy.errors import ContextError, NonFiniteError, OptionError, UnsupportedError
+from mpistrategy.context import Mode, current_frame
+from mpistrategy.errors import ContextError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.process_objects import Created, NotPickled
 from mpistrategy.strategy.current import get_strategy
+from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.training.checks import (
-    Target,
-    Targets,
-    apart_from,
-    check_variable,
-    checked_count,
-    checked_number,
-    positive,
-    required_context,
-)
-from mpistrategy.training.gradient_buckets import GradientBuckets
-from mpistrategy.training.gradient_memory import GradientPlaces
+from mpistrategy.training.checks import check_variable, checked_count, checked_number, positive, required_context
+from mpistrategy.training.gradient_buckets import GradientArenas, GradientBuckets
 from mpistrategy.training.gradients import as_dense, clip_by_global_norm
-from mpistrategy.training.kernels import (
-    FlatUpdate,
-    Kernel,
-    Scratch,
-    flat_update,
-    has_current_kernel,
-    has_kernel,
-    make_room,
-)
+from mpistrategy.training.kernels import STEP_METHODS, Kernel, has_current_kernel, has_kernel, make_room
 from mpistrategy.training.nonfinite import checked_policy, screen, warn_of
-from mpistrategy.training.sliced_step import SlicedSteps, adds_in_rank_order, dense_gradients
-from mpistrategy.training.slots import Slots
+from mpistrategy.training.plans import Slots, StepPlan, StepPlans
+from mpistrategy.training.sliced_step import SlicedStep
 from mpistrategy.variables.mirrored_check import is_mirrored
 from mpistrategy.variables.variable import Variable
 
 Arrays = Sequence[Array] | None
 
-
 _OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
 
 
 def _first_storage(given: Mapping[str, Any]) -> Array:
-    """Return what this rank stores of the first variable that a step has written to, to be changed in place."""
+    """Return the memory of this rank's copy of the first variable of a step."""
     variables = [var for _, var in given["grads_and_vars"]]
     storage: list[Array] = []
     variables[0].strategy.extended.update(variables[0], lambda var: storage.append(var.updatable_storage()))
     return storage[0]
 
 
-class Optimizer(Created, GradientPlaces, NotPickled):
-    """Base: keeps slot variables beside each variable, and applies reduced gradients.
+class Optimizer(Created, GradientArenas, NotPickled):
+    """Base of optimizers: reduces gradients over the replicas and applies them.
 
-    A subclass says in `slot_values` which slots it keeps for each variable, and in `change` what a step subtracts.
+    A subclass says in `slot_values` which slots each variable has, and returns from `change` what a step subtracts.
 
     Args:
         learning_rate: the step size; a positive number.
@@ -79,19 +62,19 @@ class Optimizer(Created, GradientPlaces, NotPickled):
         check_every: every so many calls of `apply_gradients`, make sure that this optimizer's variables, slots and
             steps are equal on all ranks, as `Strategy.assert_mirrored` does; 0 never does.
         nonfinite: what to do when a reduced gradient has NaN or infinities in it: "raise" NonFiniteError, "skip" the
-            step, "warn" once a step on replica 0 and go on, or None: do not look.  All ranks do the same.  To look
-            before anything changes, a step takes the plain path.
+            step, or "warn" once a step on replica 0 and go on.  All ranks do the same.  Checking turns off the sliced
+            path (slower on one node).  None: no check.
 
     Attributes:
-        iterations: the number of steps made, a variable; None before the first.  May be set before that, to count
-            in a variable of one's own.
-        latest_path: how the latest step was made, "sliced", "plain", "buckets" or "skipped"; "" before the first.
-        skipped_steps: how many steps were skipped, and changed nothing, since gradients were not finite.
+        iterations: the number of steps made, a variable; None before the first.  May be set before that, to another
+            variable that counts.
+        latest_path: how the latest step was made: "sliced", "plain", "buckets" or "skipped"; "" before the first.
+        skipped_steps: how many steps changed nothing because gradients were not finite.
 
     Raises:
-        OptionError: for a learning rate or a limit that is not positive, for another aggregation, a negative
-            check_every and another way with what is not finite.
-        OptionTypeError: for what is no number.
+        OptionError: for a learning rate or a limit that is not positive, a negative check_every, and an unknown
+            aggregation or nonfinite.
+        OptionTypeError: for values that are no numbers.
     """
 
     instead_of_pickling = "Save it with a Checkpoint, and make one with the same arguments there."
@@ -125,10 +108,11 @@ class Optimizer(Created, GradientPlaces, NotPickled):
         self.iterations: Variable | None = None
         self.latest_path = ""
         self._slots = Slots(where)
-        self._targets = Targets()
-        self._flat: dict[int, FlatUpdate] = {}
-        self._scratch = Scratch()
-        self._sliced = SlicedSteps(self._scratch)
+        self._plans = StepPlans(self._slots)
+        #: What `_settings` has put into words, and the words.
+        self._told: tuple[Any, str] = (None, "")
+        #: The step counter that has been checked, its strategy, and its value.
+        self._counted: tuple[Any, Any, Array] = (None, None, np.zeros((), np.int64))
 
     @property
     def learning_rate(self) -> float:
@@ -141,11 +125,11 @@ class Optimizer(Created, GradientPlaces, NotPickled):
         self._learning_rate = checked_number(where, "learning_rate", value, "a positive number", positive)
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Create the step counter and the slots of `variables`, beside them.  Collective; inside scope().
+        """Create the step counter and the slots of `variables`.  Collective; inside scope().
 
         Raises:
             ContextError: outside the scope of the variables' strategy.
-            OptionError: for what is no variable.
+            OptionError: for an element that is no variable.
         """
         where, strategy, listed = f"{type(self).__name__}.build", get_strategy(), list(variables)
         for var in listed:
@@ -164,12 +148,12 @@ class Optimizer(Created, GradientPlaces, NotPickled):
         return self._slots.of(var)
 
     def slotted(self) -> list[Variable]:
-        """Return the variables that have been given slots (those of an optimizer without any, too), in that order."""
+        """Return the variables that this optimizer has slots for, in order; also where its kind keeps none."""
         return self._slots.everything()[0]
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The optimizer's own: the step counter, once there is one, and all slots."""
+        """The optimizer's own variables: the step counter, once there is one, and all slots."""
         return (*([] if self.iterations is None else [self.iterations]), *self._slots.everything()[1])
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
@@ -187,7 +171,7 @@ class Optimizer(Created, GradientPlaces, NotPickled):
 
         Args:
             grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
-                None for a variable that this step leaves alone) and the variable; or GradientBuckets.
+                None to leave the variable as it is) and the variable; or GradientBuckets.
 
         Raises:
             ContextError: in cross-replica context.
@@ -195,118 +179,131 @@ class Optimizer(Created, GradientPlaces, NotPickled):
             OptionError, OptionTypeError, ShapeError, DTypeError: for gradients and variables that do not fit.
             CollectiveMismatchError: when the ranks' gradients differ in number, dtype or shape.
             NonFiniteError: when nonfinite is "raise", and a reduced gradient is not finite.
-            All on every rank, and before anything has changed.
-            ReplicasDivergedError: on every rank, when a check after the step finds copies that differ.
+            ReplicasDivergedError: when a check after the step finds copies that differ.
+            All are raised on every rank, and all but the last before anything has changed.
         """
         where = f"{type(self).__name__}.apply_gradients"
-        context = required_context(where)
-        if context.strategy.is_default:
-            warn_if_alone(context.strategy, where, "was called outside every step", _OUTSIDE_STEPS)
-        with Call(context.strategy.extended.communicator.guard, where) as call:
-            gradients, target, ordinary = self._targets.checked(grads_and_vars, context.strategy, where)
-            if self.iterations is not None:
-                check_variable(self.iterations, context.strategy, where)
-            call.structure = f"{self._settings()} for {target.text}"
-            arrays = gradients if ordinary else dense_gradients(gradients, target, where)
-            totals = self._reduced(grads_and_vars, call) if isinstance(grads_and_vars, GradientBuckets) else None
-            context.merge_call(self._merge, args=(gradients, arrays, target, totals, call))
+        frame = current_frame()
+        in_step = frame is not None and frame.mode is Mode.REPLICA
+        strategy: Any = frame.strategy if frame is not None and in_step else required_context(where).strategy
+        if strategy.is_default:
+            warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
+        extended = strategy.extended
+        with Call(extended.communicator.guard, where) as call:
+            gradients, plan, ordinary = self._plans.find(grads_and_vars, strategy, where)
+            call.structure = f"{self._settings(strategy, where)} for {plan.text}"
+            buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None
+            totals = None if buckets is None else buckets.reduced_early(self.aggregation, call)
+            if ordinary and totals is None and plan.prepared is not None and self._is_current(plan, extended):
+                trouble = self._make(plan, gradients, self.kernel(), call)
+            else:
+                arrays = gradients if ordinary else plan.ordinary(gradients, where)
+                args = (gradients, arrays, plan, totals, call)
+                trouble = required_context(where).merge_call(self._prepare_and_make, args=args)
+            if trouble and self.nonfinite == "skip":
+                self.latest_path = "skipped"
+                self.skipped_steps += 1
+            self._calls += 1
+            if self.check_every and self._calls % self.check_every == 0:
+                self._check_mirrored(strategy)
+            if trouble and self.nonfinite == "warn":
+                warn_of(trouble, call.where, self.next_step() - 1, strategy.replica_id_in_sync_group)
 
-    def _reduced(self, buckets: GradientBuckets, call: Call) -> Arrays:
-        """Return the sums or means of buckets that start early; None for others, whose gradients are as any."""
-        if not buckets.starts_early:
-            buckets.reset()
-            return None
-        if buckets.op is not self.aggregation:
-            raise OptionError.at(
-                call.where,
-                found=f"gradient buckets that make the {buckets.op.name}",
-                expected=f"the optimizer's aggregation, {self.aggregation.name}",
-                fix="Make the buckets with this optimizer's gradient_buckets().",
-            )
-        call.agree("reduce gradient buckets", op=buckets.op.value)
-        totals = buckets.reduced()
-        call.expect_more()
-        return totals
+    def _settings(self, strategy: Strategy, where: str) -> str:
+        """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""
+        numbers: dict[str, Any] = {name: n for name, n in vars(self).items() if isinstance(n, (int, float))}
+        del numbers["_calls"]
+        found = (numbers, self.nonfinite, self.aggregation)
+        if self._told[0] != found:
+            self._told = found, f"{dict(sorted(numbers.items()))}, nonfinite={found[1]}, {found[2].name}"
+        steps, counter = 0, self.iterations
+        if counter is not None:
+            if self._counted[0] is not counter or self._counted[1] is not strategy:
+                check_variable(counter, strategy, where)
+                self._counted = (counter, strategy, counter.local_view)
+            steps = self._counted[2].tolist()
+        return f"{self._told[1]}, step {steps}"
 
-    def _settings(self) -> str:
-        """Return all numbers that a step depends on: ranks that differ in one would drift apart."""
-        numbers = {name: value for name, value in sorted(vars(self).items()) if isinstance(value, (int, float))}
-        steps = 0 if self.iterations is None else self.iterations.local_copy().tolist()
-        others = f"global_clipnorm={self.global_clipnorm}, nonfinite={self.nonfinite}, {self.aggregation.name}"
-        return f"{numbers}, {others}, step {steps}"
+    def _is_current(self, plan: StepPlan, extended: StrategyExtended) -> bool:
+        """Return whether the prepared step of a plan still does what this optimizer and its strategy say."""
+        return plan.counter is self.iterations and plan.key == self._key(extended)
 
-    def _merge(
-        self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, target: Target, totals: Arrays, call: Call
-    ) -> None:
-        self._step_counter()
-        if not target.has_slots:
-            self._slots.make(target.variables, self.slot_values)
-            target.has_slots = True
-        call.expect_more()
-        room = make_room([var.local_view for var in target.variables]) if strategy.extended.drives_gpu else []
-        trouble = ""
-        if totals is None and arrays is not None and self._update_shares(strategy, arrays, target, call):
+    def _key(self, extended: StrategyExtended) -> tuple[Any, ...]:
+        """Return what a prepared step depends on, besides its variables and the step counter."""
+        mine, theirs = type(self), type(extended)
+        return (
+            *(mine.kernel, mine.change, mine.update, vars(self).keys().isdisjoint(STEP_METHODS)),
+            *(theirs.batch_reduce_to, theirs.update, extended.reducer.changes),
+            *(self.aggregation, self.global_clipnorm, self.nonfinite, self._plans.sliced.arenas_made),
+        )
+
+    def _make(self, plan: StepPlan, gradients: Sequence[Array], kernel: Kernel | None, call: Call) -> str:
+        """Make the prepared step of a plan; return what of the reduced gradients is not finite."""
+        step, trouble = plan.prepared, ""
+        assert kernel is not None
+        if isinstance(step, SlicedStep):
+            step.run(gradients, kernel, self.aggregation, call)
             self.latest_path = "sliced"
         else:
-            path, brought = ("plain", gradients) if totals is None else ("buckets", None)
-            combined = self._totals(strategy, gradients, arrays, target) if totals is None else totals
-            if totals is not None and strategy.extended.drives_gpu:
-                call.agree("update", options="with memory for it")
-            room.clear()  # the updates take it now
-            trouble = self._update_all(strategy, combined, target, brought, call)
-            self.latest_path = "skipped" if trouble and self.nonfinite == "skip" else path
-        self._calls += 1
-        if self.check_every and self._calls % self.check_every == 0:
-            self._check_mirrored(strategy)
-        if trouble and self.nonfinite == "warn":
-            warn_of(trouble, call.where, self.next_step() - 1, strategy.replica_id_in_sync_group)
+            assert step is not None
+            totals, trouble = self._screened(step.totals(gradients, call), plan, gradients, call)
+            if trouble and self.nonfinite == "skip":
+                return trouble
+            step.update(totals, kernel)
+            self.latest_path = "plain"
+        plan.count[...] += 1
+        return trouble
 
-    def _totals(self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, target: Target) -> Sequence[Any]:
-        alone = strategy.num_replicas_in_sync == 1 and adds_in_rank_order(strategy.extended)
-        if alone and arrays is not None and has_current_kernel(self, Optimizer):
-            # Kernels only read them; a `change` of the user's is given arrays of its own.
-            slots = [slot for var in target.variables for slot in self.slots_of(var).values()]
-            return apart_from([var.local_view for var in (*target.variables, *slots)], arrays)
-        pairs = list(zip(gradients, target.variables, strict=True))
-        return strategy.extended.batch_reduce_to(self.aggregation, pairs)
-
-    def _update_shares(self, strategy: Strategy, gradients: Sequence[Array], target: Target, call: Call) -> bool:
-        """Take the sliced path; return False where there is none, which all ranks find alike."""
-        if strategy.num_replicas_in_sync == 1 or self.global_clipnorm is not None or self.nonfinite is not None:
-            return False
-        if not adds_in_rank_order(strategy.extended):  # which may be set to something else between steps
-            return False
-        kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
-        step = self._sliced.step(strategy, target, self.slots_of, kernel, call) if kernel is not None else None
-        if kernel is None or step is None:
-            return False
-        elsewhere = step.collect(gradients)
-        # The gradients have their variables' shapes and dtypes, and which variables they are is in call.structure.
-        call.agree("update", op=self.aggregation.value, options="each rank its share")
-
-        def update(steps: Variable) -> None:
-            step.update.run(kernel, self.aggregation, elsewhere)
-            steps.assign_add(1)
-
-        strategy.extended.update(self._step_counter(), update)
-        return True
-
-    def _update_all(
-        self, strategy: Strategy, results: Sequence[Any], target: Target, brought: Sequence[Any] | None, call: Call
+    def _prepare_and_make(
+        self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, plan: StepPlan, totals: Arrays, call: Call
     ) -> str:
-        """Update all of this rank's copies with what has been reduced; return what of it is not finite."""
-        extended, variables = strategy.extended, target.variables
-        totals = [local_component(result) for result in results]
-        reduced = [as_dense(total, var) for total, var in zip(totals, variables, strict=True)]
-        given, norm, trouble = reduced, 0.0, ""
+        """Make a step of any gradients; return what of them is not finite."""
+        extended = strategy.extended
+        self._step_counter()
+        if not plan.has_slots:
+            self._slots.make(plan.variables, self.slot_values)
+            plan.has_slots = True
+        call.expect_more()
+        room = make_room([var.local_view for var in plan.variables]) if extended.drives_gpu else []
+        if totals is None and arrays is not None:
+            kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
+            if not self._is_current(plan, extended):
+                screens = self.global_clipnorm is not None or self.nonfinite is not None
+                self._plans.prepare(plan, kernel, self._step_counter(), self.aggregation, screens, call)
+                plan.key = self._key(extended)
+            if plan.prepared is not None:
+                return self._make(plan, arrays, kernel, call)
+        if totals is None:
+            pairs = list(zip(gradients, plan.variables, strict=True))
+            results = extended.batch_reduce_to(self.aggregation, pairs)
+        else:
+            results = list(totals)
+            if extended.drives_gpu:
+                call.agree("update", options="with memory for it")
+        room.clear()  # the updates use this memory now
+        trouble = self._update_all(results, plan, gradients if totals is None else None, call)
+        self.latest_path = "plain" if totals is None else "buckets"
+        return trouble
+
+    def _screened(
+        self, reduced: Sequence[Array], plan: StepPlan, brought: Sequence[Any] | None, call: Call
+    ) -> tuple[Sequence[Array], str]:
+        """Return reduced gradients, clipped if this optimizer clips, and what of them is not finite."""
+        norm, given = 0.0, reduced
         if self.global_clipnorm is not None:
             reduced, norm = clip_by_global_norm(given, self.global_clipnorm)
-        if self.nonfinite is not None:
-            trouble = screen(extended.communicator, call, given, norm, variables, brought, self.nonfinite)
-        if trouble and self.nonfinite == "raise":
-            raise NonFiniteError.at(call.where, found=trouble, expected="finite numbers", fix="Nothing has changed.")
+        if self.nonfinite is None:
+            return reduced, ""
+        communicator = plan.strategy.extended.communicator
+        return reduced, screen(communicator, call, given, norm, plan.variables, brought, self.nonfinite)
+
+    def _update_all(self, results: Sequence[Any], plan: StepPlan, brought: Sequence[Any] | None, call: Call) -> str:
+        """Update all of this rank's copies with what has been reduced; return what of it is not finite."""
+        extended, variables = plan.strategy.extended, plan.variables
+        totals = [local_component(result) for result in results]
+        dense = [as_dense(total, var) for total, var in zip(totals, variables, strict=True)]
+        reduced, trouble = self._screened(dense, plan, brought, call)
         if trouble and self.nonfinite == "skip":
-            self.skipped_steps += 1
             return trouble
         names_rows = self.only_named_rows
         rows = [total.indices if names_rows and isinstance(total, IndexedSlices) else None for total in totals]
@@ -331,21 +328,18 @@ class Optimizer(Created, GradientPlaces, NotPickled):
         for gradient, var, named in zip(gradients, variables, rows, strict=True):
             if named is not None or not has_kernel(var.dtype):
                 self.update(var, gradient, self.slots_of(var), named)
-                continue
-            if id(var) not in self._flat:
-                slots = {name: slot.updatable_storage() for name, slot in self.slots_of(var).items()}
-                self._flat[id(var)] = flat_update(var.updatable_storage(), slots, self._scratch)
-            self._flat[id(var)].run(kernel, gradient)
+            else:
+                self._plans.flat_update(var).run(kernel, gradient)
 
     def kernel(self) -> Kernel | None:
-        """Return the next step as a kernel, which does what `change` and `update` do; None for an optimizer without.
+        """Return the next step as a kernel that does what `change` and `update` do; None where there is none.
 
-        A class that overrides `change` or `update` but not this is taken at their word.
+        Where a class overrides `change` or `update` but not this method, those are called.
         """
         return None
 
     def next_step(self) -> int:
-        """Return the number of the step that is being made, from 1 on."""
+        """Return the number of the current step, from 1 on."""
         return int(self._step_counter().local_view) + 1
 
     def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
@@ -370,10 +364,10 @@ class Optimizer(Created, GradientPlaces, NotPickled):
         var.assign_sub(change)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return an optimizer of its own with the same settings.
+        """Return another optimizer with the same settings.
 
         Raises:
-            CopyError: after the first step, or `build`: its variables are made by all ranks together.
+            CopyError: after the first step, or `build`: variables are created by all ranks together.
         """
         result = copy.copy(self)
         memo[id(self)] = result

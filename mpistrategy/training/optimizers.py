@@ -1,8 +1,6 @@
-"""Optimizers that use the public API only: reduce the gradients, then update each variable where it lives.
+"""The optimizers: SGD, Adam and AdamW; `mpistrategy.training.optimizer` describes a step.
 
-They do steps 2 to 4 of the update pattern: gradients of all replicas are summed, and the sum is applied to every copy
-in update context; `mpistrategy.training.optimizer` says how.  Since gradients are summed, divide the loss by the global
-batch size, or pass ``aggregation="MEAN"``.
+Gradients are summed over the replicas, so divide the loss by the global batch size, or pass ``aggregation="MEAN"``.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ __all__ = ["SGD", "Adam", "AdamW", "Optimizer"]
 
 class SGD(Optimizer):
     """Gradient descent: ``v = momentum * v + g``; the variable loses ``learning_rate * v`` (with nesterov,
-    ``learning_rate * (g + momentum * v)``).  A sparse gradient moves only the rows that it names, as in TensorFlow.
+    ``learning_rate * (g + momentum * v)``).  A sparse gradient changes only the rows that it names, as in TensorFlow.
 
     Args:
         learning_rate: the step size.
-        momentum: from 0 to 1; 0 keeps no slot.
-        nesterov: look ahead by one momentum step.
+        momentum: from 0 to 1; with 0 there is no slot.
+        nesterov: whether to use Nesterov momentum.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
         check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
-        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
+        nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
     """
 
     only_named_rows = True
@@ -82,11 +80,11 @@ class Adam(Optimizer):
         learning_rate: the step size.
         beta_1: the decay of m.
         beta_2: the decay of v.
-        epsilon: keeps the quotient finite.
+        epsilon: added to the divisor.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
         check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
-        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
+        nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
     """
 
     slot_values: Mapping[str, float] = {"m": 0.0, "v": 0.0}
@@ -138,11 +136,11 @@ class AdamW(Adam):
         weight_decay: from 0 on.
         beta_1: the decay of m.
         beta_2: the decay of v.
-        epsilon: keeps the quotient finite.
+        epsilon: added to the divisor.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
         check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
-        nonfinite: what to do about reduced gradients that are not finite: "raise", "skip" the step, "warn", or None.
+        nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
     """
 
     def __init__(

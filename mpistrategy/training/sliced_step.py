@@ -1,4 +1,4 @@
-"""Which variables can take the sliced update, where their memory is, and how gradients come to lie beside it."""
+"""The sliced step: which variables can take it, where their memory is, and how gradients get into shared memory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device, to_reducible
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
-from mpistrategy.cross_device_ops import HierarchicalCopyAllReduce, MpiAllReduce, NcclAllReduce
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
-from mpistrategy.options import VariableSynchronization
-from mpistrategy.strategy.extended import StrategyExtended
+from mpistrategy.options import ReduceOp, VariableSynchronization
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.training.checks import Target
 from mpistrategy.training.kernels import Kernel, Scratch
-from mpistrategy.training.sliced_update import Place, Run, SlicedUpdate
+from mpistrategy.training.sliced_update import MemoryRange, Run, SlicedUpdate
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -27,11 +22,9 @@ if TYPE_CHECKING:
 
 Slots = Mapping[str, Variable]
 
-#: Dtypes that are added in themselves, and whose sums do not depend on where the arrays lie.
+#: Dtypes that are added without conversion, and whose sums do not depend on the alignment of the arrays.
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
-#: Algorithms that add in rank order on one node; what others do is their own business.
-_IN_RANK_ORDER = (MpiAllReduce, HierarchicalCopyAllReduce, NcclAllReduce)
-#: How many arenas an optimizer makes by itself: the second serves variables that had no gradients at first.
+#: How many arenas an optimizer makes by itself: the second is for variables that had no gradients at first.
 _MOST_ARENAS = 2
 
 
@@ -40,7 +33,7 @@ class GradientArena:
 
     Attributes:
         arena: the memory; its values are like the variables, in their order.
-        variables: them.
+        variables: the variables.
     """
 
     def __init__(self, arena: Arena, variables: tuple[Variable, ...]) -> None:
@@ -50,45 +43,54 @@ class GradientArena:
         self._memory = [tuple(array.view(np.uint8) for array in bucket.arrays) for bucket in arena.buckets]
 
     def covers(self, variables: Sequence[Variable]) -> bool:
-        """Return whether all of `variables` have their places here."""
+        """Return whether there is memory for the gradients of all of `variables`."""
         return all(id(var) in self._number for var in variables)
 
-    def place_of(self, var: Variable) -> Place:
+    def range_of(self, var: Variable) -> MemoryRange:
         """Return where the gradient of `var` is."""
         place = self.arena.places[self._number[id(var)]]
-        return Place(self._memory[place.bucket], place.start * var.dtype.itemsize)
+        return MemoryRange(self._memory[place.bucket], place.start * var.dtype.itemsize)
 
     def value_of(self, var: Variable) -> Array:
         """Return the array for the gradient of `var`."""
         return self.arena.leaves[self._number[id(var)]]
 
     def overlaps(self, array: Array) -> bool:
-        """Return whether `array` may lie in this memory."""
-        # What owns its memory lies in no other.
+        """Return whether `array` may share memory with the arena."""
+        # An array that owns its memory shares none.
         return array.base is not None and any(np.may_share_memory(array, bucket.mine) for bucket in self.arena.buckets)
 
 
 class SlicedStep:
-    """What the variables of one target need to be updated in slices.
+    """A prepared step in which each rank updates its share of all copies.
 
     Args:
-        gradients: where their gradients are brought to.
-        variables: them.
-        update: the shares.
+        gradients: the shared memory for their gradients.
+        variables: the variables.
+        update: this rank's share.
     """
 
     def __init__(self, gradients: GradientArena, variables: Sequence[Variable], update: SlicedUpdate) -> None:
-        self.update = update
+        self._update = update
         self._gradients = gradients
         self._values = [gradients.value_of(var) for var in variables]
-        #: For each variable, what other ranks look at of its gradient, or this one together with another's.
-        self._seen = [_gaps(parts, value.size) for parts, value in zip(update.lonely, self._values, strict=True)]
+        #: For each variable, the parts of its gradient that must be in shared memory.
+        self._shared_parts = [
+            _gaps(parts, value.size) for parts, value in zip(update.own_parts, self._values, strict=True)
+        ]
 
-    def collect(self, gradients: Sequence[Array]) -> list[Array | None]:
-        """Bring the variables' gradients to their places, as far as other ranks look at them.
+    def run(self, gradients: Sequence[Array], kernel: Kernel, op: ReduceOp, call: Call) -> None:
+        """Make the step on all ranks."""
+        elsewhere = self._collect(gradients)
+        # Shapes and dtypes are those of the variables, and which variables they are is in call.structure.
+        call.agree("update", op=op.value, options="each rank its share")
+        self._update.run(kernel, op, elsewhere)
+
+    def _collect(self, gradients: Sequence[Array]) -> list[Array | None]:
+        """Copy the parts of the gradients that other ranks read to shared memory.
 
         Returns:
-            Where the rest is; see `SlicedUpdate.run`.
+            Where the other parts are; see `SlicedUpdate.run`.
         """
         moved: list[tuple[int, Array]] = []
         for number, (value, gradient) in enumerate(zip(self._values, gradients, strict=True)):
@@ -97,30 +99,32 @@ class SlicedStep:
             if self._gradients.overlaps(gradient):
                 if _address(gradient) == _address(value) and gradient.flags.c_contiguous:
                     continue
-                gradient = gradient.copy()  # it lies in another's place, which may be overwritten first
+                gradient = gradient.copy()  # it is in the memory of another gradient, which may be overwritten first
             moved.append((number, gradient))
         elsewhere: list[Array | None] = [None] * len(self._values)
         for number, gradient in moved:
             value = self._values[number]
-            if not gradient.flags.c_contiguous or not self.update.lonely[number] or self.update.changes(gradient):
+            if not gradient.flags.c_contiguous or not self._update.own_parts[number] or self._update.changes(gradient):
                 np.copyto(value, gradient)
                 continue
             source, target = gradient.reshape(-1), value.reshape(-1)
-            for part in self._seen[number]:
+            for part in self._shared_parts[number]:
                 target[part] = source[part]
             elsewhere[number] = source
         return elsewhere
 
 
 class SlicedSteps:
-    """The arenas and the shares of one optimizer."""
+    """The gradient arenas and sliced steps of one optimizer."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
         self._arenas: list[GradientArena] = []
         self._made = 0
         self._failures: SharedMemory | None = None
-        self._steps: WeakKeyDictionary[Target, SlicedStep | None] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[Any, SlicedStep | None] = WeakKeyDictionary()
+        #: How many arenas have been made: a step that was prepared before one of them is prepared again.
+        self.arenas_made = 0
 
     def arena(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
         """Return the arena of exactly these variables.  Collective when there is none yet."""
@@ -130,21 +134,28 @@ class SlicedSteps:
         made = GradientArena(strategy.arena(list(variables)), variables)
         self._arenas.append(made)
         self._steps.clear()
+        self.arenas_made += 1
         return made
 
     def step(
-        self, strategy: Strategy, target: Target, slots_of: Callable[[Variable], Slots], kernel: Kernel, call: Call
+        self,
+        plan: object,
+        variables: tuple[Variable, ...],
+        slots_of: Callable[[Variable], Slots],
+        kernel: Kernel,
+        strategy: Strategy,
+        call: Call,
     ) -> SlicedStep | None:
-        """Return what a sliced step needs, or None where one cannot be made: the same on all ranks.
+        """Return the sliced step of a plan, or None where one cannot be made: the same on all ranks.
 
-        Collective for a target that is new, or when an arena has been made since.
+        Collective for a plan that is new, or when an arena has been made since.
         """
-        if target not in self._steps:
+        if plan not in self._steps:
             call.agree("prepare an update")
-            slots = [slots_of(var) for var in target.variables]
-            self._steps[target] = self._new_step(strategy, target.variables, slots, kernel)
+            slots = [slots_of(var) for var in variables]
+            self._steps[plan] = self._new_step(strategy, variables, slots, kernel)
             call.expect_more()
-        return self._steps[target]
+        return self._steps[plan]
 
     def _new_step(
         self, strategy: Strategy, variables: tuple[Variable, ...], slots: Sequence[Slots], kernel: Kernel
@@ -160,7 +171,7 @@ class SlicedSteps:
             self._made += 1
             gradients = self.arena(strategy, variables)
             if not gradients.arena.is_shared:
-                self._arenas.remove(gradients)  # of no use here: its memory comes free
+                self._arenas.remove(gradients)  # of no use here: its memory is freed
         if self._failures is None:
             self._failures = communicator.shared(ALIGNMENT)
         if gradients is None or not (gradients.arena.is_shared and self._failures.is_shared):
@@ -169,9 +180,9 @@ class SlicedSteps:
             Run(
                 var.dtype,
                 var.local_view.nbytes,
-                _place_of(var),
-                gradients.place_of(var),
-                {name: _place_of(slot) for name, slot in beside.items()},
+                _range_of(var),
+                gradients.range_of(var),
+                {name: _range_of(slot) for name, slot in beside.items()},
             )
             for var, beside in zip(variables, slots, strict=True)
         ]
@@ -181,25 +192,18 @@ class SlicedSteps:
         return SlicedStep(gradients, variables, update)
 
 
-def adds_in_rank_order(extended: StrategyExtended) -> bool:
-    """Return whether a reduction by this strategy is our own, which one need not call to have its result."""
-    kind = type(extended)
-    own = kind.batch_reduce_to is StrategyExtended.batch_reduce_to and kind.update is StrategyExtended.update
-    return own and type(extended.cross_device_ops) in _IN_RANK_ORDER
-
-
 def _lives_in_shared_memory(var: Variable) -> bool:
     kept_equal = var.synchronization is VariableSynchronization.ON_WRITE
-    return kept_equal and var.dtype in _DTYPES and var.block is not None
+    return kept_equal and var.dtype in _DTYPES and var.memory_slot is not None
 
 
-def _place_of(var: Variable) -> Place:
-    assert var.block is not None
-    return Place(var.block.slab.segments, var.block.offset)
+def _range_of(var: Variable) -> MemoryRange:
+    assert var.memory_slot is not None
+    return MemoryRange(var.memory_slot.slab.segments, var.memory_slot.offset)
 
 
 def _leaves_zeros_alone(kernel: Kernel, run: Run, scratch: Scratch) -> bool:
-    """Return whether a step makes zeros of zeros: then padding between variables may be part of it."""
+    """Return whether a step leaves zeros unchanged: padding between variables may then be part of it."""
     zeros = {name: np.zeros(1, run.dtype) for name in ("parameter", *run.slots)}
     parameter = zeros.pop("parameter")
     with np.errstate(all="ignore"):
@@ -207,24 +211,8 @@ def _leaves_zeros_alone(kernel: Kernel, run: Run, scratch: Scratch) -> bool:
     return not parameter.any() and not any(slot.any() for slot in zeros.values())
 
 
-def dense_gradients(gradients: Sequence[Any], target: Target, where: str) -> list[Array] | None:
-    """Return what this rank brings for each variable of `target`; None unless all are arrays of its dtype."""
-    arrays = []
-    for gradient, (_, dtype) in zip(gradients, target.layouts, strict=True):
-        array = gradient
-        if type(gradient) is not np.ndarray or gradient.dtype is not dtype:
-            component = contribution(gradient)
-            if isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices) or is_on_device(component):
-                return None
-            array = to_reducible(component, where)
-            if array.dtype != dtype:
-                return None
-        arrays.append(array)
-    return arrays
-
-
 def _gaps(parts: Sequence[slice], size: int) -> list[slice]:
-    """Return what is not in `parts`, which are in order, of so many elements."""
+    """Return the slices of `size` elements that are not in `parts`, which are in order."""
     starts, stops = [0, *(part.stop for part in parts)], [*(part.start for part in parts), size]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 

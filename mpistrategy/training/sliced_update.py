@@ -1,10 +1,11 @@
 """The sliced update: each rank of a node reduces and updates its share of all variables, in every rank's copy.
 
-It needs parameters, slots and gradients in memory that the ranks of the node share.  Every number is then read, added
-and stepped by one rank instead of by all of them, while it is in that rank's cache.  The result is that of the plain
-path to the bit: sums are taken in rank order, a mean is divided after the sum, and the kernel is the same.
+It needs parameters, slots and gradients in memory that the ranks of the node share.  One rank then reads, adds and
+steps each number, instead of all of them, while the number is in that rank's cache.  The bits are those of the plain
+path: sums are made in rank order, a mean is divided after the sum, and the kernel is the same.
 
-Arrays that lie one after another in all memories are one run: hundreds of small variables cost few calls of NumPy.
+Arrays that follow one another in the memory of every rank are one run, so hundreds of small variables need few calls
+of NumPy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.errors import RemoteError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
@@ -25,7 +26,7 @@ from mpistrategy.training.kernels import SCRATCH_ARRAYS, Kernel, Scratch, chunk_
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryRange:
     """Where an array is: at the same offset in the memory of every rank of the node.
 
     Attributes:
@@ -40,14 +41,14 @@ class Place:
         """Return the elements between two byte numbers, counted from the offset, of every rank's copy."""
         return tuple(one[self.offset + start : self.offset + stop].view(dtype) for one in self.memory)
 
-    def is_followed_by(self, other: Place, distance: int) -> bool:
-        """Return whether `other` is so many bytes behind this place, in the same memory."""
+    def is_followed_by(self, other: MemoryRange, distance: int) -> bool:
+        """Return whether `other` begins `distance` bytes after this one, in the same memory."""
         return other.offset == self.offset + distance and other.memory[0] is self.memory[0]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Variables of one dtype that lie one after another; first of all, one variable.
+    """Variables of one dtype that follow one another in memory; one variable, before runs are merged.
 
     Attributes:
         dtype: the dtype of all arrays.
@@ -60,9 +61,9 @@ class Run:
 
     dtype: np.dtype[Any]
     nbytes: int
-    parameter: Place
-    gradient: Place
-    slots: Mapping[str, Place]
+    parameter: MemoryRange
+    gradient: MemoryRange
+    slots: Mapping[str, MemoryRange]
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,21 +71,21 @@ class Run:
             object.__setattr__(self, "sizes", (self.nbytes,))
 
     @property
-    def places(self) -> tuple[Place, ...]:
-        """All of its places."""
+    def ranges(self) -> tuple[MemoryRange, ...]:
+        """The ranges of all of its arrays."""
         return (self.parameter, self.gradient, *self.slots.values())
 
     def with_next(self, other: Run) -> Run | None:
-        """Return this run and `other` as one; None when something else lies between them."""
+        """Return this run and `other` as one; None when there is something else between them."""
         distance = aligned(self.nbytes)
-        pairs = zip(self.places, other.places, strict=True)
+        pairs = zip(self.ranges, other.ranges, strict=True)
         if self.dtype != other.dtype or not all(mine.is_followed_by(its, distance) for mine, its in pairs):
             return None
         sizes = (*self.sizes, *other.sizes)
         return Run(self.dtype, distance + other.nbytes, self.parameter, self.gradient, self.slots, sizes)
 
     def part_of_one(self, piece: slice) -> tuple[int, slice] | None:
-        """Return which of its variables all of a piece is part of, and which; None for a piece of several."""
+        """Return the variable that contains a piece, by number, and the piece within it; None for several variables."""
         before, itemsize = 0, self.dtype.itemsize
         for number, nbytes in enumerate(self.sizes):
             first, last = before // itemsize, (before + nbytes) // itemsize
@@ -106,15 +107,15 @@ class _Chunk:
 
 
 class SlicedUpdate:
-    """The shares of the ranks of one node, cut once; `run` makes a step.
+    """This rank's share of the update, cut into chunks once; `run` makes a step.
 
     Args:
         variables: one run for each variable, in the same order on all ranks.
         communicator: the ranks, all of one node.
-        failures: at least one byte of memory that they share, where each says that it has failed.
-        scratch: where sums and kernels keep what they compute.
-        merged: whether neighbours become one run, with the padding between them; it is filled with zeros, of which
-            the kernel must make zeros.
+        failures: at least one byte of shared memory for each rank, where it says that it has failed.
+        scratch: temporary arrays for sums and kernels.
+        merged: whether neighbours become one run.  The padding between them is then part of it: it is filled with
+            zeros, and the kernel must leave zeros unchanged.
     """
 
     def __init__(
@@ -126,50 +127,50 @@ class SlicedUpdate:
         merged: bool = True,
     ) -> None:
         self._communicator = communicator
-        self._failures = failures
+        self._failures = failures.segments
+        self._failed = failures.mine
         runs = list(_merged(variables, communicator.local_rank)) if merged else list(variables)
-        #: How many pieces of memory without gaps the variables make.
+        #: How many runs the variables make.
         self.runs = len(runs)
         self._chunks: list[_Chunk] = []
-        #: For each variable, what of its gradient nobody but this rank looks at, and that by itself.
-        self.lonely: list[list[slice]] = [[] for _ in variables]
+        #: For each variable, the parts of this rank's gradient that only this rank reads, in chunks of their own.
+        self.own_parts: list[list[slice]] = [[] for _ in variables]
         before = dict(zip(map(id, runs), accumulate((len(run.sizes) for run in runs), initial=0), strict=False))
         for run, start, stop in _shares(runs, communicator.local_rank, communicator.size):
             for piece in chunks(start, stop, chunk_size(run.dtype)):
                 of_one = run.part_of_one(piece)
                 if of_one is not None:
                     of_one = (before[id(run)] + of_one[0], of_one[1])
-                    self.lonely[of_one[0]].append(of_one[1])
+                    self.own_parts[of_one[0]].append(of_one[1])
                 self._chunks.append(_chunk(run, piece, of_one, communicator.local_rank, scratch))
         self._memory = {id(m): m for run in runs for p in (run.parameter, *run.slots.values()) for m in p.memory}
 
     def changes(self, array: Array) -> bool:
         """Return whether a step may write to the memory of `array`."""
-        # What owns its memory lies in no other.
+        # An array that owns its memory shares none.
         return array.base is not None and any(np.may_share_memory(array, each) for each in self._memory.values())
 
     def run(self, kernel: Kernel, op: ReduceOp, elsewhere: Sequence[Array | None] = ()) -> None:
-        """Combine the gradients and make one step, in every copy.  All ranks have agreed on it just before.
+        """Combine the gradients and make one step in every copy, after all ranks have agreed on it.
 
         Args:
             kernel: the step.
             op: SUM or MEAN.
-            elsewhere: for each variable, the flat array that has the `lonely` parts of this rank's gradient; None
-                where they are in their place.
+            elsewhere: for each variable, a flat array that has the `own_parts` of this rank's gradient; None where
+                they are in shared memory.
 
         Raises:
             RemoteError: when another rank could not finish its share.
         """
-        failed = self._failures.mine
-        failed[0] = 0
+        self._failed[0] = 0
         try:
             self._update(kernel, op, elsewhere)
         except BaseException:
-            failed[0] = 1
+            self._failed[0] = 1
             raise
-        finally:  # the peers wait for this rank, whatever happens here
+        finally:  # the peers wait for this rank, also after an error
             self._communicator.node_barrier()
-        for rank, segment in enumerate(self._failures.segments):
+        for rank, segment in enumerate(self._failures):
             if segment[0]:
                 raise RemoteError.at(
                     "Optimizer.apply_gradients",
@@ -192,30 +193,30 @@ class SlicedUpdate:
                 for other in others:
                     np.add(total, other, out=total)
                 if mean:
-                    np.true_divide(total, total.dtype.type(size), out=total)
+                    divide_by(size, total)
             kernel(chunk.parameter, total, chunk.slots, chunk.scratch)
             for source, target in chunk.copies:
                 np.copyto(target, source)
 
 
 def _merged(variables: Sequence[Run], local_rank: int) -> Iterator[Run]:
-    """Yield the runs that the variables make; clear the padding that is now part of them, in this rank's memory."""
+    """Yield the runs that the variables make; clear the padding inside them, in this rank's memory."""
     current: Run | None = None
     for variable in variables:
         longer = current.with_next(variable) if current is not None else None
         if current is not None and longer is None:
             yield current
         elif current is not None:
-            for place in (current.parameter, *current.slots.values()):
-                start = place.offset + current.nbytes
-                place.memory[local_rank][start : place.offset + aligned(current.nbytes)] = 0
+            for each in (current.parameter, *current.slots.values()):
+                start = each.offset + current.nbytes
+                each.memory[local_rank][start : each.offset + aligned(current.nbytes)] = 0
         current = longer or variable
     if current is not None:
         yield current
 
 
 def _shares(runs: Sequence[Run], local_rank: int, size: int) -> Iterator[tuple[Run, int, int]]:
-    """Yield the parts of the runs, from element to element, that are this rank's: equal shares of all bytes."""
+    """Yield this rank's parts of the runs, as first and last element: equal shares of all bytes."""
     lines = [aligned(run.nbytes) // ALIGNMENT for run in runs]
     total, before = sum(lines), 0
     first, last = total * local_rank // size, total * (local_rank + 1) // size
@@ -228,10 +229,10 @@ def _shares(runs: Sequence[Run], local_rank: int, size: int) -> Iterator[tuple[R
 
 
 def _chunk(run: Run, piece: slice, of_one: tuple[int, slice] | None, local_rank: int, scratch: Scratch) -> _Chunk:
-    def replicas(place: Place) -> tuple[Array, ...]:
-        return place.view(piece.start * run.dtype.itemsize, piece.stop * run.dtype.itemsize, run.dtype)
+    def replicas(one: MemoryRange) -> tuple[Array, ...]:
+        return one.view(piece.start * run.dtype.itemsize, piece.stop * run.dtype.itemsize, run.dtype)
 
-    changed = {name: replicas(place) for name, place in {"": run.parameter, **run.slots}.items()}
+    changed = {name: replicas(one) for name, one in {"": run.parameter, **run.slots}.items()}
     mine = {name: arrays[local_rank] for name, arrays in changed.items()}
     arrays = scratch.of(run.dtype, piece.stop - piece.start)
     return _Chunk(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.interface.communicator import Communicator
     from mpistrategy.options import VariableAggregation, VariableSynchronization
     from mpistrategy.reduction.reducer import Reducer
-    from mpistrategy.variables.storage import Block
+    from mpistrategy.variables.storage import VariableSlot
 
 
 class Extended(Protocol):
@@ -29,8 +29,8 @@ class Extended(Protocol):
     def next_variable_name(self) -> str:
         """Return the name of a variable that is created without one."""
 
-    def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, Block | None]:
-        """Return memory on the host for a variable, and its block where the ranks share it."""
+    def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
+        """Return memory on the host for a variable, and its slot where the ranks share it."""
 
     def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
         """Return GPU memory for a variable; None for one on the host."""

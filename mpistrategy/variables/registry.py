@@ -15,7 +15,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.variables.storage import Block, VariableStorage
+from mpistrategy.variables.storage import VariableSlot, VariableStorage
 from mpistrategy.variables.variable import Variable
 
 
@@ -75,8 +75,8 @@ class Placement:
         """Return the name of a variable created without one; the same on every rank, since creation is collective."""
         return f"Variable_{self._unnamed_variables}"
 
-    def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, Block | None]:
-        """Return memory for a variable, and its block where the ranks share it.  Collective, in an agreed call."""
+    def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
+        """Return memory for a variable, and its slot where the ranks share it.  Collective, in an agreed call."""
         return self.variable_storage.allocate(self.communicator, dtype, shape)
 
     def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:

@@ -4,8 +4,8 @@ Variables are allocated in order of creation, so the variables of one model are 
 An optimizer can then update its share of all ranks' copies.  Creation is collective: every rank allocates every
 variable, and the ranks' records are equal without communication.
 
-A block can be used again when its variable and every view of it have been garbage-collected.  Ranks collect at
-different times.  So when a slab is full, they compare which blocks are free, and release those free on all ranks.
+A slot can be used again when its variable and every view of it have been garbage-collected.  Ranks collect at
+different times.  So when a slab is full, they compare which slots are free, and release those free on all ranks.
 """
 
 from __future__ import annotations
@@ -27,73 +27,33 @@ from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, alig
 _FIRST_SLAB_BYTES = 2**20
 _SLAB_BYTES = 4 * 2**20
 _SLAB_FRACTION = 8
-#: When less than 1 / this of a slab was released, a new slab is made as well: the search for free blocks is a
+#: When less than 1 / this of a slab was released, a new slab is made as well: the search for free slots is a
 #: collective, and should not be needed again soon.
 _WORTHWHILE = 4
 
 
-class Slab:
-    """One piece of shared memory for variables.
-
-    Args:
-        memory: the segments that the node's ranks share.
-
-    Attributes:
-        segments: the memory of each rank of the node, as flat uint8 arrays, by local rank.
-        local_rank: this rank's index among them.
-        nbytes: the size of each.
-    """
-
-    is_shared = True
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self.segments = memory.segments
-        self.local_rank = memory.local_rank
-        self.nbytes = memory.mine.nbytes
-        self._typed: dict[np.dtype[Any], tuple[Array, ...]] = {}
-
-    def replicas(self, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-        """Return the memory of each rank of the node as elements of `dtype`, by local rank."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            whole = self.nbytes // dtype.itemsize * dtype.itemsize
-            typed = self._typed[dtype] = tuple(segment[:whole].view(dtype) for segment in self.segments)
-        return typed
-
-
-class Block(NamedTuple):
+class VariableSlot(NamedTuple):
     """The position of a variable, the same in the memory of every rank of its node.
 
     Attributes:
-        slab: the memory.
-        offset: the first byte in the slab; on a cache line.
+        slab: the memory of all ranks of the node.
+        offset: the first byte in it; on a cache line.
     """
 
-    slab: Slab
+    slab: SharedMemory
     offset: int
 
 
-def contiguous(variables: Iterable[Any]) -> bool:
-    """Return whether variables follow one another in one slab, with only alignment between them."""
-    end: tuple[Slab, int] | None = None
-    for variable in variables:
-        block = variable.block
-        if block is None or (end is not None and (block.slab is not end[0] or block.offset != end[1])):
-            return False
-        end = (block.slab, block.offset + padded(variable.local_view.nbytes))
-    return True
-
-
 def padded(nbytes: int) -> int:
-    """Return the size of a block for so many bytes."""
+    """Return the size of a slot for so many bytes."""
     return max(ALIGNMENT, aligned(nbytes))
 
 
 @dataclass
-class _UsedBlock:
-    """A block in use by a variable or by a view of one."""
+class _UsedSlot:
+    """A slot in use by a variable or by a view of one."""
 
-    slab: Slab
+    slab: SharedMemory
     start: int
     stop: int
     memory: weakref.ref[Array]
@@ -103,7 +63,7 @@ class _UsedBlock:
 class _SlabSpace:
     """The free ranges of one slab, in order; as (start, stop)."""
 
-    slab: Slab
+    slab: SharedMemory
     free: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, nbytes: int) -> int | None:
@@ -128,9 +88,14 @@ class _SlabSpace:
         self.free = merged
 
     @property
+    def nbytes(self) -> int:
+        """The size of the slab, for each rank."""
+        return self.slab.mine.nbytes
+
+    @property
     def is_empty(self) -> bool:
-        """Whether no block of the slab is in use."""
-        return self.free == [(0, self.slab.nbytes)]
+        """Whether no slot of the slab is in use."""
+        return self.free == [(0, self.nbytes)]
 
 
 class VariableStorage:
@@ -138,21 +103,21 @@ class VariableStorage:
 
     def __init__(self) -> None:
         self._spaces: list[_SlabSpace] = []
-        self._used: list[_UsedBlock] = []
+        self._used: list[_UsedSlot] = []
         # Set on all ranks together, when the node has no shared memory (any more).
         self._exhausted = False
 
     @property
     def nbytes(self) -> int:
         """The size of all slabs, for each rank."""
-        return sum(space.slab.nbytes for space in self._spaces)
+        return sum(space.nbytes for space in self._spaces)
 
     def allocate(
         self, communicator: Communicator, dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> tuple[Array, Block | None]:
-        """Return memory for a variable and its block; None instead of a block for memory that is not shared.
+    ) -> tuple[Array, VariableSlot | None]:
+        """Return memory for a variable and its slot; None instead of a slot for memory that is not shared.
 
-        All ranks call it inside an agreed call, with equal arguments.  A view of the array keeps the block in use.
+        All ranks call it inside an agreed call, with equal arguments.  A view of the array keeps the slot in use.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         found = None
@@ -164,18 +129,18 @@ class VariableStorage:
         stop = start + padded(nbytes)
         # Through a memoryview: the base of a view of a view is the first array whose own base is no array.  So views
         # keep this array alive, which belongs to one variable, and not the slab's array.
-        memory = np.frombuffer(slab.segments[slab.local_rank].data[start:stop], np.uint8)
-        self._used.append(_UsedBlock(slab, start, stop, weakref.ref(memory)))
-        return np.ndarray(shape, dtype, memory), Block(slab, start)
+        memory = np.frombuffer(slab.mine.data[start:stop], np.uint8)
+        self._used.append(_UsedSlot(slab, start, stop, weakref.ref(memory)))
+        return np.ndarray(shape, dtype, memory), VariableSlot(slab, start)
 
-    def _find(self, nbytes: int) -> tuple[Slab, int] | None:
+    def _find(self, nbytes: int) -> tuple[SharedMemory, int] | None:
         for space in self._spaces:
             start = space.take(nbytes)
             if start is not None:
                 return space.slab, start
         return None
 
-    def _find_more(self, communicator: Communicator, nbytes: int) -> tuple[Slab, int] | None:
+    def _find_more(self, communicator: Communicator, nbytes: int) -> tuple[SharedMemory, int] | None:
         """Release what is free on all ranks, then make a new slab if needed.  Collective."""
         if self._exhausted and not self._spaces:
             return None
@@ -185,34 +150,33 @@ class VariableStorage:
         if found is not None or self._exhausted:
             return found
         least = _SLAB_BYTES if self._spaces else _FIRST_SLAB_BYTES
-        memory = communicator.shared(max(nbytes, least, padded(self.nbytes // _SLAB_FRACTION)))
-        if not memory.is_shared:
+        slab = communicator.shared(max(nbytes, least, padded(self.nbytes // _SLAB_FRACTION)))
+        if slab.is_shared:
+            self._spaces.append(_SlabSpace(slab, [(0, slab.mine.nbytes)]))
+        else:
             self._exhausted = True
-            return self._find(nbytes)
-        slab = Slab(memory)
-        self._spaces.append(_SlabSpace(slab, [(0, slab.nbytes)]))
         return self._find(nbytes)
 
     def _release(self, communicator: Communicator, nbytes: int) -> int:
-        """Release the blocks that no rank uses any more; return how many bytes.  Collective.
+        """Release the slots that no rank uses any more; return how many bytes.  Collective.
 
         Empty slabs are freed, except one that can hold the next `nbytes`.
         """
-        is_free = np.array([block.memory() is None for block in self._used], np.int32)
+        is_free = np.array([slot.memory() is None for slot in self._used], np.int32)
         communicator.allreduce(is_free, "MIN")
         ranges: dict[int, list[tuple[int, int]]] = {}
         kept, released = [], 0
-        for block, free in zip(self._used, is_free.tolist(), strict=True):
+        for slot, free in zip(self._used, is_free.tolist(), strict=True):
             if free:
-                ranges.setdefault(id(block.slab), []).append((block.start, block.stop))
-                released += block.stop - block.start
+                ranges.setdefault(id(slot.slab), []).append((slot.start, slot.stop))
+                released += slot.stop - slot.start
             else:
-                kept.append(block)
+                kept.append(slot)
         self._used = kept
         for space in self._spaces:
             space.release(ranges.get(id(space.slab), ()))
         empty = [space for space in self._spaces if space.is_empty]
-        fits = [space for space in empty if space.slab.nbytes >= nbytes]
-        stays = min(fits, key=lambda space: space.slab.nbytes, default=None)
+        fits = [space for space in empty if space.nbytes >= nbytes]
+        stays = min(fits, key=lambda space: space.nbytes, default=None)
         self._spaces = [space for space in self._spaces if not space.is_empty or space is stays]
         return released

@@ -23,7 +23,7 @@ from mpistrategy.variables.writes import Write, converted, plain
 if TYPE_CHECKING:
     import enum
 
-    from mpistrategy.variables.storage import Block
+    from mpistrategy.variables.storage import VariableSlot
 
     E = TypeVar("E", bound=enum.Enum)
 
@@ -100,18 +100,18 @@ class Variable(ArrayLike):
             )
             # Allocated after the agreement: when some ranks refuse, the ranks' memory must stay equal.
             if on_device is None:
-                storage, block = extended.storage_for(wanted, array.shape)
+                storage, slot = extended.storage_for(wanted, array.shape)
                 storage[...] = array
                 communicator.bcast(storage, 0)
             else:
                 sent = np.array(array, order="C", copy=True)
                 communicator.bcast(sent, 0)
                 write_from_host(sent, on_device)
-                storage, block = on_device, None
+                storage, slot = on_device, None
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         self.name = extended.next_variable_name() if name is None else name
         self._storage: Array = storage
-        self._block = block
+        self._memory_slot = slot
         self._view: Array = storage.view()
         if not is_on_device(self._view):  # CuPy has no read-only arrays
             self._view.flags.writeable = False
@@ -162,9 +162,9 @@ class Variable(ArrayLike):
         return self._storage.dtype
 
     @property
-    def block(self) -> Block | None:
+    def memory_slot(self) -> VariableSlot | None:
         """The position in memory that the ranks of a node share; None for memory that is not shared."""
-        return self._block
+        return self._memory_slot
 
     def contribution(self) -> Array:
         """Return this replica's copy: its value in a reduction."""

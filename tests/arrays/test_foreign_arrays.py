@@ -133,17 +133,39 @@ ENTRY_POINTS: dict[str, tuple[Callable[[ms.Strategy, Any], Any], list[float]]] =
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_a_tensor_on_the_host_comes_back_as_one(strategy: ms.MirroredStrategy, name: str) -> None:
     call, expected = ENTRY_POINTS[name]
-    for given in (Tensor(np.full(2, RANK + 1.0, np.float32)), Parameter(np.full(2, RANK + 1.0), grad=True)):
+    for given in (Tensor(np.full(2, RANK + 1.0, np.float32)), Parameter(np.full(2, RANK + 1.0), grad=True)) * 2:
         found = call(strategy, given)
         assert type(found) is Tensor
         assert isinstance(found.array, np.ndarray)
         assert numbers(found) == expected
 
 
+class Opaque:
+    """An array that tells neither its dtype nor its shape."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray(self.array, dtype)
+
+
+def test_one_place_in_the_program_that_sees_many_foreign_arrays(gpu: ms.MirroredStrategy) -> None:
+    def reduce(x: Any) -> Any:
+        return in_step(gpu, lambda c: c.all_reduce("SUM", {"x": x})["x"])
+
+    arrays = [np.ones(2), np.ones(3), np.ones(2, np.int32), np.ones((1, 2)), np.ones(2)]
+    for array in arrays * 2:
+        for kind in (Opaque, Tensor, on_gpu):
+            found = reduce(kind(array))
+            assert numbers(found) == (array * SIZE).tolist()
+            assert kind is Opaque or (type(found) is Tensor and found.is_cuda is (kind is on_gpu))
+
+
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_a_tensor_in_gpu_memory_comes_back_as_one(gpu: ms.MirroredStrategy, name: str) -> None:
     call, expected = ENTRY_POINTS[name]
-    for grad in (False, True):
+    for grad in (False, True) * 2:
         found = call(gpu, on_gpu(np.full(2, RANK + 1.0, np.float32), grad=grad))
         assert type(found) is Tensor
         assert found.is_cuda

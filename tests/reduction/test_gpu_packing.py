@@ -162,7 +162,7 @@ def test_nvcc_compiles_the_kernel_and_it_needs_no_memory_of_its_own(tmp_path: Pa
 
 def packed(cupy: Any, arrays: list[Any]) -> list[np.ndarray]:
     buckets = []
-    for pack in packing.plan(arrays):
+    for pack in packing.plan(packing.layouts_of(arrays)):
         bucket = cupy.empty(pack.size, pack.dtype)
         gpu_packing.fill(pack, arrays, bucket)
         buckets.append((pack, bucket))
@@ -192,7 +192,7 @@ def test_a_list_is_packed_as_on_the_host(arrays: Any) -> None:
             for array, (_, _, transposed) in zip(on_host, arrays, strict=True)
         ]
         found = packed(cupy, on_device)
-        expected = [pack.fill(on_host) for pack in packing.plan(on_host)]
+        expected = [pack.fill(on_host) for pack in packing.plan(packing.layouts_of(on_host))]
         assert [a.tolist() for a in found] == [b.tolist() for b in expected]
 
 
@@ -200,7 +200,7 @@ def test_one_kernel_packs_a_list_and_waits_for_what_is_still_computed(cupy: Any)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         arrays = [cupy.asarray(np.full((3, 2), number, np.float32)) * 2 for number in range(161)]
-        (pack,) = packing.plan(arrays)
+        (pack,) = packing.plan(packing.layouts_of(arrays))
         bucket = cupy.empty(pack.size, pack.dtype)
         before = cupy_double.counts["kernels"]
         gpu_packing.fill(pack, arrays, bucket)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -604,4 +605,59 @@ def test_more_kinds_of_values_than_are_remembered(strategy: ms.Strategy) -> None
     assert places
     assert all(len(place.known) <= 1024 for place in places)
     assert quick(strategy, "SUM", {f"key {number}": 1.0 for number in range(50)})["key 7"] == SIZE
+    assert still_works(strategy)
+
+
+# ------------------------------------------------------------------------------------- weights
+
+
+@settings(max_examples=part_of(30))
+@given(
+    way=st.integers(0, 15),
+    dtype=st.sampled_from(["float32", "float64", "int32", "complex64", "float16", BFLOAT16]),
+    shape=st.sampled_from([(), (1,), (3, 2), (3000,)]),
+    weights=st.lists(st.integers(0, 5) | st.floats(0, 1e3), min_size=4, max_size=4),
+    with_out=st.booleans(),
+)
+def test_a_weighted_mean_is_the_same_either_way(
+    strategy: ms.Strategy, way: int, dtype: Any, shape: tuple[int, ...], weights: list[float], with_out: bool
+) -> None:
+    array = np.full(shape, 3 * RANK + 1).astype(dtype)
+    value, weight = {"b": [array], "a": array.copy()}, weights[RANK]
+    expected = general(strategy, "MEAN", value, weight=weight)
+    out = nest.flatten(expected)[1].pack([np.empty_like(leaf) for leaf in nest.flatten(expected)[0]])
+    more = {"out": out} if with_out and shape else {}
+    for _ in range(2):
+        found = either(way, strategy, "MEAN", value, weight=weight, **more)
+        assert all(map(np.array_equal, map(bits, nest.flatten(found)[0]), map(bits, nest.flatten(expected)[0])))
+        assert same_everywhere(found)
+        assert not more or all(map(operator.is_, nest.flatten(found)[0], nest.flatten(out)[0]))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf, "2", [1, 2], np.ones(2)])
+@pytest.mark.parametrize("op", ["MEAN", "SUM"])
+def test_a_bad_weight_on_one_rank_raises_everywhere(strategy: ms.Strategy, bad: Any, op: str) -> None:
+    for size in (1, 30_000):
+        value = np.ones(size)
+        weight = bad if RANK == SIZE - 1 else 2.0
+
+        def ask(weight: Any = 2.0, op: str = "MEAN") -> Any:
+            return quick(strategy, op, value, weight=weight)  # noqa: B023
+
+        ask()  # it has a plan already
+        ends = outcomes(lambda: ask(weight, op))  # noqa: B023
+        assert all(
+            end.error is not None and issubclass(end.error, errors.OptionError | errors.OptionTypeError) for end in ends
+        ), ends
+        assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_weights_on_some_ranks_only_are_a_mismatch(strategy: ms.Strategy) -> None:
+    value = np.ones(3)
+    more = {"weight": 2.0} if RANK else {}
+    for _ in range(2):
+        ends = outcomes(lambda: quick(strategy, "MEAN", value, **more))
+        assert {end.error for end in ends} == {errors.CollectiveMismatchError}
     assert still_works(strategy)

@@ -17,7 +17,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.options import ReduceOp
 from mpistrategy.training import kernels
 from mpistrategy.training.kernels import Scratch
-from mpistrategy.training.sliced_update import Place, Run, SlicedUpdate
+from mpistrategy.training.sliced_update import MemoryRange, Run, SlicedUpdate
 
 pytestmark = [pytest.mark.mpi]
 several = pytest.mark.mpi(min_size=2)
@@ -47,8 +47,8 @@ class Memory:
         self.used = 0
         self.shared.mine[:] = 255  # what others have left there: every number of it is NaN
 
-    def place(self, value: Array, gap: int = 0) -> tuple[Place, Array]:
-        place = Place(self.shared.segments, self.used + 64 * gap)
+    def place(self, value: Array, gap: int = 0) -> tuple[MemoryRange, Array]:
+        place = MemoryRange(self.shared.segments, self.used + 64 * gap)
         self.used += 64 * gap + -(-value.nbytes // 64) * 64
         mine = place.view(0, value.nbytes, value.dtype)[self.shared.local_rank]
         mine[:] = value
@@ -94,7 +94,7 @@ def test_shares_make_the_plain_step(
     starts = gradients_of(SIZE, sizes, dtypes, seed)
     of_ranks = [gradients_of(rank, sizes, dtypes, seed) for rank in RANKS]
     memory.clear()
-    groups: dict[str, list[tuple[Place, Array]]] = {}
+    groups: dict[str, list[tuple[MemoryRange, Array]]] = {}
     for group in ("parameter", "gradient", *slot_names):
         values = of_ranks[RANK] if group == "gradient" else starts if group == "parameter" else map(np.abs, starts)
         groups[group] = [

@@ -17,7 +17,7 @@ from replicas import ALL, DTYPES, RANK, RANKS, SIZE, OnNodes, gather_texts, outc
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.variables.storage import Block, VariableStorage, contiguous, padded
+from mpistrategy.variables.storage import VariableSlot, VariableStorage, padded
 
 pytestmark = pytest.mark.mpi
 
@@ -34,17 +34,17 @@ def storage_of(strategy: ms.Strategy) -> VariableStorage:
     return strategy.extended.variable_storage
 
 
-def block_of(variable: ms.Variable) -> Block:
-    assert variable.block is not None
-    return variable.block
+def slot_of(variable: ms.Variable) -> VariableSlot:
+    assert variable.memory_slot is not None
+    return variable.memory_slot
 
 
 def place(variable: ms.Variable, slabs: list[Any]) -> str:
     """Return where a variable lies, in words that are the same on every rank for the same place."""
-    block = block_of(variable)
-    if block.slab not in slabs:
-        slabs.append(block.slab)
-    return f"slab {slabs.index(block.slab)} at {block.offset}"
+    slot = slot_of(variable)
+    if slot.slab not in slabs:
+        slabs.append(slot.slab)
+    return f"slab {slabs.index(slot.slab)} at {slot.offset}"
 
 
 # ------------------------------------------------------------------------------------------------- places
@@ -56,11 +56,8 @@ def test_variables_lie_in_order_at_the_same_places(fresh: ms.Strategy) -> None:
         made = [ms.Variable(np.full(n, i), name=f"v{i}") for i, n in enumerate((3, 100, 0, 1, 8))]
         made.append(ms.Variable(True))
         made.append(ms.Variable(np.ones((2, 3), np.complex64), synchronization="ON_READ"))
-    offsets = [block_of(variable).offset for variable in made]
+    offsets = [slot_of(variable).offset for variable in made]
     assert offsets == [0, 64, 64 + 832, 64 + 832 + 64, 1024, 1088, 1152]
-    assert contiguous(made)
-    assert not contiguous(made[::-1])
-    assert contiguous(made[2:3])
     assert same_everywhere(offsets)
     for variable in made:
         assert variable.local_view.ctypes.data % 64 == 0
@@ -76,34 +73,32 @@ def test_the_ranks_of_a_node_see_each_others_copies(strategy: ms.Strategy, dtype
         variable = ms.Variable(np.zeros(5, dtype), synchronization="ON_READ", aggregation="ONLY_FIRST_REPLICA")
     strategy.run(lambda: variable.assign(np.full(5, RANK + 1, dtype)))
     strategy.barrier()
-    slab, offset = block_of(variable)
-    first = offset // variable.dtype.itemsize
-    for rank, replica in enumerate(slab.replicas(variable.dtype)):
-        np.testing.assert_array_equal(replica[first : first + 5], np.full(5, rank + 1, dtype))
-    assert slab.replicas(variable.dtype) is slab.replicas(variable.dtype)
+    slab, offset = slot_of(variable)
+    for rank, segment in enumerate(slab.segments):
+        replica = segment[offset : offset + variable.local_view.nbytes].view(dtype)
+        np.testing.assert_array_equal(replica, np.full(5, rank + 1, dtype))
     strategy.barrier()
 
 
 def test_variables_of_one_replica_lie_in_its_own_memory() -> None:
     alone = ms.OneDeviceStrategy()
     with alone.scope():
-        assert ms.Variable(np.ones(3)).block is None
-    assert ms.Variable(np.ones(3)).block is None
-    assert not contiguous([ms.Variable(1.0)])
+        assert ms.Variable(np.ones(3)).memory_slot is None
+    assert ms.Variable(np.ones(3)).memory_slot is None
 
     def program() -> bool:
         strategy = ms.MirroredStrategy()
         with strategy.scope():
             made = [ms.Variable(np.full(n, 2.0), aggregation="SUM") for n in (3, 2 * MIB)]
         strategy.run(lambda: [variable.assign_add(np.ones(variable.shape)) for variable in made])
-        return all(variable.block is None and (variable.numpy() == 4).all() for variable in made)
+        return all(variable.memory_slot is None and (variable.numpy() == 4).all() for variable in made)
 
     assert ms.testing.run_replicas(program, 2) == [True, True]
     for nodes in (list(RANKS), [min(rank, 1) for rank in RANKS]):
         with OnNodes(nodes, ms.MpiAllReduce()) as strategy, strategy.scope():
             variable = ms.Variable(np.full(3, RANK), name="v")
             assert variable.numpy().tolist() == [0, 0, 0]
-            assert (variable.block is None) == (max(map(nodes.count, nodes)) == 1)
+            assert (variable.memory_slot is None) == (max(map(nodes.count, nodes)) == 1)
 
 
 def test_writes_stay_in_the_same_memory(strategy: ms.Strategy) -> None:
@@ -128,12 +123,12 @@ def test_what_all_ranks_have_dropped_is_used_again(fresh: ms.Strategy) -> None:
     with fresh.scope():
         made = [ms.Variable(np.full(MIB // 32, i)) for i in range(4)]  # 4 x 256 KiB fill the first slab
         assert storage.nbytes == MIB
-        slab = block_of(made[0]).slab
+        slab = slot_of(made[0]).slab
         del made[1:3]
         gc.collect()
         made.append(ms.Variable(np.zeros(MIB // 16)))  # looks for room, and finds the two blocks as one
     if storage.nbytes == MIB:
-        assert block_of(made[-1]) == (slab, MIB // 4)
+        assert slot_of(made[-1]) == (slab, MIB // 4)
     assert [float(variable[0]) for variable in made] == [0, 3, 0]
     assert same_everywhere(float(storage.nbytes))
 
@@ -151,7 +146,7 @@ def test_an_array_that_looks_into_a_dropped_variable_keeps_its_memory(fresh: ms.
         places = []
         for _ in range(200):
             variable = ms.Variable(np.full(MIB // 64, -1.0))
-            places.append(block_of(variable).offset)
+            places.append(slot_of(variable).offset)
     assert storage.nbytes == before
     assert same_everywhere(places)
     assert variable[0] == -1
@@ -176,7 +171,7 @@ def test_places_stay_equal_and_values_stay_theirs(strategy: ms.Strategy, actions
         for number, (size, drop, who) in enumerate(actions):
             variable = ms.Variable(np.full(size, number, np.float32))
             alive.append((variable, number))
-            places.append("" if variable.block is None else place(variable, slabs))
+            places.append("" if variable.memory_slot is None else place(variable, slabs))
             if drop < len(alive) and drop > 1:
                 gone, value = alive.pop(drop)
                 if who == RANK:
@@ -201,7 +196,7 @@ def test_a_refused_creation_leaves_the_places_equal(strategy: ms.Strategy) -> No
         ):
             assert all(outcome.error is not None for outcome in outcomes(wrong))
         variable = ms.Variable(np.full(3, RANK))
-    assert same_everywhere(np.int64(block_of(variable).offset))
+    assert same_everywhere(np.int64(slot_of(variable).offset))
     assert variable.numpy().tolist() == [0, 0, 0]
 
 
@@ -269,9 +264,9 @@ def test_no_room_on_one_rank_means_own_memory_for_all(
         monkeypatch.undo()
         assert {warning.category for warning in told} == ({errors.FallbackWarning} if RANK == 0 else set())
         assert len(told) <= 2
-    assert first.block is not None
-    assert large.block is None
-    assert others[-1].block is None
+    assert first.memory_slot is not None
+    assert large.memory_slot is None
+    assert others[-1].memory_slot is None
     fresh.run(lambda: large.assign_add(np.ones(MIB)))
     assert (np.asarray(large) == 2 + SIZE).all()
     assert same_everywhere([np.asarray(variable) for variable in others])

@@ -19,7 +19,14 @@ CASES = (
 )
 
 #: How many files a repeated call goes through at most.
-MOST_FILES = {"small array": 6, "large array": 6, "nest": 6, "assign_add": 16}
+MOST_FILES = {
+    "small array": 6,
+    "large array": 6,
+    "nest": 6,
+    "general": 12,
+    "assign_add": 12,
+    "apply_gradients": 14,
+}
 
 
 def counts(*arguments: str) -> tuple[dict[str, tuple[int, int, int]], str]:

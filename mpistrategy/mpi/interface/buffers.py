@@ -102,13 +102,6 @@ def _count_of_free_block() -> int:
 _FREE = _count_of_free_block()
 
 
-def divide_by(divisor: int, buffer: Array) -> None:
-    """Divide a floating buffer in place; do nothing for 1."""
-    if divisor != 1:
-        with np.errstate(all="ignore"):
-            np.true_divide(buffer, buffer.dtype.type(divisor), out=buffer)
-
-
 def as_bytes(buffer: Array) -> Array:
     """Return a flat uint8 view of a contiguous buffer of any dtype."""
     return buffer.reshape(-1).view(np.uint8)

@@ -13,13 +13,13 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Pool, divide_by
+from mpistrategy.mpi.interface.buffers import Pool
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Route, Thresholds
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
 
 T = TypeVar("T")
 
@@ -82,21 +82,21 @@ class Communicator(Protocol):
     pool: Pool
     once: Once
 
-    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
-        This rank's value is in `source`, which does not change; None means in `buffer`.  The result is divided by
-        `divisor`, which must be 1 unless the dtype is a floating one.
+        This rank's value is in `source`, which does not change; None means in `buffer`.
         """
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
     ) -> None:
-        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype.
+        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
 
+        The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
         They are part of a list of `nbytes`, which takes the pipelined all-reduce of a node as a whole or not at all.
         """
 
@@ -171,22 +171,22 @@ class SingleCommunicator:
     pool: Pool = field(default_factory=Pool)
     once: Once = field(default_factory=Once)
 
-    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "none": nothing moves."""
         return "none"
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Leave `buffer`, or copy `source` to it: the sum over one rank."""
         if source is not None:
             buffer[...] = source.reshape(buffer.shape)
-        divide_by(divisor, buffer)
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
     ) -> None:
         """Copy every source to its target."""
         for source, target in pairs:
-            self.allreduce(target, op, source, divisor)
+            self.allreduce(target, op, source)
+            divide_by(divisor, target)
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Leave `buffer`."""

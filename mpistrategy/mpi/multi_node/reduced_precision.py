@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.interface.buffers import divide_by
+from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.mpi.multi_node.bfloat16 import bfloat16, travels
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
-from mpistrategy.mpi.tuning.thresholds import Route
+from mpistrategy.mpi.tuning.thresholds import RouteName
 
 
 def check(wire: str | None) -> None:
@@ -44,24 +43,24 @@ class _Rounding:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
 
-    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return which way `allreduce` takes: what is rounded goes the one on which that happens."""
         if travels(dtype, op):
             return "across"
-        way: Route = self._communicator.route(nbytes, dtype, op)
+        way: RouteName = self._communicator.route(nbytes, dtype, op)
         return way
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the combination over the ranks."""
         if not travels(buffer.dtype, op):
-            self._communicator.allreduce(buffer, op, source, divisor)
+            self._communicator.allreduce(buffer, op, source)
             return
         allreduce_across(self, buffer, op, source=source)
-        divide_by(divisor, buffer)
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
     ) -> None:
-        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target)."""
+        """Do ``allreduce(target, op, source)`` for pairs of (source, target), and divide the results."""
         for source, target in pairs:
-            self.allreduce(target, op, source, divisor)
+            self.allreduce(target, op, source)
+            divide_by(divisor, target)

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.dtypes import Array, is_buffer
+from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.buffers import divide_by
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
-from mpistrategy.mpi.tuning.thresholds import Route, Thresholds
+from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
 #: 16 MiB both ways at 1 Gbit/s take 160-200 ms, and 142 ms in shorter messages.
@@ -54,7 +53,7 @@ class Collectives:
     thresholds: Thresholds
     max_count: int
 
-    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Route:
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
         if (
             self.pipelined is not None
@@ -64,20 +63,18 @@ class Collectives:
             return "pipelined"
         return "across" if nbytes >= self.thresholds.across_bytes and max(self.node_of) > 0 else "mpi"
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None, divisor: int = 1) -> None:
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
-        This rank's value is in `source`, which does not change; None means in `buffer`.  The result is divided by
-        `divisor`, which must be 1 unless the dtype is a floating one.
+        This rank's value is in `source`, which does not change; None means in `buffer`.
         """
         way = self.route(buffer.nbytes, buffer.dtype, op)
         if self.pipelined is not None and way == "pipelined":
             flat = buffer.reshape(-1)
-            self.pipelined.allreduce(flat if source is None else source.reshape(-1), flat, op, divisor)
+            self.pipelined.allreduce(flat if source is None else source.reshape(-1), flat, op)
             return
         if way == "across":
             allreduce_across(self, buffer, op, source=source)
-            divide_by(divisor, buffer)
             return
         brought: Any = MPI.IN_PLACE
         if source is not None and source is not buffer:
@@ -93,20 +90,21 @@ class Collectives:
             parts = repeat(brought) if brought is MPI.IN_PLACE else buffers.pieces(brought, count)
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
                 self._comm.Allreduce(those, piece, operation(op, buffer.dtype))
-        divide_by(divisor, buffer)
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
     ) -> None:
-        """Do ``allreduce(target, op, source, divisor)`` for pairs of (source, target), flat and of one dtype.
+        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
 
+        The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
         They are part of a list of `nbytes`, which is pipelined through shared memory as a whole or not at all.
         """
         if self.pipelined is not None and self.route(nbytes, pairs[0][1].dtype, op) == "pipelined":
             self.pipelined.allreduce_many(pairs, op, divisor)
             return
         for source, target in pairs:
-            self.allreduce(target, op, source, divisor)
+            self.allreduce(target, op, source)
+            divide_by(divisor, target)
 
     def allreduce_device_memory(self, buffer: Any, op: str) -> None:
         """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""

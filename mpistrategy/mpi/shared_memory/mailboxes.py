@@ -10,6 +10,7 @@ writes after it has read this one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpistrategy.arrays.dtypes import Array
@@ -74,41 +75,53 @@ class Mailboxes:
             tuple(segment[data : data + self.payload_bytes] for segment in memory.segments),
         )
 
-    def next_slot(self) -> Slot:
-        """Return the slot of the next exchange, to write this rank's payload into."""
-        return self.slots[(self.sequence + 1) & 1]
+    def exchange(self, sequence: int, mine: memoryview, peers: Sequence[memoryview], digest: int) -> bool:
+        """Show the peers what this rank has written, wait for them, and return whether all digests are equal.
 
-    def start(self, digest: int) -> None:
-        """Show the peers this rank's digest, and the payload that was written before."""
-        self.sequence += 1
-        mine = self.slots[self.sequence & 1].mine
-        self._digest = mine[1] = digest
-        if self.fence is not None:
-            self.fence()
-        mine[0] = self.sequence
-
-    def finished(self) -> bool | None:
-        """Return whether all digests are equal, or None while ranks are missing."""
-        peers = self.slots[self.sequence & 1].peers
-        return self._equal() if all(peer[0] == self.sequence for peer in peers) else None
+        Args:
+            sequence: one more than that of the exchange before.
+            mine, peers: those of the slot with that number.
+            digest: of this rank's call.
+        """
+        self.sequence = sequence
+        mine[1] = digest
+        fence = self.fence
+        if fence is not None:
+            fence()
+        mine[0] = sequence
+        equal = True
+        for peer in peers:
+            if peer[0] != sequence:
+                self.waiting.until(peer, sequence)
+            if fence is not None:
+                fence()
+            if peer[1] != digest:
+                equal = False
+        return equal
 
     def all_equal(self, digest: int) -> bool:
         """Wait for every rank; return whether all digests are equal."""
-        self.start(digest)
-        sequence = self.sequence
-        for peer in self.slots[sequence & 1].peers:
-            if peer[0] != sequence:
-                self.waiting.until(peer, sequence)
-        return self._equal()
+        sequence = self.sequence + 1
+        slot = self.slots[sequence & 1]
+        return self.exchange(sequence, slot.mine, slot.peers, digest)
+
+    def start(self, digest: int) -> None:
+        """Show the peers this rank's digest, and do not wait for theirs."""
+        self.sequence += 1
+        self._digest = digest
+        self.exchange(self.sequence, self.slots[self.sequence & 1].mine, (), digest)
+
+    def finished(self) -> bool | None:
+        """Return whether all digests are equal after `start`, or None while ranks are missing."""
+        peers = self.slots[self.sequence & 1].peers
+        if any(peer[0] != self.sequence for peer in peers):
+            return None
+        if self.fence is not None:
+            self.fence()
+        return all(peer[1] == self._digest for peer in peers)
 
     def shown(self) -> list[int]:
         """Return the number of the last exchange that each rank has come to, by local rank; for the watchdog."""
         first, second = (slot.peers for slot in self.slots)
         peers = [max(int(one[0]), int(other[0])) for one, other in zip(first, second, strict=True)]
         return [*peers[: self.local_rank], self.sequence, *peers[self.local_rank :]]
-
-    def _equal(self) -> bool:
-        if self.fence is not None:
-            self.fence()
-        digest = self._digest
-        return all(peer[1] == digest for peer in self.slots[self.sequence & 1].peers)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, quiet_runner
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, quiet_runner
 from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size, counters
 from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers, Layout
 from mpistrategy.mpi.shared_memory.chunk_size import LARGE_BYTES, LEAST_BYTES, SMALL, ChunkChoice
@@ -74,19 +74,18 @@ class PipelinedAllReduce:
         self._arrived.tell(self._barriers)
         self._wait_for(self._arrived, self._barriers)
 
-    def allreduce(self, source: Array, target: Array, op: str = "SUM", divisor: int = 1) -> None:
+    def allreduce(self, source: Array, target: Array, op: str = "SUM") -> None:
         """Write the combination of all ranks' `source` into `target`; flat, contiguous, of one dtype; may be the same.
 
         Args:
             source: what this rank brings.
             target: where the result goes.
             op: "SUM", "MIN", "MAX" or "PROD".
-            divisor: the result is divided by it; floating dtypes only.
         """
-        self.allreduce_many(((source, target),), op, divisor)
+        self.allreduce_many(((source, target),), op)
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
-        """Do `allreduce` for several pairs of one dtype, without a pause between them."""
+        """Do `allreduce` for several pairs of one dtype, without a pause between them, and divide the results."""
         # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
         self._quiet(self._allreduce_many, pairs, COMBINE[op], divisor)
 
@@ -164,8 +163,7 @@ class PipelinedAllReduce:
         combine(first, second, out=total)
         for other in others:
             combine(total, other, out=total)
-        if divisor != 1:
-            np.true_divide(total, total.dtype.type(divisor), out=total)
+        divide_by(divisor, total)
         self._added.tell(number)
         target[own] = total
 

@@ -44,7 +44,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass
+@dataclass(eq=False)
 class SharedMemory:
     """One block of zeroed bytes for each rank of a node.
 

@@ -15,7 +15,7 @@ from mpistrategy.errors import ContextError, CopyError, EmptyBatchError, OptionT
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.reduction.arena.layout import belongs_on_device, buckets_for, laid_out, layouts_of
 from mpistrategy.reduction.arena.plan import ArenaReductions
-from mpistrategy.reduction.arena.unchanged import IntactNest
+from mpistrategy.reduction.arena.unchanged import UnchangedNest
 from mpistrategy.reduction.reducer import Reducer
 
 
@@ -84,10 +84,10 @@ class Arena(ArenaReductions):
         self._number = reducer.next_arena_number()
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
         self.leaves = self._views([bucket.mine for bucket in self.buckets])
-        self._nest = IntactNest(self._structure, self.leaves)
+        self._nest = UnchangedNest(self._structure, self.leaves)
         self._values = self._nest.value
         self.in_place = not shared_result
-        self.is_intact = self._nest.is_intact
+        self.is_unchanged = self._nest.is_unchanged
         #: What an all-reduce returns.
         self.result = self._values if self.in_place else self._structure.pack(self._result_views())
         #: Its plans, kept by `mpistrategy.reduction.plans`.
@@ -176,7 +176,7 @@ class Arena(ArenaReductions):
         self.shares.clear()
         resident_values.pop(id(self._values), None)
         self.buckets, self.leaves, self._values, self.result = (), [], None, None
-        del self._nest, self.is_intact
+        del self._nest, self.is_unchanged
 
     # -------------------------------------------------------------------------------------------------- checks
 
@@ -191,7 +191,7 @@ class Arena(ArenaReductions):
             raise OptionTypeError.at(
                 where, found="an arena of another strategy", expected="one that this strategy's arena() made"
             )
-        if not self.is_intact():
+        if not self.is_unchanged():
             raise StructureError.at(
                 where,
                 found="other arrays in arena.values than the arena's own",

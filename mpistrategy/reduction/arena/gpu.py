@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import wire_dtype
+from mpistrategy.arrays.dtypes import divide_by, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, to_host, write_from_host
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory, device_paths
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.finish import divisor_of
 from mpistrategy.reduction.routes.in_place import Replicas
 
 
@@ -75,8 +76,7 @@ class BucketReduction:
                 if travels is not mine:
                     travels[...] = mine
                 path.allreduce(communicator, travels, op.on_the_wire)
-                if op is ReduceOp.MEAN:
-                    np.true_divide(travels, travels.dtype.type(self._ranks.size), out=travels)
+                divide_by(divisor_of(travels.dtype, op, self._ranks.size), travels)
                 if travels is not target:
                     target[...] = travels  # converted on the way
 

@@ -15,9 +15,8 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.arena.unchanged import IntactNest
+from mpistrategy.reduction.arena.unchanged import UnchangedNest
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, resolve
-from mpistrategy.reduction.plan import described
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.in_place import Replicas, broadcast_replicas, combine, is_in_place, reduce_replicas
 from mpistrategy.reduction.routes.mailboxes import MISFIT
@@ -36,7 +35,7 @@ class ArenaReductions(ABC):
     on_device: bool
     result: Any
     _structure: nest.Structure
-    _nest: IntactNest
+    _nest: UnchangedNest
     _values: Any
     _number: int
     #: For each bucket: the arrays, where the result goes, and this rank's share.
@@ -156,7 +155,7 @@ class ArenaReductions(ABC):
 
         # The flight record holds this function, which must not hold the arena's memory after its close().
         def run(arena: Any, out: Any) -> Any:
-            if not arena.is_intact() or (out is not None and not (out is arena and in_place)):
+            if not arena.is_unchanged() or (out is not None and not (out is arena and in_place)):
                 return MISFIT
             guard.compare_digest(digest, signature)
             try:
@@ -168,7 +167,8 @@ class ArenaReductions(ABC):
                 raise
             return arena.result
 
-        return described(run, signature)
+        run.__dict__["signature"] = signature
+        return run
 
     def path(self, reducer: Reducer, options: CommunicationOptions) -> str:
         """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""

@@ -11,7 +11,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array
 
 
-class IntactNest:
+class UnchangedNest:
     """A nest that is handed out, and into which somebody may put other arrays.
 
     Python compares containers element by element, and takes an element for equal to itself without a closer look.  So
@@ -34,7 +34,7 @@ class IntactNest:
         self._single = [(path, _at(self.value, path)) for path in _single(self.value)]
         self._is_plain = len(self._single) == sum(leaf.size == 1 for leaf in leaves)
 
-    def is_intact(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether nobody has put other arrays into it."""
         if self._structure is nest.LEAF:
             return True

@@ -117,17 +117,9 @@ def checked_num_packs(num_packs: Any, where: str) -> Any:
     return num_packs
 
 
-def plan(
-    arrays: Sequence[Array], bytes_per_pack: float = 0, num_packs: float = 0, wire: _Wire = wire_dtype
-) -> tuple[Pack, ...]:
-    """Return the packs for these arrays; equal on every rank for equal dtypes and shapes.
-
-    Args:
-        bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
-        num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
-        wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
-    """
-    return _plan(tuple((array.dtype, array.shape) for array in arrays), int(bytes_per_pack), int(num_packs), wire)
+def layouts_of(arrays: Sequence[Any]) -> tuple[Layout, ...]:
+    """Return the dtype and the shape of each array."""
+    return tuple([(array.dtype, array.shape) for array in arrays])
 
 
 def plan_layouts(layouts: Sequence[Layout], indices: Sequence[int], bytes_per_pack: float) -> tuple[Pack, ...]:
@@ -137,13 +129,23 @@ def plan_layouts(layouts: Sequence[Layout], indices: Sequence[int], bytes_per_pa
 
 
 @lru_cache(maxsize=256)
-def _plan(layouts: tuple[Layout, ...], bytes_per_pack: int, num_packs: int, wire: _Wire) -> tuple[Pack, ...]:
+def plan(
+    layouts: tuple[Layout, ...], bytes_per_pack: float = 0, num_packs: float = 0, wire: _Wire = wire_dtype
+) -> tuple[Pack, ...]:
+    """Return the packs of arrays with these layouts.
+
+    Args:
+        layouts: dtype and shape of each array.
+        bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
+        num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
+        wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
+    """
     packs: list[Pack] = []
     for dtype, entries in _by_dtype(layouts, range(len(layouts)), wire).items():
-        limit = bytes_per_pack or DEFAULT_BYTES_PER_PACK
-        if num_packs:
+        limit = int(bytes_per_pack) or DEFAULT_BYTES_PER_PACK
+        if num_packs >= 1:
             total = sum(prod(shape) for _, _, shape in entries) * dtype.itemsize
-            limit = max(1, -(-total // num_packs))
+            limit = max(1, -(-total // int(num_packs)))
         packs.extend(_split(dtype, entries, limit))
     return tuple(packs)
 

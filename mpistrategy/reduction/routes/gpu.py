@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import mean_dtype
+from mpistrategy.arrays.dtypes import divide_by, mean_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.gpu.transports.setup import device_path
@@ -49,7 +49,7 @@ class DeviceReduction:
     ) -> None:
         self._ranks, self._arrays, self._op = ranks, arrays, op
         self._word = path_word(options, word)
-        self._packs = packing.plan(arrays, options.bytes_per_pack, num_packs)
+        self._packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, num_packs)
         self._device = arrays[0].device
         self._buckets: list[DeviceArray] = []
         #: Memory that the results will need beside the buckets: taken before the ranks agree, and free when they do.
@@ -87,7 +87,7 @@ class DeviceReduction:
                 mean = self._op is ReduceOp.MEAN
                 divided = mean and bucket.dtype.kind not in "iu"
                 if divided:
-                    np.true_divide(bucket, bucket.dtype.type(count), out=bucket)
+                    divide_by(count, bucket)
                 op = ReduceOp.SUM if divided else self._op
                 dtypes = {self._arrays[member.index].dtype for member in pack.members}
                 whole = len(dtypes) == 1  # then one kernel finishes all arrays of the pack

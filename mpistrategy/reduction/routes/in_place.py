@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import across_nodes, is_rounded
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
@@ -158,8 +159,7 @@ def combine(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor:
         _combine_rounded(arrays, targets, op, divisor, (begin, end, step))
         return
     add, first = COMBINE[op], targets[0]
-    scale = _scale(dtype, divisor)
-    if len(arrays) == 2 and len(targets) == 1 and scale is None:
+    if len(arrays) == 2 and len(targets) == 1 and divisor == 1:
         step = max(1, end - begin)  # nothing is looked at twice
     for start in range(begin, end, step):
         stop = min(start + step, end)
@@ -171,8 +171,7 @@ def combine(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor:
             total[...] = arrays[0][start:stop]
         for array in arrays[2:]:
             add(total, array[start:stop], out=total)
-        if scale is not None:
-            scale[0](total, scale[1], out=total)
+        divide_by(divisor, total)
         for target in targets[1:]:
             target[start:stop] = total
 
@@ -188,7 +187,6 @@ def _combine_rounded(
     begin, end, step = part
     combine = COMBINE[op]
     wide = np.empty((2, min(step, max(0, end - begin))), host_wire_dtype(arrays[0].dtype))
-    scale = _scale(wide.dtype, divisor)
     for start in range(begin, end, step):
         stop = min(start + step, end)
         total, operand = wide[:, : stop - start]
@@ -196,33 +194,17 @@ def _combine_rounded(
         for array in arrays[1:]:
             operand[...] = array[start:stop]
             combine(total, operand, out=total)
-        if scale is not None:
-            scale[0](total, scale[1], out=total)
+        divide_by(divisor, total)
         targets[0][start:stop] = total
         for target in targets[1:]:
             target[start:stop] = targets[0][start:stop]
-
-
-def _scale(dtype: np.dtype[Any], divisor: int) -> tuple[np.ufunc, Any] | None:
-    """Return how to divide by `divisor`: the bits are those of a division."""
-    if divisor == 1:
-        return None
-    if dtype.kind == "f" and divisor & (divisor - 1) == 0:
-        return np.multiply, dtype.type(1 / divisor)  # exact, and faster
-    return np.true_divide, dtype.type(divisor)
 
 
 def _within_node(communicator: Any, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int) -> Any:
     """Return how `AcrossNodes` combines the arrays of this node where they are; None where it does not."""
     if not is_seen_across(communicator, replicas, op):
         return None
-    scale = _scale(replicas.mine.dtype, divisor)
-
-    def finish(part: Array) -> None:
-        if scale is not None:
-            scale[0](part, scale[1], out=part)
-
-    return across_nodes(communicator).within(replicas.arrays, targets, finish)
+    return across_nodes(communicator).within(replicas.arrays, targets, partial(divide_by, divisor))
 
 
 def _allreduce(communicator: Communicator, source: Array, target: Array, op: str, divisor: int) -> None:
@@ -233,7 +215,6 @@ def _allreduce(communicator: Communicator, source: Array, target: Array, op: str
         return
     wire = host_wire_dtype(target.dtype)
     step = target.size if wire == target.dtype else _CONVERTED_ELEMENTS
-    scale = _scale(wire, divisor)
     for start in range(0, target.size, max(1, step)):
         part = target[start : start + step]
         total = part if wire == target.dtype else source[start : start + step].astype(wire)
@@ -241,8 +222,7 @@ def _allreduce(communicator: Communicator, source: Array, target: Array, op: str
             communicator.allreduce(total, op, source[start : start + step])
         else:
             communicator.allreduce(total, op)
-        if scale is not None:
-            scale[0](total, scale[1], out=total)
+        divide_by(divisor, total)
         if total is not part:
             part[...] = total.astype(target.dtype)
 

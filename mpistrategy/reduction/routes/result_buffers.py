@@ -16,98 +16,105 @@ from mpistrategy.arrays.dtypes import Array, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import aligned
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.finish import divisor_of
 from mpistrategy.reduction.layout.packing import Pack
+from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.in_place import combine
 
 #: `mpistrategy.reduction.routes.in_place.combine`, or what does the same in another order.
 Combination = Callable[[Sequence[Array], Sequence[Array], str, int, tuple[int, int]], None]
 
 
-class ResultBufferReduction:
-    """The reduction of certain packs.
+class ResultBufferRoute:
+    """See `mpistrategy.reduction.routes.base.Route`.
 
     Small arrays and large ones have separate buffers: keeping a small result keeps no large one alive.
 
     Args:
         communicator: the ranks of one node; it has result buffers.
-        packs: what is reduced.
-        op: "SUM", "MIN", "MAX" or "PROD".
-        divisors: what the sum of each pack is divided by.
+        op: how they are combined.
+        otherwise: the route of calls in which a rank has no free buffer, or wants the results elsewhere.
         combination: how the buffers are combined.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        packs: Sequence[Pack],
-        op: str,
-        divisors: Sequence[int],
-        combination: Combination = combine,
+        self, communicator: Communicator, op: ReduceOp, otherwise: Route, combination: Combination = combine
     ) -> None:
-        self._communicator = communicator
-        self._op = op
-        self._combine = combination
-        self._quiet = quiet_runner()
+        assert communicator.result_buffers is not None
+        self._ranks, self._buffers, self._otherwise = communicator, communicator.result_buffers, otherwise
+        self._op, self._combine, self._quiet = op.on_the_wire, combination, quiet_runner()
+        self.packs = packs = otherwise.packs
+        self._count = sum(len(pack.members) for pack in packs)
+        self._numbers = [m.index for p in packs for m in p.members if m.stop - m.start == 1]
         self._slots: list[_PackSlot] = []
         self._sizes: list[int] = []
         for small in (True, False):
             start = 0
-            for pack, divisor in zip(packs, divisors, strict=True):
+            for pack in packs:
                 if (len(pack.members) > 1 or pack.nbytes < communicator.thresholds.pack_bytes) == small:
                     own = share(pack.size, communicator.local_rank, communicator.size, pack.dtype.itemsize)
                     others = [slice(*part) for part in ((0, own[0]), (own[1], pack.size)) if part[0] < part[1]]
+                    divisor = divisor_of(pack.dtype, op, communicator.size)
                     self._slots.append(_PackSlot(pack, divisor, len(self._sizes), start, own, others))
                     start += aligned(pack.nbytes)
             if start:
                 self._sizes.append(start)
-        self._buffers: list[Array] | None = None
+        #: This rank's buffers and its packs between `bring` and `run`; None while it has none.
+        self._mine: list[Array] | None = None
         self._sources: list[Array] = []
         self._has_begun = False
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether there are buffers for it, or will be when it is done again."""
-        buffers = self._communicator.result_buffers
-        return buffers is not None and buffers.may_have(self._sizes)
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Copy this rank's arrays into result buffers; if one rank wants the results elsewhere, none does."""
+        self._mine, self._sources = None, []  # those before are free when their results are
+        if targets is not None and any(target is not None for target in targets):
+            self._buffers.decline()
+        else:
+            self._mine = self._buffers.take(self._sizes)
+        if self._mine is None:
+            self._otherwise.bring(arrays, targets)
+        else:
+            self._sources = [slot.copy_in(arrays, self._mine[slot.buffer]) for slot in self._slots]
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether `prepare` has found buffers for this rank's arrays."""
-        return self._buffers is not None
-
-    def prepare(self, arrays: Sequence[Array], *, wanted: bool = True) -> None:
-        """Copy this rank's arrays, before the ranks agree on the call; if one rank does not want it, none does."""
-        buffers = self._communicator.result_buffers
-        assert buffers is not None
-        self._buffers, self._sources = None, []  # those before are free when their results are
-        if not wanted:
-            buffers.decline()
-            return
-        self._buffers = buffers.take(self._sizes)
-        if self._buffers is not None:
-            self._sources = [slot.copy_in(arrays, self._buffers[slot.buffer]) for slot in self._slots]
-
-    def run(self) -> list[tuple[Pack, Array]] | None:
-        """Return the packs and their sums, flat, after the agreement; None, on all ranks, where one had no buffer."""
-        ranks = self._communicator
-        mine, self._buffers = self._buffers, None
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the combinations, in this rank's result buffers unless a rank had none."""
+        ranks = self._ranks
+        mine, self._mine = self._mine, None
         sources, self._sources = self._sources, []
-        assert ranks.result_buffers is not None
-        everybodys = ranks.result_buffers.taken(self._sizes)
+        everybodys = self._buffers.taken(self._sizes)
         if everybodys is None or mine is None:
-            return None
+            if mine is not None:
+                self._otherwise.bring(arrays, targets)
+            return self._otherwise.run(arrays, targets)
         if not self._has_begun:
             self._has_begun = True
             for slot in self._slots:
                 ranks.pool.forget(slot.pack.nbytes)  # what was taken while there were no buffers
         for slot, source in zip(self._slots, sources, strict=True):
-            targets = [slot.of(theirs) for theirs in everybodys[slot.buffer]]
-            arrays = targets.copy()
-            arrays[ranks.local_rank] = source
+            targets_of_all = [slot.of(theirs) for theirs in everybodys[slot.buffer]]
+            brought = targets_of_all.copy()
+            brought[ranks.local_rank] = source
             # Overflow gives inf, as in MPI; NumPy would warn on the one rank that computes the element.
-            self._quiet(self._combine, arrays, targets, self._op, slot.divisor, slot.own)
+            self._quiet(self._combine, brought, targets_of_all, self._op, slot.divisor, slot.own)
         ranks.node_barrier()
-        return [(slot.pack, slot.of(mine[slot.buffer])) for slot in self._slots]
+        results: list[Array] = [np.empty(0)] * self._count
+        for slot in self._slots:
+            total = slot.of(mine[slot.buffer])
+            if slot.pack.is_plain and len(self._slots) == 1:
+                results = [total[part] for part in slot.pack.slices]
+            else:
+                for index, view in slot.pack.views(total):
+                    results[index] = view
+        for index in self._numbers:
+            results[index] = results[index].copy()
+        return results
+
+    def describe(self) -> Sequence[str]:
+        """Return the name of the way that each pack takes: there are buffers, or there will be next time."""
+        if self._buffers.may_have(self._sizes):
+            return ["result_buffers"] * len(self.packs)
+        return self._otherwise.describe()
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def test_no_warning_in_the_middle(windows: dict[int, PipelinedAllReduce]) -> Non
         for op, value in (("SUM", 1.7e308), ("PROD", 1e300), ("PROD", 1e-300), ("SUM", np.inf * (-1) ** RANK)):
             target = np.full(100, value)
             windows[192].allreduce(target, target, op)
-            windows[192].allreduce(np.full(100, 5e-324), target, "MIN", SIZE)
+            windows[192].allreduce_many(((np.full(100, 5e-324), target),), "MIN", SIZE)
 
 
 # ------------------------------------------------------------------------------------- small chunks or large ones

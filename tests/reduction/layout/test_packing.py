@@ -31,7 +31,7 @@ arrays = st.lists(
 def test_a_plan_holds_every_array_once_in_packs_of_one_dtype(
     arrays: list[Array], bytes_per_pack: int, num_packs: int
 ) -> None:
-    packs = packing.plan(arrays, bytes_per_pack, num_packs)
+    packs = packing.plan(packing.layouts_of(arrays), bytes_per_pack, num_packs)
     found: dict[int, Array] = {}
     for pack in packs:
         indices = [member.index for member in pack.members]

@@ -26,9 +26,9 @@ from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.plan import DenseReduction, dense_reduction
+from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans
-from mpistrategy.reduction.routes.mailboxes import MailboxReduction
+from mpistrategy.reduction.routes.mailboxes import MailboxRoute
 
 #: A single element takes another route, which the bare variant does not have.
 SIZES = (64, 4 * 2**10, 2**20)
@@ -121,10 +121,11 @@ def _bare(mine: Array, communicator: MpiCommunicator) -> Callable[[], Any]:
     """Return the same reduction of one array, as short as it can be without the check."""
     mailboxes = communicator.mailboxes
     assert mailboxes is not None
-    reduction = dense_reduction(communicator, ((mine.dtype, mine.shape),), ReduceOp.SUM, 0)
-    run = _bare_in_blocks(reduction, communicator, mailboxes)
-    if reduction.program is not None:
-        run = _bare_in_mailboxes(reduction.program, mine.shape)
+    plan = plan_of(communicator, ((mine.dtype, mine.shape),), ReduceOp.SUM, 0, usual_route)
+    if isinstance(plan.route, MailboxRoute):
+        run = _bare_in_mailboxes(plan.route, mine.shape)
+    else:
+        run = _bare_plan(plan, mailboxes)
     known = {("SUM", mine.dtype, mine.shape): run}
 
     def call() -> Any:
@@ -133,20 +134,11 @@ def _bare(mine: Array, communicator: MpiCommunicator) -> Callable[[], Any]:
     return call
 
 
-def _bare_in_blocks(
-    reduction: DenseReduction, communicator: MpiCommunicator, mailboxes: Mailboxes
-) -> Callable[[Array], Any]:
+def _bare_plan(plan: Plan, mailboxes: Mailboxes) -> Callable[[Array], Any]:
     def run(mine: Array) -> Any:
-        reduction.prepare((mine,), None)
+        plan.bring((mine,))
         _meet(mailboxes)
-        found = reduction.run_in_result_buffers()
-        if found is not None:
-            return found[0]
-        only = reduction.only_array()
-        assert only is not None
-        target = communicator.pool.take(mine.dtype, mine.shape)
-        only(mine, target)
-        return target
+        return plan.run((mine,))[0]
 
     return run
 
@@ -160,11 +152,11 @@ def _meet(mailboxes: Mailboxes) -> None:
             mailboxes.waiting.until(peer, sequence)
 
 
-def _bare_in_mailboxes(program: MailboxReduction, shape: tuple[int, ...]) -> Callable[[Array], Any]:
-    mailboxes, quiet, combine = program.mailboxes, program.quiet, program.combine
+def _bare_in_mailboxes(route: MailboxRoute, shape: tuple[int, ...]) -> Callable[[Array], Any]:
+    mailboxes, quiet, combine = route.mailboxes, route.quiet, route.combine
     slots = [
         (slot.mine, slot.peers, [part.reshape(shape) for part in parts])
-        for slot, (parts,) in zip(mailboxes.slots, program.parts, strict=True)
+        for slot, (parts,) in zip(mailboxes.slots, route.parts, strict=True)
     ]
 
     def run(mine: Array) -> Any:

@@ -1,0 +1,128 @@
+"""The route through the communicator: small arrays are packed, large ones go as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, quiet_runner
+from mpistrategy.mpi.interface.buffers import LEAST_POOLED
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.tuning.thresholds import RouteName
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.finish import divisor_of
+from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
+from mpistrategy.reduction.routes.base import Targets
+
+#: A number that is a view of a larger pack would keep all of it.
+_FEW_ELEMENTS = 64
+
+#: Writes the combination of each source into its target: pairs of flat arrays of one dtype.
+ReducePairs = Callable[[Sequence[tuple[Array, Array]]], None]
+
+
+class CommunicatorRoute:
+    """See `mpistrategy.reduction.routes.base.Route`.
+
+    Args:
+        communicator: the ranks.
+        packs: the buffers.
+        reduce_pairs: combines them; None means `Communicator.allreduce_many`, which divides, too.
+        op: how.
+        names: the name of the way that each pack takes.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        packs: tuple[Pack, ...],
+        op: ReduceOp,
+        names: Sequence[str],
+        reduce_pairs: ReducePairs | None = None,
+    ) -> None:
+        self.packs = packs
+        self._communicator, self._text, self._names = communicator, op.on_the_wire, names
+        self._divisors = {pack.dtype: divisor_of(pack.dtype, op, communicator.size) for pack in packs}
+        self._nbytes = sum(pack.nbytes for pack in packs)
+        self._count = sum(len(pack.members) for pack in packs)
+        self._reduce_pairs = reduce_pairs or self._all_reduce
+        self._quiet = quiet_runner()
+        self._lone = [m.index for p in packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
+        #: Memory for each pack, between `bring` and `run`.
+        self._memory: list[Array] = []
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Take memory for each pack: the target of a lone array, or memory that is used again."""
+        self._memory = [self._taken(pack, targets) for pack in self.packs]
+
+    def _taken(self, pack: Pack, targets: Targets) -> Array:
+        first, dtype = pack.members[0], pack.dtype
+        shape: tuple[int, ...] = (pack.size,)
+        if len(pack.members) == 1:
+            given = None if targets is None else targets[first.index]
+            if given is not None and given.dtype == dtype:
+                return given
+            shape = first.shape
+        if pack.size * dtype.itemsize < LEAST_POOLED:
+            return np.empty(shape, dtype)
+        return self._communicator.pool.take(dtype, shape)
+
+    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the combinations, in the memory that was taken."""
+        memory, self._memory = self._memory, []
+        results: list[Array] = [np.empty(0)] * self._count
+        pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
+        for pack, taken in zip(self.packs, memory, strict=True):
+            source = target = taken.reshape(-1)
+            if len(pack.members) == 1:
+                index = pack.members[0].index
+                results[index], array = taken, arrays[index]
+                flags = array.flags
+                if array.dtype == pack.dtype and flags.c_contiguous and flags.aligned:
+                    source = array.reshape(-1)
+                else:
+                    np.copyto(taken, array, casting="unsafe")
+            else:
+                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
+                np.concatenate(chosen, axis=None, out=target, casting="unsafe")
+                for m in pack.members:
+                    results[m.index] = target[m.start : m.stop].reshape(m.shape)
+            if pack.size:
+                pairs.setdefault(pack.dtype, []).append((source, target))
+        for those in pairs.values():
+            self._quiet(self._reduce_pairs, those)
+        for index in self._lone:
+            results[index] = results[index].copy()
+        return results
+
+    def _all_reduce(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        self._communicator.allreduce_many(pairs, self._text, self._divisors[pairs[0][1].dtype], self._nbytes)
+
+    def describe(self) -> Sequence[str]:
+        """Return the name of the way that each pack takes."""
+        return self._names
+
+
+def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
+    """Return packs of the arrays below `pack_bytes`, and one pack for each larger one."""
+    small: list[int] = []
+    large: list[int] = []
+    for index, (dtype, shape) in enumerate(layouts):
+        (small if prod(shape) * host_wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
+    packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)
+    return packs + tuple(pack for index in large for pack in plan_layouts(layouts, [index], 1))
+
+
+def names_of(communicator: Communicator, packs: Sequence[Pack], op: ReduceOp) -> list[RouteName]:
+    """Return the name of the way that `Communicator.allreduce_many` takes with each pack of a list."""
+    nbytes, text = sum(pack.nbytes for pack in packs), op.on_the_wire
+    return [
+        "pipelined"
+        if communicator.route(nbytes, pack.dtype, text) == "pipelined"
+        else communicator.route(pack.nbytes, pack.dtype, text)
+        for pack in packs
+    ]

@@ -1,0 +1,169 @@
+"""Means of values that count differently: the ranks learn all weights, and then add up what they count for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
+from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
+from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.inputs import arrays_of, as_leaf
+from mpistrategy.reduction.layout.finish import divide
+from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.plan import Plan, plan_of, usual_route
+from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
+
+#: What the ranks compare before they exchange their weights.
+EXCHANGE = "exchange the weights of a mean"
+
+
+class Weighted(NamedTuple):
+    """A nest of arrays, and what it counts for."""
+
+    value: Any
+    weight: Any
+
+
+class WeightedMean:
+    """The mean of the replicas' values, each with a weight of its replica: sum(w x) / sum(w).
+
+    A replica with weight 0 contributes nothing, whatever its values are (the mean of no rows is NaN, say).  What meets
+    the values are the weights times one power of two, so that their sum is less than 1 and not less than 1/2: they may
+    be larger and smaller than a number of the values' dtype, and no sum overflows whose mean does not.
+
+    Args:
+        weight: this rank's weight, a finite number that is not negative; usually its number of rows.
+        op: must be MEAN.
+        where: the public name to blame in the error.
+
+    Raises:
+        OptionError: for another op, and for a weight that is negative or not finite.
+        OptionTypeError: for a weight that is no number.
+    """
+
+    def __init__(self, weight: Any, op: ReduceOp, where: str) -> None:
+        if op is not ReduceOp.MEAN:
+            raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
+        try:
+            array = np.asarray(weight)
+        except (TypeError, ValueError):  # a ragged list, say
+            array = np.empty(1)
+        if array.ndim != 0 or array.dtype.kind not in "iuf":
+            raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
+        #: This rank's weight.
+        self.weight = float(array)
+        if not (np.isfinite(self.weight) and self.weight >= 0):
+            raise OptionError.at(where, found=f"weight={weight!r}", expected="a finite number that is not negative")
+
+    def contributions(self, arrays: Sequence[Array], weights: Array) -> list[Array]:
+        """Return what this rank adds, to be summed: its values times its weight.
+
+        Args:
+            arrays: its values.
+            weights: those of all ranks, as float64.
+        """
+        _, exponent = math.frexp(weights.max(initial=0))
+        total = math.fsum(math.ldexp(weight, -exponent) for weight in weights)
+        _, more = math.frexp(total)
+        self._total, self._factor = math.ldexp(total, -more), math.ldexp(self.weight, -exponent - more)
+        with np.errstate(all="ignore"):
+            return [*map(self._times_weight, arrays)]
+
+    def _times_weight(self, array: Array) -> Array:
+        dtype = wire_dtype(mean_dtype(array.dtype))
+        if self.weight == 0:
+            return np.zeros_like(array, dtype=dtype)
+        factor = dtype.type(self._factor)
+        # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
+        meeting = dtype if float(factor.real) == self._factor else np.result_type(dtype, np.float64)
+        product: Array
+        if type(array) is np.ndarray:  # rounded as it is written: no array of the wide dtype is made
+            product = np.multiply(array, meeting.type(self._factor), out=np.empty(array.shape, dtype), dtype=meeting)
+        else:
+            product = np.multiply(array, meeting.type(self._factor), dtype=meeting).astype(dtype, copy=False)
+        return product
+
+    def finish(self, totals: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+        """Turn the sums of `contributions` into the means; NaN where all weights are 0."""
+        with np.errstate(all="ignore"):
+            return [
+                divide(total, self._total).astype(mean_dtype(array.dtype), copy=False)
+                for total, array in zip(totals, arrays, strict=True)
+            ]
+
+
+def plan_of_weights(communicator: Communicator) -> Plan:
+    """Return the plan of what `own_weight` returns: all ranks' weights, in rank order."""
+    return plan_of(communicator, ((np.dtype(np.float64), (communicator.size,)),), ReduceOp.SUM, 0, usual_route)
+
+
+def own_weight(communicator: Communicator, weight: float) -> Array:
+    """Return what a rank brings to the exchange of the weights."""
+    weights = np.zeros(communicator.size)
+    weights[communicator.rank] = weight
+    return weights
+
+
+def weighted_mean(
+    communicator: Communicator,
+    where: Leaves,
+    op: ReduceOp,
+    arrays: Sequence[Array],
+    plan_and_signature: Callable[[ReduceOp, tuple[Layout, ...]], tuple[Plan, Signature]],
+) -> Run | None:
+    """Return a ``run(weighted, out)`` for `Weighted` nests of arrays like `arrays`; None for another op than MEAN.
+
+    It returns MISFIT, before anything has been sent, for what the general call must look at.
+    """
+    if op is not ReduceOp.MEAN:
+        return None
+    guard, layouts, dtypes = communicator.guard, layouts_of(arrays), [mean_dtype(array.dtype) for array in arrays]
+    plan, signature = plan_and_signature(
+        ReduceOp.SUM, tuple((wire_dtype(dtype), array.shape) for dtype, array in zip(dtypes, arrays, strict=True))
+    )
+    weights = plan_of_weights(communicator)
+    first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
+    digests = guard.digest(first), guard.digest(signature)
+
+    def run(weighted: Weighted, out: Any) -> Any:
+        leaves = where.take(weighted.value)
+        arrays = arrays_of(leaves, layouts)
+        try:
+            mean = WeightedMean(weighted.weight, op, signature.call)
+        except MpiStrategyError:
+            return MISFIT
+        if arrays is None or (
+            out is not None and direct_targets(out, weighted.value, where, arrays, dtypes, False) is None
+        ):
+            return MISFIT
+        mine = (own_weight(communicator, mean.weight),)
+        weights.bring(mine)
+        guard.compare_digest(digests[0], first)
+        try:
+            (everybodys,) = weights.run(mine)
+        except BaseException as error:
+            guard.fail_after_agreement(signature.call, error)
+            raise
+        parts = mean.contributions(arrays, everybodys)
+        plan.bring(parts)
+        guard.compare_digest(digests[1], signature)
+        try:
+            means = mean.finish(plan.run(parts), arrays)
+        except BaseException as error:
+            guard.fail_after_agreement(signature.call, error)
+            raise
+        if out is None:
+            return where.build([*map(as_leaf, means, leaves)])
+        for target, result in zip(where.take(out), means, strict=True):
+            target[...] = result
+        return out
+
+    run.__dict__["signature"] = signature
+    return run

@@ -1,0 +1,268 @@
+"""What an optimizer keeps for its variables: their slots, and a plan for each list of variables of a step.
+
+A plan is found by one look-up.  Its variables have been checked.  After the first step with ordinary gradients it also
+holds the prepared step: how gradients are reduced, and how copies are updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.convert import is_on_device, to_reducible
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, local_component
+from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.reducer import AgreedPlan
+from mpistrategy.strategy.current import get_strategy
+from mpistrategy.strategy.extended import StrategyExtended as _Extended
+from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.training.checks import apart_from, check_gradient, check_variable
+from mpistrategy.training.kernels import FlatUpdate, Kernel, Scratch, flat_update, has_kernel
+from mpistrategy.training.sliced_step import SlicedStep, SlicedSteps
+from mpistrategy.variables.variable import Variable
+
+#: How many variables of a step are named when ranks compare their calls.
+_MOST_NAMED = 12
+_PAIRS = "an iterable of (gradient, variable) pairs"
+
+
+class Slots:
+    """The slots of one optimizer: further variables for each of its variables, such as the momentum.
+
+    Args:
+        owner: the name of the optimizer's class, for the slots' names.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        # With the variables themselves, so that no other object gets their ids.
+        self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
+
+    def of(self, var: Variable) -> dict[str, Variable]:
+        """Return the slots of `var` by name; empty before they are made."""
+        known = self._slots.get(id(var))
+        return dict(known[1]) if known is not None else {}
+
+    def everything(self) -> tuple[list[Variable], list[Variable]]:
+        """Return the variables that slots were made for, also where there are none for each, and all slots."""
+        known = self._slots.values()
+        return [var for var, _ in known], [slot for _, slots in known for slot in slots.values()]
+
+    def make(self, variables: Sequence[Variable], values: Mapping[str, float]) -> None:
+        """Make the slots that are missing, filled with `values`.  Collective; in the strategy's scope or a step."""
+        missing = {id(var): var for var in variables if id(var) not in self._slots}
+        made: dict[int, dict[str, Variable]] = {number: {} for number in missing}
+        # Slot by slot: the slots of one name then follow one another in memory, as their variables do.
+        for name, value in values.items():
+            for number, var in missing.items():
+                made[number][name] = self._new(name, value, var)
+        self._slots.update({number: (var, made[number]) for number, var in missing.items()})
+
+    def _new(self, name: str, value: float, var: Variable) -> Variable:
+        def create() -> Variable:
+            filled = np.broadcast_to(np.asarray(value, var.dtype), var.shape)
+            return Variable(filled, trainable=False, name=f"{var.name}/{self._owner}/{name}")
+
+        strategy = get_strategy()
+        if strategy.is_default:
+            return create()
+        with strategy.extended.colocate_vars_with(var):
+            return create()
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """A prepared step in which each rank updates its own copies with a kernel.
+
+    Attributes:
+        reduction: of the gradients; None for one replica.
+        updates: one for each variable.
+        changed: the memory of the variables and of their slots.
+    """
+
+    reduction: AgreedPlan | None
+    updates: Sequence[FlatUpdate]
+    changed: Sequence[Array]
+
+    def totals(self, gradients: Sequence[Array], call: Call) -> list[Array]:
+        """Return the reduced gradients.  None of them shares memory with what the step changes."""
+        return apart_from(self.changed, gradients) if self.reduction is None else self.reduction.run(call, gradients)
+
+    def update(self, totals: Sequence[Array], kernel: Kernel) -> None:
+        """Update this rank's copies."""
+        for update, total in zip(self.updates, totals, strict=True):
+            update.run(kernel, total)
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """The plan of a step: its variables that have gradients, which have been checked.
+
+    Attributes:
+        variables: the variables, in the order of the pairs.
+        strategy: the strategy that keeps them.
+        text: names them when ranks compare their calls.
+        layouts: their dtypes and shapes.
+        has_slots: whether their slots have been made.
+        prepared: the step of ordinary gradients; None where there is none.
+        counter: the step counter that `prepared` increments.
+        count: its memory.
+        key: what `prepared` depends on besides the variables: `Optimizer` compares it at each step.
+    """
+
+    variables: tuple[Variable, ...]
+    strategy: Strategy
+    text: str
+    layouts: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...] = field(init=False)
+    has_slots: bool = False
+    prepared: SlicedStep | PlainStep | None = None
+    counter: Variable | None = None
+    count: Array = field(init=False)
+    key: Any = None
+
+    def __post_init__(self) -> None:
+        self.layouts = tuple((var.dtype, var.shape) for var in self.variables)
+
+    def ordinary(self, gradients: Sequence[Any], where: str) -> list[Array] | None:
+        """Return gradients as arrays of their variables' dtypes; None where they need another reduction."""
+        arrays = []
+        for gradient, (dtype, _) in zip(gradients, self.layouts, strict=True):
+            array = gradient
+            if type(gradient) is not np.ndarray or gradient.dtype is not dtype:
+                component = contribution(gradient)
+                if isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices) or is_on_device(component):
+                    return None
+                array = to_reducible(component, where)
+                if array.dtype != dtype:
+                    return None
+            arrays.append(array)
+        return arrays
+
+
+class StepPlans:
+    """The plans of one optimizer's latest steps.
+
+    Args:
+        slots: the optimizer's.
+
+    Attributes:
+        sliced: its sliced steps and gradient arenas.
+    """
+
+    _MOST = 32
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._scratch = Scratch()
+        self.sliced = SlicedSteps(self._scratch)
+        self._updates: dict[int, FlatUpdate] = {}
+        self._known: dict[tuple[int, ...], StepPlan] = {}
+
+    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[list[Any], StepPlan, bool]:
+        """Return the gradients that are not None, and the plan of their variables.  Raise unless they fit.
+
+        The last result says whether all gradients are ordinary arrays of their variables' dtypes.
+        """
+        pairs = _listed(grads_and_vars, where)
+        try:
+            # The plan keeps the variables alive, so no other object gets their ids.
+            key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
+        except (TypeError, ValueError):
+            key = ()
+        plan = self._known.get(key)
+        if plan is None or plan.strategy is not strategy:
+            plan = _new_plan(pairs, strategy, where)
+            while len(self._known) >= self._MOST:
+                del self._known[next(iter(self._known))]
+            self._known[key] = plan
+        gradients, ordinary = [gradient for gradient, _ in pairs if gradient is not None], True
+        for number, (gradient, (dtype, shape)) in enumerate(zip(gradients, plan.layouts, strict=True)):
+            if not (type(gradient) is np.ndarray and gradient.dtype is dtype and gradient.shape == shape):
+                ordinary = False
+                check_gradient(local_component(gradient), plan.variables[number], where)
+        return gradients, plan, ordinary
+
+    def prepare(
+        self, plan: StepPlan, kernel: Kernel | None, counter: Variable, op: ReduceOp, screens: bool, call: Call
+    ) -> None:
+        """Prepare the step of a plan for ordinary gradients, where there can be one.  Collective; all ranks alike.
+
+        Args:
+            plan: the plan.
+            kernel: the step; None for an optimizer whose `change` or `update` is called.
+            counter: the step counter.
+            op: SUM or MEAN.
+            screens: whether reduced gradients are clipped or checked before anything changes.
+            call: the call that all ranks make.
+        """
+        plan.prepared, plan.counter, plan.key = None, counter, None
+        extended, variables = plan.strategy.extended, plan.variables
+        changed = [v.local_view for var in variables for v in (var, *self._slots.of(var).values())]
+        on_host = all(type(array) is np.ndarray for array in (*changed, counter.local_view))
+        counts = counter.dtype.kind in "iuf" and counter.shape == ()
+        if kernel is None or not (on_host and counts and all(has_kernel(var.dtype) for var in variables)):
+            return
+        if (type(extended).batch_reduce_to, type(extended).update) != (_Extended.batch_reduce_to, _Extended.update):
+            return
+        alone, in_rank_order = extended.communicator.size == 1, extended.cross_device_ops.in_rank_order
+        if in_rank_order and not alone and not screens:
+            plan.prepared = self.sliced.step(plan, variables, self._slots.of, kernel, plan.strategy, call)
+        if plan.prepared is None:
+            needs_none = alone and in_rank_order
+            reduction = None if needs_none else extended.reducer.agreed_plan(op, plan.layouts)
+            if reduction is None and not needs_none:
+                return
+            updates: list[FlatUpdate] = []
+            extended.update(variables[0], lambda _: updates.extend(map(self.flat_update, variables)))
+            plan.prepared = PlainStep(reduction, updates, changed)
+        extended.update(counter, lambda counter: setattr(plan, "count", counter.updatable_storage()))
+
+    def flat_update(self, var: Variable) -> FlatUpdate:
+        """Return the update of one variable by kernels; in update context."""
+        found = self._updates.get(id(var))
+        if found is None:
+            slots = {name: slot.updatable_storage() for name, slot in self._slots.of(var).items()}
+            found = self._updates[id(var)] = flat_update(var.updatable_storage(), slots, self._scratch)
+        return found
+
+
+def _listed(grads_and_vars: Any, where: str) -> list[Any]:
+    try:
+        return list(grads_and_vars)
+    except TypeError as error:
+        raise OptionTypeError.at(where, found=f"{grads_and_vars!r}", expected=_PAIRS) from error
+
+
+def _new_plan(pairs: list[Any], strategy: Strategy, where: str) -> StepPlan:
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise OptionTypeError.at(where, found=f"the element {pair!r}", expected=_PAIRS)
+        gradient, var = pair
+        check_variable(var, strategy, where)
+        if var.dtype.kind in "biu":
+            raise OptionError.at(where, found=repr(var), expected="a Variable of a floating or complex dtype")
+        if gradient is not None:
+            check_gradient(local_component(gradient), var, where)
+    # Numbered: two variables may have one shape, and their gradients must not be added to each other.
+    numbered = [(number, var) for number, (gradient, var) in enumerate(pairs) if gradient is not None]
+    if not numbered:
+        raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
+    text = _shortened([f"{number}: {var.key}" for number, var in numbered])
+    return StepPlan(tuple(var for _, var in numbered), strategy, text)
+
+
+def _shortened(names: list[str]) -> str:
+    """Return a text for these names alone.  It is compared at every step, so of many names it has only some."""
+    if len(names) <= _MOST_NAMED:
+        return ", ".join(names)
+    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
+
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+    half = _MOST_NAMED // 2
+    return f"{', '.join(names[:half])}, ..., {', '.join(names[-half:])} ({len(names)} variables, {digest})"
