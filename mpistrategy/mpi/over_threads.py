@@ -1,7 +1,7 @@
-"""The verbs over threads: N replicas in one process, for unit tests and notebooks.
+"""The collectives over threads: N replicas in one process, for unit tests and notebooks.
 
-One thread runs at a time, and they take turns in rank order at every collective, so that a program runs the same way
-every time.  When no replica can go on (one has left, or two wait in different collectives), all that wait raise.
+One thread runs at a time, and threads take turns in rank order at every collective, so every run of a program is the
+same.  When no replica can go on (one has left, or two wait in different collectives), all that wait raise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _has_ended() -> str:
 
 
 class Turns:
-    """Lets one of several threads run at a time, and finds out when none can.
+    """Lets one of several threads run at a time; finds out when none can.
 
     Args:
         count: how many threads there are.
@@ -47,9 +47,9 @@ class Turns:
         self._why = ""
 
     def wait_for(self, me: int, ready: Callable[[], bool], doing: Callable[[], str]) -> None:
-        """Let the others run until `ready()`; raise on all that wait when that will never be.
+        """Let the others run until `ready()`; raise on all threads that wait if no thread can go on.
 
-        `doing` says where this thread waits; it is asked only then.
+        `doing` says where this thread waits, for that error.
         """
         with self._changed:
             self._ready[me], self._doing[me] = ready, doing
@@ -93,7 +93,7 @@ def _never() -> bool:
 
 @dataclass
 class Meeting:
-    """Where some of the threads exchange values: each brings one, for the same purpose, and takes all.
+    """Where some of the threads gather values: each brings one, for the same purpose, and takes all.
 
     Attributes:
         turns: who may run.
@@ -106,10 +106,10 @@ class Meeting:
     _round: int = 0
     _taken: list[Any] = field(default_factory=list)
 
-    def exchange(self, rank: int, verb: str, value: Any) -> list[Any]:
-        """Return what all members brought, in rank order; raise on all unless all came for the same `verb`."""
+    def allgather(self, rank: int, purpose: str, value: Any) -> list[Any]:
+        """Return what all members brought, in rank order; raise on all unless all came for the same `purpose`."""
         mine = self._round
-        self._brought[rank] = (verb, value)
+        self._brought[rank] = (purpose, value)
         if len(self._brought) == len(self.members):
             self._taken = [self._brought[other] for other in range(len(self.members))]
             self._brought = {}
@@ -120,18 +120,18 @@ class Meeting:
         except CollectiveMismatchError:
             self._brought.pop(rank, None)
             raise
-        verbs = [theirs for theirs, _ in self._taken]
-        if len(set(verbs)) > 1:
-            rows = [f"  replica {other}: {theirs}" for other, theirs in enumerate(verbs)]
+        purposes = [theirs for theirs, _ in self._taken]
+        if len(set(purposes)) > 1:
+            rows = [f"  replica {other}: {theirs}" for other, theirs in enumerate(purposes)]
             raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
         return [theirs for _, theirs in self._taken]
 
 
 class SimulatedCommunicator:
-    """The verbs of `mpistrategy.mpi.interface.communicator.Communicator` among threads of this process.
+    """A `mpistrategy.mpi.interface.communicator.Communicator` among threads of this process.
 
     Args:
-        meeting: where the data are exchanged.
+        meeting: where the members bring their data.
         rank: this thread's number among the members.
         nodes: the number of the node of each member; None puts all on one.
     """
@@ -155,20 +155,18 @@ class SimulatedCommunicator:
         self.pool = Pool()
         self.once = Once()
 
-    def local_rank_and_size(self) -> tuple[int, int]:
-        """Return this rank's index among the ranks of its node, and how many they are."""
-        return self.local_rank, self.node_of.count(self.node_of[self.rank])
-
     def duplicate(self) -> SimulatedCommunicator:
-        """Return a communicator of the same ranks that never meets this one's calls.  Collective."""
-        meeting = self._meeting.exchange(self.rank, "duplicate", Meeting(self._meeting.turns, self._meeting.members))[0]
+        """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
+        meeting = self._meeting.allgather(self.rank, "duplicate", Meeting(self._meeting.turns, self._meeting.members))[
+            0
+        ]
         made = SimulatedCommunicator(meeting, self.rank, self._nodes)
         made.devices = self.devices
         return made
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
-        self.devices = tuple(self._meeting.exchange(self.rank, "share_device", device))
+        self.devices = tuple(self._meeting.allgather(self.rank, "share_device", device))
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "threads", whatever the size."""
@@ -177,7 +175,7 @@ class SimulatedCommunicator:
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""
         brought = (buffer if source is None else source).copy()
-        total = _combined(self._meeting.exchange(self.rank, f"allreduce {op}", brought), op)
+        total = _combined(self._meeting.allgather(self.rank, f"allreduce {op}", brought), op)
         buffer[...] = total.reshape(buffer.shape)
 
     def allreduce_many(
@@ -191,41 +189,41 @@ class SimulatedCommunicator:
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
-        everything = self._meeting.exchange(self.rank, f"reduce {op} to {root}", buffer.copy())
+        everything = self._meeting.allgather(self.rank, f"reduce {op} to {root}", buffer.copy())
         if self.rank == root:
             buffer[...] = _combined(everything, op)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`."""
         mine = buffer.copy() if self.rank == root else None
-        buffer[...] = self._meeting.exchange(self.rank, f"bcast from {root}", mine)[root]
+        buffer[...] = self._meeting.allgather(self.rank, f"bcast from {root}", mine)[root]
 
     def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
-        everything = self._meeting.exchange(self.rank, f"gatherv to {root}", block.copy())
+        everything = self._meeting.allgather(self.rank, f"gatherv to {root}", block.copy())
         if blocks is not None:
             _fill(blocks, everything)
 
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on every rank."""
-        _fill(blocks, self._meeting.exchange(self.rank, "allgatherv", block.copy()))
+        _fill(blocks, self._meeting.allgather(self.rank, "allgatherv", block.copy()))
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
-        """Send ``counts[r]`` elements of `sent` to rank r; each row of `received` gets what that rank sends here."""
+        """Send the r-th part of `sent` to rank r; row r of `received` gets the part from rank r."""
         start = sum(counts[: self.rank])
-        everything = self._meeting.exchange(self.rank, "alltoallv", sent.copy())
+        everything = self._meeting.allgather(self.rank, "alltoallv", sent.copy())
         _fill(list(received), [theirs[start : start + counts[self.rank]] for theirs in everything])
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
-        return list(self._meeting.exchange(self.rank, "allgather_text", text))
+        return list(self._meeting.allgather(self.rank, "allgather_text", text))
 
     def all_equal(self, digest: int) -> bool:
         """Wait for every rank's digest; return whether all are equal."""
-        return len(set(self._meeting.exchange(self.rank, "compare calls", digest))) == 1
+        return len(set(self._meeting.allgather(self.rank, "compare calls", digest))) == 1
 
     def start(self, digest: int) -> None:
-        """Do nothing: a thread that ends is seen by the others' turns."""
+        """Do nothing: `Turns` notes that a thread has ended."""
 
     def finished(self) -> bool | None:
         """Return True: a thread may end at any time."""
@@ -240,14 +238,14 @@ class SimulatedCommunicator:
         by_node = [[r for r in range(self.size) if self._nodes[r] == node] for node in dict.fromkeys(self._nodes)]
         leaders = [ranks[0] for ranks in by_node]
         offered = [Meeting(turns, tuple(members[r] for r in ranks)) for ranks in (*by_node, leaders)]
-        *nodes, across = self._meeting.exchange(self.rank, "node", offered)[0]
+        *nodes, across = self._meeting.allgather(self.rank, "node", offered)[0]
         mine = next(index for index, ranks in enumerate(by_node) if self.rank in ranks)
         inside = SimulatedCommunicator(nodes[mine], by_node[mine].index(self.rank))
         outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
         return NodeGroups(inside, outside)
 
     def shared(self, nbytes: int) -> SharedMemory:
-        """Return memory of this thread's own: the turns that threads take leave nobody to wait for a number."""
+        """Return private memory: threads that take turns cannot wait for counters."""
         return private_memory(nbytes)
 
     def node_barrier(self) -> None:

@@ -129,7 +129,7 @@ def weighted_mean(
         ReduceOp.SUM, tuple((wire_dtype(dtype), array.shape) for dtype, array in zip(dtypes, arrays, strict=True))
     )
     weights = plan_of_weights(communicator)
-    first = signature._replace(verb=EXCHANGE, op="", values=(), destination="", options="")
+    first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
     digests = guard.digest(first), guard.digest(signature)
 
     def run(weighted: Weighted, out: Any) -> Any:

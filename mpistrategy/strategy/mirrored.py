@@ -74,7 +74,7 @@ class MirroredStrategy(Strategy):
         contains_errors = on_error == "raise"
         ranks = _connect(communicator, contains_errors)
         try:
-            local_rank, local_size = ranks.local_rank_and_size()
+            local_rank, local_size = ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank])
             with Call(ranks.guard, where) as call:
                 if not isinstance(ranks, SimulatedCommunicator):
                     injection.arm(*ranks.place_in_job)

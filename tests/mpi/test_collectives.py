@@ -1,4 +1,4 @@
-"""The verbs over MPI's own collectives: what a rank brings stays as it is, wherever it lies."""
+"""The collectives over MPI's own collectives: what a rank brings stays as it is, wherever it lies."""
 
 from __future__ import annotations
 

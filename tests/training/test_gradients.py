@@ -20,12 +20,12 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The collectives that this rank has begun, by the verb that it announced."""
+    """The collectives that this rank has begun, by name."""
     begun: list[str] = []
     compare = Guard.compare
 
     def counted(guard: Guard, signature: Any, **how: Any) -> None:
-        begun.append(signature.verb)
+        begun.append(signature.collective)
         compare(guard, signature, **how)
 
     monkeypatch.setattr(Guard, "compare", counted)

@@ -1,4 +1,4 @@
-"""One public call that all ranks make together: entered, agreed on, and left."""
+"""One public call that all ranks make together."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Call:
         where: the public name.
         structure: that of the values, in words.
         name: what it is about: a variable's name.
-        called: the name= that the program gave it; compared instead of the place where the program makes it.
-        anywhere: ranks may make it at different places in the program.
+        called: the name= that the program gave; compared instead of the call site.
+        anywhere: whether ranks may make it at different call sites.
 
     Raises:
         ContextError: when the strategy has been closed.
         ForkedProcessError: in a forked child of a rank.
-        CollectiveMismatchError: after calls that differed were found late.
+        CollectiveMismatchError: when calls that differed were found after their data had moved.
     """
 
     __slots__ = (
@@ -76,14 +76,14 @@ class Call:
         self._before = 0.0
         #: What was compared last.
         self.signature: Signature | None = None
-        #: Whether nothing of this thread can be inside it, so that whoever comes is another one.
+        #: Whether it contains no other call, so that a call inside it comes from another thread.
         self.is_leaf = False
-        #: How long it may wait for the other ranks, in seconds; None: as long as its strategy says.
+        #: How long it may wait for the other ranks, in seconds; None: the strategy's timeout.
         self.timeout: float | None = None
         self.where = where
         self.structure = structure
         self.name = name or (called if isinstance(called, str) else "")
-        #: Where the program makes the call; "" for one that may be made anywhere.
+        #: The call site as ranks compare it; "" for a call that may be made anywhere.
         self.place = ""
         self._on_gpu: AbstractContextManager[Any] | None = None
 
@@ -115,7 +115,7 @@ class Call:
             raise self._refused(
                 errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
             )
-        if outer is None and guard.on_gpu is not None:  # a new thread works on the first one
+        if outer is None and guard.on_gpu is not None:  # a new thread has GPU 0 as its current one
             self._enter(guard.on_gpu)
         return self
 
@@ -131,13 +131,13 @@ class Call:
         self._on_gpu = found
 
     def _refused(self, failure: errors.MpiStrategyError) -> errors.MpiStrategyError:
-        """Leave a call that cannot be made, after the other ranks have heard why."""
+        """Leave a call that this rank cannot make, after the other ranks have heard why."""
         self.__exit__(type(failure), failure, None)
         return failure
 
     def agree(
         self,
-        verb: str,
+        collective: str,
         *,
         op: str = "",
         values: tuple[tuple[str, tuple[int, ...]], ...] = (),
@@ -146,18 +146,20 @@ class Call:
         patiently: bool = False,
         sparingly: bool = False,
     ) -> None:
-        """Compare this call with the other ranks'; on return all ranks are about to do the same.
+        """Compare this call with those of the other ranks; on return all ranks make the same call.
 
         Args:
-            verb, op, values, destination, options: what must be equal on all ranks.
-            patiently: sleep between two looks for the peers: another thread needs this core.
-            sparingly: only as often as the level of checks says; for what needs no meeting of the ranks.
+            collective, op, values, destination, options: what must be equal on all ranks.
+            patiently: sleep while ranks are missing: another thread needs this core.
+            sparingly: only as often as the check level says; for calls that need no barrier.
 
         Raises:
             CollectiveMismatchError: on every rank, when the calls differ.
-            MpiStrategyError: on every rank, when another rank refused the call; of the kind raised there.
+            MpiStrategyError: on every rank, when a rank could not make the call; of the type raised there.
         """
-        signature = Signature(verb, op, self.structure, values, destination, options, self.name, self.where, self.place)
+        signature = Signature(
+            collective, op, self.structure, values, destination, options, self.name, self.where, self.place
+        )
         self.agree_on(signature, patiently=patiently, sparingly=sparingly)
 
     def agree_on(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None:
@@ -169,16 +171,16 @@ class Call:
         self.set_agreed(True)
 
     def expect_more(self) -> None:
-        """Say that the peers will wait at one more `agree`: a failure before it must be reported to them."""
+        """Say that there will be one more `agree`: a failure before it must be reported to the other ranks."""
         self.set_agreed(False)
 
     def wait_as(self, timeout_seconds: float | None) -> None:
-        """Wait for the other ranks as long as the options of this call say; None: as long as the strategy's do."""
+        """Set how long this call may wait for the other ranks; None leaves it as it is."""
         if timeout_seconds is not None:
             self.timeout = timeouts.limit(timeout_seconds)
 
     def own_work(self) -> AbstractContextManager[None]:
-        """Say that what runs in here is the program's own: nobody is waited for."""
+        """Say that the code in here is the program's own: this rank waits for no other rank."""
         return self._guard.own_work()
 
     def set_agreed(self, agreed: bool) -> None:
@@ -198,7 +200,7 @@ class Call:
             guard.fail(self.where, error, agreed=self._agreed)
         self._leave()
         if self._outer is None:
-            guard.clear_told(error)  # the same object may be raised again, in another call
+            guard.clear_told(error)  # the program may raise the same object again, in another call
         else:
             guard.mark_told(error)
 
@@ -206,12 +208,12 @@ class Call:
         guard = self._guard
         guard.current = self._outer
         if self._before == math.inf:
-            guard.since = math.inf  # it was a part of the program's own work, which goes on
+            guard.since = math.inf  # the program's own work goes on
         if self._entry is not None:
             self._entry[LEFT] = time.monotonic()
         if self._outer is None and guard.failures is not None:
             guard.failures.agreed_at = None
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
-            with suppress(Exception):  # a GPU that has failed says so at the next call
+            with suppress(Exception):  # the next call finds out that the GPU has failed
                 on_gpu.__exit__(None, None, None)

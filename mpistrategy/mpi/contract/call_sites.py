@@ -1,8 +1,8 @@
-"""Where in the user's program a call was made: the call's own frame outside this package, and those that called it.
+"""Call sites: where in the user's program a call was made.
 
-Two calls that look alike but stand at different places are different calls: that is how two swapped ones look.  The
-place is the call's frame and at most two callers, innermost first, and ends at the step function: so the calls of a
-helper are told apart by who called the helper.  Outside steps one caller counts.
+Two equal calls at different call sites count as different calls, since that is how two swapped calls look.  A call site
+is the call's frame outside this package and at most two callers, innermost first; it ends at the step function.  So the
+calls of a helper are told apart by the lines that called the helper.  Outside steps one caller counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-#: Frames of files in here are the library's own, but for the benchmarks, which use it as anybody does.
+#: Frames of files in here are the library's own, except for the benchmarks, which use it as programs do.
 _FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 _PROGRAMS = os.path.join(_FOLDER, "bench", "")
 _REMEMBERED, _MOST_ALIKE = 4096, 64
@@ -28,12 +28,12 @@ _FROM = " from "
 
 
 class Site(NamedTuple):
-    """A place in a program.
+    """A call site.
 
     Attributes:
         text: file and line of the call, for people.
-        place: what ranks compare: file, line and column of the call and of its callers, innermost first.  The folders
-            are left out, since they may differ between nodes.
+        place: what ranks compare: file, line and column of the call and of its callers, innermost first.  Without
+            folders, which may differ between nodes.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Site(NamedTuple):
 
 
 UNKNOWN = Site("?", "?")
-#: Stands for the code of a step function that has none of Python's.
+#: The code of a step function that is not written in Python.
 NO_CODE = object()
 
 
@@ -49,28 +49,28 @@ def _no_step() -> Any:
     return None
 
 
-#: Returns the `code_of` the step function that this thread is in; None outside.
+#: Returns `code_of` of the step function that this thread is in; None outside steps.
 _current_step: Callable[[], Any] = _no_step
-#: The code of the function of this package that calls step functions: no caller beyond it counts.
+#: The code of the function of this package that calls step functions: callers of it do not count.
 _step_caller: CodeType | None = None
-#: Which files are of this package, as far as they were met.
+#: Whether a file belongs to this package, for the files seen so far.
 _ours: dict[str, bool] = {}
 
 
 def ask_for_step(current_step: Callable[[], Any]) -> None:
-    """Say what returns the `code_of` the step function that the calling thread is in; None outside."""
+    """Set what returns `code_of` of the step function that the calling thread is in."""
     global _current_step
     _current_step = current_step
 
 
 def calls_steps(function: Callable[..., Any]) -> None:
-    """Say that `function`, of this package, calls step functions."""
+    """Set the function of this package that calls step functions."""
     global _step_caller
     _step_caller = function.__code__
 
 
 def code_of(function: Any) -> Any:
-    """Return what tells the frame of a step function: its code; NO_CODE for a callable that is not Python's."""
+    """Return the code of a step function, by which its frame is known; NO_CODE if it is not written in Python."""
     code = getattr(function, "__code__", None)
     if code is not None:
         return code
@@ -96,13 +96,13 @@ def outside(frame: FrameType | None) -> FrameType | None:
 
 
 def _frames_of(frame: FrameType | None, step: Any) -> list[FrameType]:
-    """Return the frames that make a place: the call's and its callers', innermost first."""
+    """Return the frames of a call site: the call's and its callers', innermost first."""
     most = 1 + (_CALLERS_OUTSIDE if step is None else _CALLERS_IN_STEP)
     found: list[FrameType] = []
     while (frame := outside(frame)) is not None:
         found.append(frame)
         code = frame.f_code
-        # What calls a module's own code is Python: it may differ between ranks that are started differently.
+        # The caller of a module's own code is Python itself, and may differ between ranks that are started differently.
         if len(found) == most or code is step or code.co_name == _MODULE:
             break
         frame = frame.f_back
@@ -112,14 +112,14 @@ def _frames_of(frame: FrameType | None, step: Any) -> list[FrameType]:
 
 
 class Node(Generic[T]):
-    """A frame of a place, by its code and instruction.
+    """A frame of a call site, by its code and instruction.
 
     Attributes:
-        code: of the frame; it is held so that no other code gets its identity.
-        is_module: whether it is a module's own code, which has no caller that counts.
-        found: what belongs to the place that ends here; None where none does yet.
-        callers: of the frames that called from here, by instruction, the first.
-        following: another code with the same instruction; None for the last one.
+        code: of the frame; held so that no other code gets its id.
+        is_module: whether it is a module's own code, whose caller does not count.
+        found: what was made for the call site whose outermost frame this is; None before.
+        callers: the nodes of the calling frames, by instruction; of several, the first.
+        following: the next node with the same instruction; None for the last.
     """
 
     __slots__ = ("callers", "code", "following", "found", "is_module")
@@ -132,26 +132,26 @@ class Node(Generic[T]):
         self.following = following
 
     def caller(self, frame: FrameType) -> Node[T]:
-        """Return the node of a frame that called from here, made by the first call."""
+        """Return the node of a calling frame; make it the first time."""
         code, at = frame.f_code, frame.f_lasti
         node, alike = self.callers.get(at), 0
         while node is not None:
             if node.code is code:
                 return node
             node, alike = node.following, alike + 1
-        # Many with one instruction are code that comes and goes.
+        # Many codes at one instruction come and go, and are not kept.
         node = self.callers[at] = Node(code, self.callers.get(at) if alike < _MOST_ALIKE else None)
         return node
 
 
 class CallTree(Generic[T]):
-    """What belongs to the places of a program, each worked out once.
+    """Keeps one object for each call site of a program.
 
-    The innermost frames are the callers of `root`.  Who needs it fast looks through the nodes by himself, and asks
-    `find` for what he does not find.
+    The innermost frames are the callers of `root`.  Code that must be fast searches the nodes itself, and calls `find`
+    for what it does not find.
 
     Args:
-        make: returns what belongs to a place.
+        make: returns the object of a call site.
     """
 
     def __init__(self, make: Callable[[Site], T]) -> None:
@@ -160,16 +160,16 @@ class CallTree(Generic[T]):
         self.root: Node[T] = Node()
 
     def find(self, frame: FrameType | None, step: Any) -> T:
-        """Return what belongs to the call of `frame`, or of the first frame outside this package from there.
+        """Return the object of the call in `frame`, or in the first frame outside this package from there.
 
         Args:
             frame: where the call is made.
-            step: the `code_of` the step function that runs; None outside.
+            step: `code_of` of the step function that runs; None outside steps.
         """
         frame = call = outside(frame)
         node: Node[T] | None = self.root
         callers_left = _CALLERS_OUTSIDE if step is None else _CALLERS_IN_STEP
-        # The common case: the place is known, and a step that is a function of Python's, or none, runs.
+        # The common case: the call site is known, and the step function, if any, is written in Python.
         while frame is not None and node is not None:
             code, node = frame.f_code, node.callers.get(frame.f_lasti)
             while node is not None and node.code is not code:
@@ -221,12 +221,12 @@ _sites: CallTree[Site] = CallTree(lambda site: site)
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the place of a call that this thread makes in `frame`, or in the first frame outside from there."""
+    """Return the call site of a call in `frame`, or in the first frame outside this package from there."""
     return _sites.find(frame, _current_step())
 
 
 def call_site() -> Site:
-    """Return the place of the call that this thread makes: the first frame outside this package, and its callers."""
+    """Return the call site of the call that this thread makes."""
     return site_of(sys._getframe(1))
 
 
@@ -246,9 +246,9 @@ def _without_column(place: str) -> str:
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warn of something at the place in the user's program where it began, not somewhere in this package."""
+    """Warn at the call site in the user's program, not at a line of this package."""
     frame = outside(sys._getframe(1))
-    if frame is None:  # a thread of ours
+    if frame is None:  # a thread of this package
         warnings.warn(text, category, stacklevel=2)
         return
     module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})

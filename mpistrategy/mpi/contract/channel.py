@@ -1,4 +1,4 @@
-"""How a guard reaches the other ranks, and how to wait for them without keeping a core busy."""
+"""How a guard reaches the other ranks, and how to wait without a busy core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[],
     channel.start(digest)
     for pause in growing_pauses():
         look()
-        for _ in range(_LOOKS):  # an MPI may need several to get on
+        for _ in range(_LOOKS):  # an MPI may need several to make progress
             if (answer := channel.finished()) is not None:
                 return answer
         time.sleep(pause)
@@ -39,7 +39,7 @@ def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[],
 
 
 def growing_pauses() -> Iterator[float]:
-    """Yield the seconds to sleep between two looks at something: short at first, never long."""
+    """Yield the seconds to sleep between two looks: short at first, never long."""
     pause = _SHORTEST_PAUSE
     while True:
         yield pause

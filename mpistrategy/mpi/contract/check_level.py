@@ -1,9 +1,9 @@
-"""How often calls are compared where a comparison costs a message: always, at first and now and then, or never.
+"""How often calls are compared where a comparison costs a message: "always", "first" or "off".
 
-Within a node the comparison rides with the data and is always made.  Between nodes, under "first", a call is compared
-when its signature is new, and at every `EVERY`-th call; in between each rank rolls the digests of its calls into one
-number, which is part of the next comparison.  So calls that were swapped are found then, late, and the report says
-which was the first that differed.
+Within a node the comparison travels with the data and is always made.  Between nodes, "first" compares a call when its
+signature is new, and every `EVERY`-th call.  In between each rank hashes the digests of its calls into one number,
+which is part of the next comparison.  So swapped calls are found at the next comparison, and the report names the first
+call that differed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpistrategy.errors import OptionError
 #: The environment variable that chooses the level.
 VARIABLE = "MPISTRATEGY_CHECK"
 ALWAYS, FIRST, OFF = LEVELS = ("always", "first", "off")
-#: Under "first" so many calls are at most made between two comparisons.
+#: The most calls from one comparison to the next under "first".
 EVERY = 32
 
 _SEEN = 4096
@@ -43,15 +43,15 @@ def chosen(given: Any, default: str, where: str = "MirroredStrategy") -> str:
 
 
 class Sparingly:
-    """Decides which calls are compared, and keeps account of the others.
+    """Decides which calls are compared, and remembers the others.
 
-    All ranks that make the same calls come to the same decisions.
+    Ranks that make the same calls decide alike.
 
     Args:
         level: "first" or "off".
 
     Attributes:
-        pending: the calls since the last comparison, under "first": number, digest, signature.
+        pending: under "first", the calls since the last comparison: number, digest, signature.
         unseen: how many calls were made since the last comparison.
     """
 
@@ -64,18 +64,18 @@ class Sparingly:
         self.unseen = 0
 
     def number_to_compare(self, digest: int, signature: Any, *, due: bool) -> int | None:
-        """Return what the ranks compare now; None when the call is made unseen.
+        """Return the number that the ranks compare now; None if this call is not compared.
 
         Args:
             digest: of the call.
             signature: of the call.
-            due: compare it whatever the level.
+            due: whether to compare it at any level.
         """
         if self._is_off:
             self.unseen += not due
             return digest if due else None
         self._count = count = self._count + 1
-        self._rolled = rolled = hash((self._rolled, digest))  # of numbers it is the same in every process
+        self._rolled = rolled = hash((self._rolled, digest))  # the hash of numbers is the same in every process
         if not due and count % EVERY and digest in self._seen:
             self.unseen += 1
             self.pending.append((count, digest, signature))
@@ -86,20 +86,20 @@ class Sparingly:
         return rolled & _MASK
 
     def number_compared(self, digest: int) -> int:
-        """Return what `number_to_compare` has returned for this digest just now."""
+        """Return what `number_to_compare` has just returned for this digest."""
         return digest if self._is_off else self._rolled & _MASK
 
     def number_to_leave_with(self, digest: int) -> int:
-        """Return what the ranks compare at their end: unequal, too, when they made different calls before."""
+        """Return the number that the ranks compare at their end; it differs, too, if earlier calls differed."""
         return digest if self._is_off else digest ^ (self._rolled & _MASK)
 
     def agreed(self) -> None:
-        """Forget the calls up to now: all ranks have made the same."""
+        """Forget the calls up to now: they were equal on all ranks."""
         self.unseen = 0
         self.pending.clear()
 
     def begin_anew(self) -> None:
-        """Forget everything, after the ranks were found to differ; all of them do."""
+        """Forget everything after a difference; all ranks do so."""
         self._count = self._rolled = self.unseen = 0
         self._seen.clear()
         self.pending.clear()

@@ -1,4 +1,4 @@
-"""How a rank tells its peers of an error of its own: in the comparison of a call, or where they wait after it."""
+"""How a rank tells the other ranks of its own error: in the comparison of a call, or where they wait after it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mpistrategy.mpi.contract.mismatch_report import LEFT, Report
 E = TypeVar("E", bound=BaseException)
 
 _TOLD = "_mpistrategy_told"
-#: Marks an error that another rank has met, and raises as well.
+#: Marks an error that began on another rank, which raises it, too.
 OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
-#: How long a rank that has failed or ends with a non-zero status waits for its peers in silence.
+#: How long a rank that has failed waits for the other ranks before it prints its error.
 PATIENCE_SECONDS = 2.0
 
 
 class TellsErrors(ABC):
-    """The part of a `Guard` that tells the peers of errors; its attributes are described there."""
+    """The part of a `Guard` that tells the other ranks of errors; the guard describes the attributes."""
 
     _channel: ControlChannel | None
     _rank: int
@@ -41,28 +41,28 @@ class TellsErrors(ABC):
 
     @abstractmethod
     def here(self) -> Site:
-        """Return where the program makes the call that this rank is in."""
+        """Return the call site of the call that this rank is in."""
 
     @abstractmethod
-    def exchange(self, mine: Report) -> list[Report]:
+    def gather_reports(self, mine: Report) -> list[Report]:
         """Return the reports of all ranks."""
 
     @property
     @abstractmethod
     def unseen(self) -> int:
-        """How many calls were not compared since the last agreement."""
+        """How many calls were not compared since the last comparison."""
 
     def fail(self, where: str, error: BaseException, *, agreed: bool) -> None:
-        """Tell the peers of an error on this rank, in a call that it leaves.
+        """Tell the other ranks of an error in a call that this rank leaves.
 
         Args:
             where: the public name of the call.
-            error: what has happened.
+            error: the error.
             agreed: whether the ranks had agreed on the call.
         """
         if self.broken:
             return
-        if self.is_comparing or not isinstance(error, Exception):  # from outside, at any moment
+        if self.is_comparing or not isinstance(error, Exception):  # a signal, say, at any moment
             self._break_off(where, error)
         elif not agreed:
             self.report_failure(where, error)
@@ -70,12 +70,12 @@ class TellsErrors(ABC):
             self.failures.tell(where, error)
 
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
-        """Do `fail` in a call that was agreed on outside every `Call`, and mark the error as known to the peers."""
+        """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
         self.fail(where, error, agreed=True)
         self.mark_told(error)
 
     def _break_off(self, where: str, error: BaseException) -> None:
-        """Tell the peers of an error that has come between what this rank has shown them and what they answer."""
+        """Tell the other ranks of an error between this rank's digest and their answer."""
         if self.failures is not None:
             self.failures.break_off(where, error)
         elif self.is_comparing:
@@ -85,25 +85,25 @@ class TellsErrors(ABC):
 
     @property
     def is_broken(self) -> bool:
-        """Whether some rank takes no more calls after a failure, so that this one must not wait for it."""
+        """Whether some rank takes no more calls after a failure, so that this rank must not wait for it."""
         return bool(self.broken) or (self.failures is not None and self.failures.left_by() is not None)
 
     def remote_error(self) -> MpiStrategyError:
-        """Return the error that says why there is nobody to wait for any more, and take no more calls."""
+        """Take no more calls; return the error that says which rank has failed."""
         rank = None if self.failures is None else self.failures.left_by()
         if self.failures is not None and rank is not None:
             return self.failures.remote_error(rank)
         return RemoteError(f"{self.broken}. {NO_MORE_CALLS}")
 
     def stop(self, reason: str) -> None:
-        """Take no more calls: nobody knows what is under way between the ranks."""
+        """Take no more calls: it is not known which messages are under way."""
         self.broken = self.broken or reason
         self.closed = True
 
     def stop_waiting(self, error: MpiStrategyError) -> None:
-        """Make this rank's main thread raise `error` where it waits, as far as that can be left; for any thread.
+        """Make this rank's main thread raise `error` where it waits, if it can leave that wait; for any thread.
 
-        What it waits for when it looks the next time, it may have come to meanwhile: `error` is nothing to that.
+        If the wait ends before the main thread looks, `error` has no effect.
         """
         if self.failures is not None:
             self.failures.late = error, self.failures.agreements()
@@ -112,13 +112,13 @@ class TellsErrors(ABC):
 
     @property
     def is_told_late(self) -> bool:
-        """Whether `stop_waiting` was called for what this rank waits for."""
+        """Whether `stop_waiting` was called for the present wait."""
         if self.failures is not None:
             return self.failures.is_told_late
         return self.late is not None and self.late[1] == self.comparisons
 
     def look(self) -> None:
-        """Raise where there is nobody to wait for any more; before the ranks have agreed."""
+        """Raise if this rank waits in vain for the others to agree."""
         if self.failures is not None:
             self.failures.look(agreed=False)
         elif self.late is not None and self.is_told_late:
@@ -126,7 +126,7 @@ class TellsErrors(ABC):
             raise self.mark_told(self.late[0])
 
     def leave_with(self, error: BaseException) -> None:
-        """Tell the peers of an error that has ended this rank's program; waits until all hear of it, where it must."""
+        """Tell the other ranks of an error that has ended this rank's program; wait for them where that is needed."""
         name, text = type(error).__name__, str(error)
         if self.failures is not None:
             self.failures.break_off("its program, which has ended", error)
@@ -137,21 +137,21 @@ class TellsErrors(ABC):
                     break
                 time.sleep(pause)
             if not answer:
-                self.exchange(Report({LEFT: "its program has ended"}, "its end", name, text, unseen=self.unseen))
+                self.gather_reports(Report({LEFT: "its program has ended"}, "its end", name, text, unseen=self.unseen))
         self.stop(f"rank {self._rank} has ended: {name}: {text}")
 
     def hear_of_ends(self, reports: Sequence[Report]) -> str:
-        """Take no more calls where a peer has ended with an error; return which and how, "" without."""
+        """Take no more calls if a rank has ended with an error; return which and how, else ""."""
         for rank, report in enumerate(reports):
             if LEFT in report.call and report.error:
                 self.stop(f"rank {rank} has ended: {report.error}: {report.text}")
         return self.broken
 
     def report_failure(self, where: str, error: BaseException) -> None:
-        """Take part in the peers' comparison with an error instead of a call, so that they raise as well."""
+        """Take part in a comparison with an error in place of a call: the other ranks raise it, too."""
         if self._channel is None:
             return
-        # No signature has a negative digest, so this never looks like agreement, unless all ranks fail alike.
+        # No signature has a negative digest: only if all ranks fail alike does this look like an agreement.
         self.since = time.monotonic()
         self.comparisons += 1
         self._channel.start(-1 - self._rank)
@@ -159,11 +159,11 @@ class TellsErrors(ABC):
         told, pauses = False, growing_pauses()
         while (answer := self._channel.finished()) is None:
             if self.is_broken:
-                return  # a peer has failed, and does not come
+                return  # some rank has failed and takes no part
             if not told and time.monotonic() > patience_ends:
                 told = True
                 if self._sparingly is not None and self.give_up is not None:
-                    # The peers may be on their way through data that this rank never brings.
+                    # The other ranks may wait for data that this rank does not send.
                     self.give_up(error)
                 sys.stderr.write(
                     f"[rank {self._rank}] waits to tell the other ranks: {type(error).__name__}: {error}\n"
@@ -171,16 +171,18 @@ class TellsErrors(ABC):
             time.sleep(next(pauses))
         if not answer and not self.is_broken:
             site = self.here().text
-            reports = self.exchange(Report({"call": where}, site, type(error).__name__, str(error), [], self.unseen))
+            reports = self.gather_reports(
+                Report({"call": where}, site, type(error).__name__, str(error), [], self.unseen)
+            )
             self.hear_of_ends(reports)
             if self._sparingly is not None:
                 self._sparingly.begin_anew()
                 if went_past(reports) and self.give_up is not None:
-                    # Some peer has sent what this rank never received, and which it would take for the next data.
+                    # A message that this rank has not received would be taken for the next data.
                     self.give_up(error)
 
     def mark_told(self, error: E) -> E:
-        """Mark an error that the peers of this guard know, or that it is too late to tell them."""
+        """Mark an error that the other ranks know, or that can no longer be told."""
         error.__dict__.setdefault(_TOLD, set()).add(id(self))
         return error
 
@@ -194,10 +196,10 @@ class TellsErrors(ABC):
 
 
 def _is_of_one_rank(error: Exception) -> bool:
-    """Return whether an error after the agreement may be that of one rank; ours are raised on all."""
+    """Return whether an error after the agreement may be that of one rank; our own are raised on all ranks."""
     return not isinstance(error, MpiStrategyError) or isinstance(error, DeviceError)
 
 
 def went_past(reports: Sequence[Report]) -> bool:
-    """Return whether ranks have made calls that others have not, before they heard of it."""
+    """Return whether some ranks have made more calls than others since the last comparison."""
     return len({report.unseen for report in reports}) > 1

@@ -1,8 +1,8 @@
-"""How a rank that fails after the ranks have agreed on a call tells the others of its node: in memory that all see.
+"""How a rank that fails after the agreement tells the others of its node: in shared memory.
 
-Before the agreement a rank takes part in the comparison with its error.  After it the peers are on their way through
-the data: they wait for numbers in shared memory, and there they look, now and then, whether some rank has failed.  A
-wait that comes to its end in spite of that goes on: the failure came after what the waiting rank needs.
+Before the agreement a rank sends its error in the comparison.  After it the other ranks move data: they wait for
+counters in shared memory, and look there from time to time whether a rank has failed.  A rank whose wait ends anyway
+goes on: it has the data that it needs.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Protocol
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import MpiStrategyError, RemoteError
 
-#: What each rank's line takes.
+#: How much memory each rank needs.
 BYTES = 1024
 _NUMBERS = 4
 _TEXT_FROM = 8 * _NUMBERS
 _LONGEST_TEXT = BYTES - _TEXT_FROM
 _FAILED, _BROKEN, _ORIGIN, _LENGTH = range(_NUMBERS)
-#: How long a rank that knows of a failure goes on waiting for the numbers of the others.
+#: How long a rank that knows of a failure goes on waiting for the counters of the others.
 PATIENCE_SECONDS = 2.0
 NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
 
 
 class _Memory(Protocol):
-    """What is used of `mpistrategy.mpi.shared_memory.segments.SharedMemory`."""
+    """The part of `mpistrategy.mpi.shared_memory.segments.SharedMemory` that is used here."""
 
     @property
     def local_rank(self) -> int: ...
@@ -38,18 +38,17 @@ class _Memory(Protocol):
 
 
 class Failures:
-    """What has failed on the ranks of one node.
+    """The failures on the ranks of one node.
 
     Args:
         memory: `BYTES` for each rank, zeroed.
-        agreements: returns the number of the agreement that this rank has come to; the same on all ranks in one call.
+        agreements: returns the number of this rank's last agreement; the same on all ranks in one call.
 
     Attributes:
         agreements: as above.
         on_broken: called with the reason when this rank takes no more calls.
         agreed_at: the number of the first agreement of the public call that this rank is in; None before it.
-        late: what this rank raises where it waits, since somebody else has found out that it waits for nothing; and
-            the number of that agreement.
+        late: the error that the watchdog makes this rank raise where it waits, and the number of that agreement.
     """
 
     def __init__(self, memory: _Memory, agreements: Callable[[], int]) -> None:
@@ -65,25 +64,25 @@ class Failures:
         self._is_broken = False
 
     def agree(self) -> None:
-        """Say that all ranks have agreed on the call that this one is in."""
+        """Note that all ranks have agreed on the call that this rank is in."""
         if self.agreed_at is None:
             self.agreed_at = self.agreements()
 
     def tell(self, where: str, error: BaseException) -> None:
-        """Tell the peers that wait for what this rank should bring in a call that all have agreed on."""
+        """Tell the ranks that wait for this rank's data in a call that all have agreed on."""
         self._write(f"{where}: {_in_words(error)}", self._rank)
         self._numbers[self._rank][_FAILED] = self.agreements() + 1  # 0: never
 
     def break_off(self, where: str, error: BaseException) -> None:
-        """Tell the peers that this rank takes no more calls: nobody knows how far it has come with the last one."""
+        """Tell the other ranks that this rank takes no more calls: how far it came with the last one is not known."""
         if not self._is_broken:
             self._break(f"{where}: {_in_words(error)}", self._rank)
 
     def look(self, *, agreed: bool) -> None:
-        """Raise RemoteError if a peer has failed that this rank waits for.
+        """Raise RemoteError if this rank waits for one that has failed.
 
         Args:
-            agreed: whether the ranks have agreed on what this rank waits for.
+            agreed: whether the ranks have agreed on the call that this rank is in.
         """
         if self.late is not None and self.is_told_late:
             self.break_off("a wait for the others", self.late[0])
@@ -102,7 +101,7 @@ class Failures:
 
     @property
     def is_told_late(self) -> bool:
-        """Whether this rank is still where it was told to wait no longer."""
+        """Whether `late` was set for the present wait."""
         return self.late is not None and self.late[1] == self.agreements()
 
     def left_by(self) -> int | None:
@@ -110,7 +109,7 @@ class Failures:
         return next((rank for rank, numbers in enumerate(self._numbers) if numbers[_BROKEN]), None)
 
     def remote_error(self, rank: int) -> MpiStrategyError:
-        """Return the error that tells of a peer's failure, after which this rank takes no more calls, either."""
+        """Take no more calls; return the error that tells of another rank's failure."""
         numbers = self._numbers[rank]
         text = bytes(self._texts[rank][: numbers[_LENGTH]]).decode(errors="replace")
         origin = int(numbers[_ORIGIN])

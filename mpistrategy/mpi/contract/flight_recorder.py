@@ -1,7 +1,7 @@
 """The flight record: which collectives this rank entered last, and when it left them.
 
-Always on, so an entry costs a fraction of a microsecond: it holds what is at hand, and is put into words when somebody
-asks.
+It is always on, so an entry costs a fraction of a microsecond: it refers to objects, which are put into words only when
+somebody asks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mpistrategy.mpi.contract.call_sites import without_columns
 LENGTH = 256
 
 NUMBER, WHAT, ENTERED, LEFT = range(4)
-#: One collective: its number among those of its strategy, from 1 on; what it is (a `Call`, or an all-reduce that was
-#: worked out before: something with a `signature`); when it was entered and when it was left, in seconds of
-#: time.monotonic(): 0.0 while it lasts, None where that is not taken down, for speed: before the next was entered.
+#: One collective: its number in its strategy, from 1 on; a `Call`, or a plan (which has a `signature`); when it was
+#: entered and when it was left, in seconds of time.monotonic().  The last is 0.0 while the collective runs, and None
+#: for a plan, which does not record it, for speed: it was left before the next entry.
 Entry = Sequence[Any]
 
 
@@ -44,26 +44,26 @@ class FlightRecord:
         self._again = 0
 
     def enter(self, what: Any, now: float) -> list[Any]:
-        """Write down that a collective begins."""
+        """Record that a collective begins."""
         number, self._again = self._again or self.next_number(), 0
         entry = [number, what, now, 0.0]
         self.append(entry)
         return entry
 
     def take_back(self) -> None:
-        """Forget the last entry, whose collective is made again, another way: the next to be entered."""
+        """Forget the last entry: the same collective is entered again, by another route."""
         self._again = self.entries.pop()[NUMBER]
 
     def last(self, back: int = 0) -> Entry | None:
-        """Return the last entry, or the one so many before it; for any thread."""
+        """Return the last entry, or the one `back` before it; for any thread."""
         try:
             return self.entries[-1 - back]
-        except IndexError:  # no test of the length: `take_back` may come between
+        except IndexError:  # `take_back` could run after a test of the length
             return None
 
 
 def in_words(entry: Entry, *, with_place: bool = True) -> str:
-    """Return ``#7 ReplicaContext.all_reduce SUM float64[3] (24 B) at train.py:12``, as far as it is known."""
+    """Return ``#7 ReplicaContext.all_reduce SUM float64[3] (24 B) at train.py:12``, as far as known."""
     what = entry[WHAT]
     signature = getattr(what, "signature", None)
     name = getattr(signature, "call", "") or getattr(what, "where", "") or "a collective"
@@ -79,7 +79,7 @@ def in_words(entry: Entry, *, with_place: bool = True) -> str:
 
 
 def line_of(entry: Entry, now: float, next_entered: float | None) -> str:
-    """Return an entry as a line of a report: how long ago it was entered, how long it took at most, what it was."""
+    """Return an entry as a line of a report: how long ago it was entered, its duration at most, its words."""
     left = next_entered if entry[LEFT] is None else entry[LEFT]
     took = f"{(left - entry[ENTERED]) * 1e3:10.3f} ms" if left else "not left     "
     sign = "<" if entry[LEFT] is None and left else " "
@@ -90,7 +90,7 @@ _FEW = 3
 
 
 def values_in_words(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """Return the layouts of what a call is about, the first few one by one, and how many bytes they are."""
+    """Return the first few layouts of a call's values, and the bytes of all."""
     if not values:
         return ""
     shown = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in values[:_FEW])
@@ -100,7 +100,7 @@ def values_in_words(values: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return how many bytes the values of one layout are; 0 where that is not known."""
+    """Return the number of bytes of one layout; 0 if it is not known."""
     try:
         itemsize = np.dtype(dtype.removesuffix(" on a GPU").rpartition(" ")[2]).itemsize
     except (TypeError, ValueError, SyntaxError):  # what NumPy alone does not know: bfloat16, slices with their indices

@@ -1,7 +1,7 @@
-"""What becomes of strategies in a forked child: they are closed there, since MPI belongs to the parent.
+"""Strategies are closed in a forked child, since MPI belongs to the parent.
 
-A child that took part in a collective would take its parent's turn, and at its end it must not finalize MPI: see
-`job.child_exit`.  Shared memory becomes the child's own, too; see `shared_memory.segments`.
+A child that took part in a collective would do so in place of its parent.  A child must not finalize MPI when it ends,
+either: see `job.child_exit`.  For shared memory in a child see `shared_memory.segments`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpistrategy.errors import ForkedProcessError
 _guards: WeakSet[Any] = WeakSet()
 _was_forked_from_rank = False
 _is_registered = False
-#: What is called before the first fork that matters, and in each child of a rank; `mpi.job.child_exit` adds to them.
+#: Called before the first fork that matters, and in each child of a rank; `mpi.job.child_exit` adds functions.
 before_forks: list[Callable[[], None]] = []
 in_children: list[Callable[[], None]] = []
 

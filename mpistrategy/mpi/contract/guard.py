@@ -1,16 +1,16 @@
-"""The collective contract: all ranks say what they are about to do, and nobody moves data unless all say the same.
+"""The collective contract: no rank moves data until all ranks are known to make the same call.
 
-MPI adds two swapped Allreduces, or reinterprets a float64 as a float32, and exits with status 0.  Here every
-collective of the library starts with `Call.agree`: a 62-bit digest of the call (public name, operation, structure,
-dtypes, shapes, destination, and its place in the program or its name) is compared on a channel of its own: in the
-mailboxes of a node, else with one 16-byte Allreduce.  Only when the digests differ do the ranks exchange their calls in
-words, and then every rank raises the same table.
+Plain MPI adds two swapped Allreduces, or reads a float64 as a float32, and exits with status 0.  Here every collective
+starts with `Call.agree`, which compares a 62-bit digest of the call between the ranks: public name, operation,
+structure, dtypes, shapes, destination, and the call site or the name.  The digest travels in the mailboxes of a node,
+else in one 16-byte Allreduce.  If the digests differ, the ranks send each other their calls in words, and every rank
+raises the same table.
 
-A rank that cannot make the call at all (a string among its arrays, say) takes part in the comparison with its error,
-so that its peers raise too instead of waiting for it.
+A rank that cannot make the call (there is a string among its arrays, say) sends its error in place of the digest.  The
+other ranks raise it, too, and do not wait.
 
-A rank can raise a flag: a bit beside its next digest.  The digests differ then, the ranks exchange their calls in
-words, find these equal, and go on; all have seen the flag, in the same call.  While no flag is up, this costs nothing.
+A rank can raise a flag: one bit beside its next digest.  The digests then differ, the ranks find their calls equal, and
+go on: all have seen the flag in the same call.  Without a flag this costs nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEAVING = Signature("exit")
 
 
 class CurrentCall(Protocol):
-    """What is known of the public call that a rank is in: a `mpistrategy.mpi.contract.call.Call`."""
+    """The public call that a rank is in: a `mpistrategy.mpi.contract.call.Call`."""
 
     where: str
     structure: str
@@ -61,9 +61,9 @@ class Guard(TellsErrors):
         channel: how to reach the other ranks; None when there are none.
         rank: this rank's number.
         size: how many ranks there are.
-        is_free: whether a comparison rides with the data, so that leaving it out would save nothing.
+        is_free: whether the comparison travels with the data, so that to leave it out would save nothing.
         failures: where ranks tell each other of errors after an agreement; None where they cannot.
-        contains_errors: whether an error that ends this rank's program ends this communicator alone, not the job.
+        contains_errors: whether an error that ends this rank's program ends only this communicator, not the job.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class Guard(TellsErrors):
         contains_errors: bool = False,
     ) -> None:
         self._channel = channel
-        #: How an error after an agreement becomes known to the peers; None where it cannot.
+        #: Tells the other ranks of errors after an agreement; None where that is not possible.
         self.failures = failures
         if failures is not None:
             failures.on_broken = self.stop
         self.contains_errors = contains_errors
-        #: Why no more calls are taken after a failure; "" while they are.
+        #: Why this guard takes no more calls after a failure; "" before.
         self.broken = ""
-        #: What the watchdog makes this rank raise where it waits, and the number of that comparison.
+        #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
         self.late: tuple[MpiStrategyError, int] | None = None
-        #: Whether this rank has shown its call to the peers, and has no answer yet.
+        #: Whether this rank has sent its digest and has no answer yet.
         self.is_comparing = False
-        #: Whether its calls are made by a thread of this library, for jobs that the program has started.
+        #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
-        #: Whether this rank must be able to leave a comparison that goes through MPI.
+        #: Whether a comparison through MPI must be one that this rank can leave.
         self._is_patient = contains_errors and failures is None
         self._is_free = is_free
         self._rank = rank
@@ -104,42 +104,42 @@ class Guard(TellsErrors):
         self.since = 0.0
         #: How long a collective may wait for the other ranks, in seconds.
         self.timeout = DEFAULT_SECONDS
-        #: Set when this rank has come to its end.
+        #: Whether the program of this rank has ended.
         self.leaving = False
-        #: Set when all ranks have agreed to end their programs now, with whatever status: each waits for the others.
+        #: Whether all ranks have agreed to end their programs now; each then waits for the others, whatever its status.
         self.all_leave = False
-        #: Where the program made the call, when that was in another thread.
+        #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
         #: How often calls are compared: see `mpistrategy.mpi.contract.check_level`.
         self.level = ALWAYS
         self._sparingly: Sparingly | None = None
-        #: What the GPU of this rank does with its peers meanwhile: `gpu_progress.InFlight`, once there.
-        self.in_flight: Any = None
+        #: How far this rank's GPU is with its collectives: a `gpu_progress.GpuProgress`, once there is one.
+        self.gpu_progress: Any = None
         #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
         self.on_gpu: Callable[[], AbstractContextManager[Any]] | None = None
-        #: Since when this rank waits for what its own GPU was given before the collective; infinity if it does not.
+        #: Since when this rank waits for earlier work of its own GPU; infinity if it does not.
         self.own_gpu_since = math.inf
-        #: Ends the job with an error that the peers cannot be told.
+        #: Ends the job with an error that the other ranks cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
         self._closed = False
         self._is_in_child = False
         if size > 1:
             forks.close_in_children(self)
-        #: Set when messages of calls that differed may be under way; no call is taken any more.
+        #: Whether messages of calls that differed may be under way; this guard takes no more calls then.
         self.is_spoiled = False
-        #: Whether calls must come here: the guard is closed, or this rank's flag is up.
+        #: Whether no plan may run without a `Call`: the guard is closed, or this rank's flag is up.
         self.must_enter = False
         self._flag = 0
-        #: Set on all ranks, in the same call, after some have raised their flags; `raise_flag` tells more.
+        #: Whether some rank has raised its flag; set on all ranks in the same call.
         self.flag_was_seen = False
-        #: What the program's `Strategy.close` gives back besides; not called when the program ends without it.
+        #: Called by `Strategy.close`; not called when the program ends without it.
         self.at_close: list[Callable[[], object]] = []
-        #: How often this rank has compared its calls, where that costs a message; the same on all ranks.
+        #: How many comparisons this guard has made; plans in the mailboxes make their own. Equal on all ranks.
         self.comparisons = 0
 
     @property
     def closed(self) -> bool:
-        """Whether the communicator has been given back, or takes no calls any more: messages may be under way."""
+        """Whether this guard takes no more calls: after a close, a failure or a fork."""
         return self._closed
 
     @closed.setter
@@ -149,7 +149,7 @@ class Guard(TellsErrors):
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Say that what runs in here is the program's own: nobody is waited for."""
+        """Say that the code in here is the program's own: this rank waits for no other rank."""
         before, self.since = self.since, math.inf
         try:
             yield
@@ -158,7 +158,7 @@ class Guard(TellsErrors):
 
     @contextmanager
     def own_gpu(self) -> Iterator[None]:
-        """Say that what runs in here waits for this rank's own GPU: the others wait for this rank, not it for them."""
+        """Say that the code in here waits for this rank's own GPU: the others wait for this rank, not it for them."""
         self.own_gpu_since = time.monotonic()
         try:
             with self.own_work():
@@ -167,9 +167,9 @@ class Guard(TellsErrors):
             self.own_gpu_since = math.inf
 
     def raise_flag(self) -> None:
-        """Show the other ranks at the next comparison that this one wants something; does nothing after it was seen.
+        """Set this rank's flag, which all ranks see at the next comparison; do nothing if it was seen already.
 
-        A signal handler may do so: nothing but attributes is written.
+        A signal handler may call it: it only writes attributes.
         """
         if self.flag_was_seen:
             return
@@ -179,7 +179,7 @@ class Guard(TellsErrors):
             self._flag, self.must_enter = _FLAG, True
 
     def lower_flags(self) -> None:
-        """Forget that flags were seen, on all ranks at the same place in the program."""
+        """Forget that flags were seen; all ranks do so between the same two calls."""
         self._flag, self.must_enter, self.flag_was_seen = 0, self._closed, False
 
     def refusal(self, where: str) -> MpiStrategyError:
@@ -201,28 +201,28 @@ class Guard(TellsErrors):
         return errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
 
     def here(self) -> Site:
-        """Return where the program makes the call that this rank is in."""
+        """Return the call site of the call that this rank is in."""
         return self.site or call_site()
 
     def digest(self, signature: Signature) -> int:
-        """Return the number that stands for a signature."""
+        """Return the digest of a signature."""
         return self._digests.of(signature)[0]
 
     def check_as(self, level: str) -> None:
-        """Compare calls as often as a level of `mpistrategy.mpi.contract.check_level` says, where they cost a message.
+        """Compare calls as often as a level of `mpistrategy.mpi.contract.check_level` says, where that costs a message.
 
-        All ranks do so at the same time.
+        All ranks set the level at the same time.
         """
         self.level = level
         self._sparingly = None if level == ALWAYS or self._is_free else Sparingly(level)
 
     def compare_digest(self, digest: int, signature: Signature) -> None:
-        """Do `compare` with a digest that is known, sparingly, outside every `call`."""
+        """Do `compare` with a known digest, sparingly, outside every `Call`."""
         if self._channel is not None and not self._agrees(digest, signature, due=False):
             self.resolve(signature)
 
     def resolve(self, signature: Signature) -> None:
-        """Raise on every rank, after the digests were found to differ, outside every `call`; not for a raised flag."""
+        """Raise on every rank after the digests have differed, outside every `Call`; do nothing for a raised flag."""
         try:
             self._resolve(self._report(signature))
         except MpiStrategyError as error:
@@ -230,12 +230,12 @@ class Guard(TellsErrors):
             raise
 
     def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None:
-        """Raise on every rank unless all ranks bring an equal `signature`.
+        """Raise on every rank unless all ranks give an equal `signature`.
 
         Args:
             signature: of the call.
-            patiently: leave the core to others.
-            sparingly: only as often as the level says; for calls that need no meeting of the ranks before their data.
+            patiently: leave the core to other threads.
+            sparingly: only as often as the level says; for calls that need no barrier before their data.
         """
         if self._channel is None:
             return
@@ -248,7 +248,7 @@ class Guard(TellsErrors):
         self.since = time.monotonic()
 
     def _agrees(self, digest: int, signature: Signature, *, due: bool, patiently: bool = False) -> bool:
-        """Return whether all ranks bring an equal call, or this one is not compared."""
+        """Return whether all ranks make an equal call, or this call is not compared."""
         sparingly, flag = self._sparingly, self._flag
         if sparingly is not None:
             number = sparingly.number_to_compare(digest, signature, due=due)
@@ -264,7 +264,7 @@ class Guard(TellsErrors):
                 equal = all_equal_patiently(channel, digest | flag, self.look)
             else:
                 equal = channel.all_equal(digest | flag)
-        except MpiStrategyError:  # that is the answer
+        except MpiStrategyError:  # an answer, too
             self.is_comparing = False
             raise
         self.is_comparing = False
@@ -277,36 +277,36 @@ class Guard(TellsErrors):
         return True
 
     def close_in_child(self) -> None:
-        """Take no calls in this process, a forked child; whoever was in one when it was forked is not here."""
+        """Take no calls in this process, a forked child: the thread that was in one belongs to the parent."""
         self._is_in_child = self.closed = True
         self.current = None
 
     def start_leaving(self) -> None:
-        """Begin to tell the peers that this rank has come to its end."""
+        """Begin to tell the other ranks that this rank has ended."""
         self.leaving, self.since = True, time.monotonic()
         if self._channel is not None:
             digest, sparingly = self._digests.of(_LEAVING)[0], self._sparingly
-            if sparingly is not None:  # calls at the end that were not compared are found here
+            if sparingly is not None:  # finds differences in the last calls, which were not compared
                 digest = sparingly.number_to_leave_with(digest)
             self._channel.start(digest)
 
     def peers_have_left(self) -> bool | None:
-        """Return True when all ranks have come to their end, False when one calls a collective, None while waiting."""
+        """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
         return True if self._channel is None else self._channel.finished()
 
     def tell_peers(self, why: str = "its program has ended") -> None:
-        """Answer the peers that call a collective: they raise an error that names this rank.  Then wait on.
+        """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again.
 
         Raises:
-            CollectiveMismatchError: when all have come to their end, and made different calls before.
+            CollectiveMismatchError: when all ranks have ended, and made different calls before.
         """
-        reports = self.exchange(Report({LEFT: why}, "its end", earlier=self._pending(), unseen=self.unseen))
+        reports = self.gather_reports(Report({LEFT: why}, "its end", earlier=self._pending(), unseen=self.unseen))
         if self._sparingly is not None:
             self._sparingly.begin_anew()
         if self.hear_of_ends(reports):
             return
         if all(LEFT in report.call for report in reports):
-            raise CollectiveMismatchError(table(reports))  # all have left; what they did before differed
+            raise CollectiveMismatchError(table(reports))  # their earlier calls differed
         self.start_leaving()
 
     def _report(self, signature: Signature) -> Report:
@@ -325,7 +325,7 @@ class Guard(TellsErrors):
         pending = [] if self._sparingly is None else self._sparingly.pending
         return [(number, digest, signature.describe()) for number, digest, signature in pending]
 
-    def exchange(self, mine: Report) -> list[Report]:
+    def gather_reports(self, mine: Report) -> list[Report]:
         """Return the reports of all ranks.
 
         Raises:
@@ -334,18 +334,18 @@ class Guard(TellsErrors):
         assert self._channel is not None
         if self.is_broken:
             raise self.mark_told(self.remote_error())
-        import json  # here, for the quick import: only reports need it
+        import json  # here, to keep `import mpistrategy` quick
 
         texts = self._channel.allgather_text(json.dumps(astuple(mine)))
         return [Report(*json.loads(text)) for text in texts]
 
     def _see_flags(self) -> None:
-        self.flag_was_seen = True  # before the flag goes down: a signal may come in between
+        self.flag_was_seen = True  # first, since a signal may come between the two lines
         self._flag, self.must_enter = 0, self._closed
 
     def _resolve(self, mine: Report) -> None:
-        """Find out why the digests differ; raise on every rank unless flags are up and nothing else."""
-        reports = self.exchange(mine)
+        """Find out why the digests differ; raise on every rank unless it was only a flag."""
+        reports = self.gather_reports(mine)
         if mine.digest is not None and all(report.digest == mine.digest for report in reports):
             if self._sparingly is not None:
                 self._sparingly.agreed()
@@ -361,12 +361,12 @@ class Guard(TellsErrors):
                 if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
                     kind = RemoteError
                 if went_past(reports):
-                    time.sleep(PATIENCE_SECONDS)  # that rank ends the job
+                    time.sleep(PATIENCE_SECONDS)  # the other rank ends the job
                 text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
                 error = kind(text)
                 error.__dict__[OF_ANOTHER_RANK] = True
                 raise self.mark_told(error)
         if is_late(reports):
-            # What was sent and not received would be taken for the next data.
+            # A message that was sent and not received would be taken for the next data.
             self.closed = self.is_spoiled = True
         raise self.mark_told(CollectiveMismatchError(table(reports)))

@@ -1,4 +1,4 @@
-"""What the ranks tell each other after their calls were found to differ, and the table that every rank raises."""
+"""The reports that ranks send each other when their calls differ, and the table that every rank raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mpistrategy.mpi.contract.call_sites import without_columns
 
 _SHOWN = 160
-#: In the place of a call, of a rank that has come to its end: why.
+#: The only key in the words of a rank that has ended; its value says why.
 LEFT = "left"
 
 #: A call in words: the non-empty fields of its signature.
@@ -17,17 +17,16 @@ Words = dict[str, str]
 
 @dataclass(slots=True)
 class Report:
-    """What one rank says after the digests differed.
+    """The report of one rank.
 
     Attributes:
-        call: what it was about to do; empty fields are left out.
-        site: where in the program.
+        call: the call that it makes; empty fields are left out.
+        site: its call site.
         error: the name of the error that kept it from making the call, and
         text: its text.
-        earlier: the calls that were not compared when they were made, since the last agreement, oldest first: number,
-            digest, and the call in words.
-        unseen: how many calls were not compared since the last agreement.
-        digest: the number that was compared; None when there is no call.
+        earlier: the calls since the last comparison, oldest first: number, digest, and the call in words.
+        unseen: how many calls were not compared since the last comparison.
+        digest: the number that was compared; None without a call.
     """
 
     call: Words
@@ -44,14 +43,14 @@ _DIFFERENT = (
     "dtypes and shapes.",
 )
 _ALIKE = (
-    "Nothing was sent. The calls are alike but stand at different places in the program, as swapped ones do. A place",
-    "is the line of the call and the lines that it was called from. If branches differ by rank, pass the same name= in",
-    "both: it is compared instead of the place. A call that takes no name= must come from the same lines on all ranks.",
+    "Nothing was sent. The calls are equal but come from different places of the program, as swapped ones do. A place",
+    "is the line of the call, and the lines that called it. If branches differ by rank, pass the same name= in both:",
+    "it is compared instead of the place. A call that takes no name= must come from the same lines on all ranks.",
 )
 
 
 def table(reports: Sequence[Report]) -> str:
-    """Return what all ranks were about to do, by rank, and in which fields it differs."""
+    """Return the calls of all ranks as a table, with the fields in which they differ."""
     late = _first_divergence(reports)
     if late is not None:
         return late
@@ -69,12 +68,12 @@ def table(reports: Sequence[Report]) -> str:
 
 
 def is_late(reports: Sequence[Report]) -> bool:
-    """Return whether calls that were made before are those that differ."""
+    """Return whether earlier calls differ, whose data has moved."""
     return _first_divergence(reports) is not None
 
 
 def _different(calls: Sequence[Words]) -> list[str]:
-    """Return the fields in which the calls differ, of the ranks that make one."""
+    """Return the fields in which the calls differ; ranks that have left do not count."""
     made = [call for call in calls if LEFT not in call]
     fields = dict.fromkeys(name for call in made for name in call)
     return [name for name in fields if len({call.get(name, "") for call in made}) > 1]
@@ -95,12 +94,12 @@ def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]
 
 
 def _first_divergence(reports: Sequence[Report]) -> str | None:
-    """Return the table of the first call that was made without a comparison and differed; None where there is none."""
+    """Return the table of the first earlier call that differs; None without one."""
     logs = [report.earlier for report in reports]
     alike = [len({digest for _, digest, _ in entries}) == 1 for entries in zip(*logs, strict=False)]
     number = [*alike, False].index(False)
     if number == max(map(len, logs)):
-        return None  # alike so far: it is the call of this moment that differs
+        return None  # the present call differs
     calls: list[Words] = [
         log[number][2] if number < len(log) else report.call for log, report in zip(logs, reports, strict=True)
     ]
@@ -111,10 +110,9 @@ def _first_divergence(reports: Sequence[Report]) -> str | None:
         f"the ranks did not make the same call earlier: call #{first} of this strategy differed in: "
         f"{', '.join(different) or 'its number'}",
         *_rows(calls, different, [without_columns(call.get("place", "?")) for call in calls]),
-        f"It is found only now ({', '.join(sorted(now))}), since calls that were seen before are compared at every "
-        "so many only:",
-        "its data, and that of the calls after it, may be mixed, and this strategy takes no further calls. Set",
-        "check='always' (MPISTRATEGY_CHECK=always, or mpistrategy run --check always) to stop before data moves.",
+        f"It is found only now ({', '.join(sorted(now))}), since calls that were seen before are compared rarely.",
+        "The data of that call and of later ones may be mixed, so this strategy takes no more calls. To stop before",
+        "data moves, set check='always' (MPISTRATEGY_CHECK=always, or mpistrategy run --check always).",
     ]
     return "\n".join(lines)
 
@@ -126,7 +124,7 @@ def _first_difference(texts: Sequence[str]) -> int:
 
 
 def _cut(text: str, start: int) -> str:
-    """Return a long text from a little before its first difference on; of a list, from that entry on."""
+    """Return a long text cut to a part around its first difference; of a list, from that entry on."""
     if len(text) <= _SHOWN:
         return text
     begin, before = max(0, start - _SHOWN // 4), text.rfind("; ", 0, start)

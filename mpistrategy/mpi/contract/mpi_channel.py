@@ -1,4 +1,4 @@
-"""The guard's channel over MPI: where the ranks compare their calls that share no node's memory."""
+"""The guard's channel over MPI, for ranks that share no memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpi4py import MPI
 class MpiControlChannel:
     """The guard's channel: one persistent 16-byte Allreduce, and text for the reports.
 
-    A persistent collective only ever meets itself, so that a rank that leaves can start it without waiting.
+    A persistent collective matches only itself, so a rank that leaves can start it without waiting.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -44,11 +44,11 @@ class MpiControlChannel:
         return self._equal()
 
     def _equal(self) -> bool:
-        # The greatest of d and the greatest of -d are opposite only when all d are the same.
+        # The maximum of d and the maximum of -d are opposite only if all d are equal.
         return bool(self._greatest[0] == -self._greatest[1])
 
     def progress(self) -> None:
-        """Let MPI move messages that wait for this rank."""
+        """Let MPI make progress with messages for this rank."""
         self._comm.Iprobe()
 
     def allgather_text(self, text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before the data of a collective moves, and the number that stands for it."""
+"""The signature of a call, on which all ranks must agree before data moves, and its digest."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _LONG_FIELD = 64
 
 
 class Signature(NamedTuple):
-    """What all ranks must agree on before data moves; every field is plain data that prints the same everywhere."""
+    """Describes a call; every field is plain data whose repr is the same on all ranks."""
 
-    verb: str
+    collective: str
     op: str = ""
     structure: str = ""
     values: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -29,22 +29,22 @@ class Signature(NamedTuple):
 
 
 class Digests:
-    """The digests of signatures, below 2**62; those of the calls of a program are worked out once."""
+    """The digests of signatures, below 2**62; each is computed once."""
 
     def __init__(self) -> None:
-        #: With each digest its signature, so that the flight record holds one object for all equal calls.
+        #: The digest and the signature itself, so that the flight record holds one object for all equal calls.
         self._known: dict[Signature, tuple[int, Signature]] = {}
         self._long_fields: dict[Any, str] = {}
 
     def of(self, signature: Signature) -> tuple[int, Signature]:
-        """Return the digest, and the one signature that is kept for all equal ones."""
+        """Return the digest, and one signature object for all equal ones."""
         found = self._known.get(signature)
         if found is not None:
             return found
         if len(self._known) >= _CACHED:
             self._known.clear()
             self._long_fields.clear()
-        # What is long (the variables of a step, say) stays the same while what is short (its number) changes.
+        # Long fields (the variables of a step) repeat while short ones (its number) change.
         fields = [self._of_field(field) if len(field) > _LONG_FIELD else field for field in signature]
         digest = int.from_bytes(_hashed(repr(fields)), "little") >> 2
         found = self._known[signature] = (digest, signature)
@@ -58,6 +58,6 @@ class Digests:
 
 
 def _hashed(text: str) -> bytes:
-    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
+    import hashlib  # here, since it loads OpenSSL and would slow `import mpistrategy`
 
     return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -8,14 +8,14 @@ from typing import Any
 
 from mpistrategy.errors import OptionError
 
-#: The environment variable that sets it, in seconds; 0 for no limit.
+#: The environment variable that sets the limit, in seconds; 0 means no limit.
 VARIABLE = "MPISTRATEGY_TIMEOUT"
 DEFAULT_SECONDS = 600.0
 _EXPECTED = "seconds >= 0 (0: no limit)"
 
 
 def limit(seconds: float) -> float:
-    """Return for how long to wait where somebody said so many seconds: 0 means no limit."""
+    """Return the limit that `seconds` means: 0 is no limit."""
     return float(seconds) or math.inf
 
 
@@ -23,7 +23,7 @@ def parse(text: str, where: str = VARIABLE) -> float:
     """Return the seconds that `text` names.
 
     Raises:
-        OptionError: for anything else than a number, or a negative one.
+        OptionError: for text that is no number, or a negative one.
     """
     try:
         seconds = float(text)
@@ -35,7 +35,7 @@ def parse(text: str, where: str = VARIABLE) -> float:
 
 
 def expected() -> float:
-    """Return the limit of what has none of its own yet; a malformed variable is refused later, on all ranks."""
+    """Return the limit before a strategy exists; a malformed variable raises later, on all ranks."""
     try:
         return chosen()
     except OptionError:
@@ -43,7 +43,7 @@ def expected() -> float:
 
 
 def chosen(given: Any = None) -> float:
-    """Return the limit of a strategy: what it was given, else the variable, else `DEFAULT_SECONDS`."""
+    """Return the limit of a strategy: its argument, else the variable, else `DEFAULT_SECONDS`."""
     if given is not None:
         return limit(given)
     text = os.environ.get(VARIABLE, "")

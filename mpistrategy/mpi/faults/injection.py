@@ -3,19 +3,19 @@
 Without a plan nothing of this runs.  `arm` intercepts the marked methods of `mpistrategy.mpi.contract.public_calls` on
 this rank only.  The messages stay the same, so each rank may have a plan of its own.
 
-Counted are a program's own calls, from the first strategy on, over all strategies of this process; what a collective
-calls inside itself is part of it.  Wrappers act before the guard has heard of the call: a fault is to the other ranks
-what the same mistake in the program, or in the machine, would be.
+A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
+collective do not count.  A fault happens before the guard hears of the call: to the other ranks it looks like the same
+mistake in the program or the machine.
 
-* `skip` and `swap` hand back what this rank brought, as a result would look, and the program goes on.  A swapped call
-  is made right after this rank's next marked call (with the line of its own in errors), and its result is dropped; when
-  no further call comes, or that one raises, it is never made.  The guard finds both as soon as the calls differ in
-  anything that it compares; equal calls in a row cannot be told apart.
-* `corrupt` changes the result that this rank's program gets, after everything has been compared and sent; at an
-  `update`, this rank's copy of the first variable.
-* `raise` raises in the program, before the call: the other ranks hear of it by the end of the job, if it is not caught.
+* `skip` and `swap` return this rank's own value in the form of a result, and the program goes on.  A swapped call is
+  made right after this rank's next marked call (errors name its own line), and its result is dropped.  It is never made
+  if there is no further call, or if that one raises.  The guard finds both if the calls differ in anything that it
+  compares; equal calls in a row cannot be told apart.
+* `corrupt` changes the result on this rank, after everything has been compared and sent; at an `update`, this rank's
+  copy of the first variable.
+* `raise` raises in the program, before the call.  If the program does not catch it, the job ends.
 
-Simulated ranks (`mpistrategy.testing.run_replicas`) obey no plan: they share a process.
+Simulated ranks (`mpistrategy.testing.run_replicas`) have no plan, since they share a process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Inside(threading.local):
     depth = 0
 
 
-#: How many marked calls this thread is in: what they call is not counted.
+#: How many marked calls this thread is in; calls inside them are not counted.
 inside = _Inside()
 
 
@@ -84,17 +84,17 @@ class Armed:
             return due
 
     def make(self, public: PublicCall, args: tuple[Any, ...], kwargs: Given) -> Any:
-        """Make one call of the program's, or do to it what the plan says."""
+        """Make one call of the program's, with the faults that are due."""
         due = self.due(public.kind)
         put_off, self._put_off = self._put_off, None
         call = partial(public.function, *args, **kwargs)
         given: Given = {}
         if due:
-            import inspect  # here, for the quick import
+            import inspect  # here, to keep `import mpistrategy` quick
 
             bound = inspect.signature(public.function).bind(*args, **kwargs)
             bound.apply_defaults()
-            for name, value in bound.arguments.items():  # an iterator of gradients can be looked at only once
+            for name, value in bound.arguments.items():  # an iterator of gradients can be read only once
                 if name != "self" and isinstance(value, Iterator):
                     bound.arguments[name] = list(value)
             given = bound.arguments
@@ -113,7 +113,7 @@ class Armed:
         return result
 
     def tell_what_is_left(self) -> None:
-        """Say which faults have not happened: a job that came through without them has shown nothing."""
+        """Print which faults have not happened: a job that ends well without them has tested nothing."""
         for fault in self._waiting if os.getpid() == self._pid else ():  # not in a forked child
             calls = self._counts[fault.kind]
             self._say(f"planned fault did not happen, after {calls} such calls: {fault}")
@@ -148,7 +148,7 @@ _armed: Armed | None = None
 
 
 def arm(rank: int, size: int) -> None:
-    """Put the plan of the environment in force; do nothing without one, or when it is in force already.
+    """Put the plan of the environment in force; do nothing without one, or if it is in force already.
 
     Args:
         rank, size: this rank's number in the job, and how many there are.
@@ -192,7 +192,7 @@ def _counted(public: PublicCall, args: tuple[Any, ...], kwargs: Given) -> Any:
 
 
 def _from_here(call: Callable[[], Any], given: Given) -> Callable[[], Any]:
-    """Return `call` so that errors name the line where the program is now."""
+    """Return a function that makes `call` later, with this call site in its errors."""
     site, guard = call_site(), _guard_of(given.get("self"))
 
     def later() -> None:
@@ -223,8 +223,8 @@ def flipped(value: Any, bit: int, *, in_place: bool = False) -> tuple[Any, bool]
     Args:
         value: arrays and NumPy numbers in a nest, in Mirrored or in IndexedSlices.
         bit: which bit of the element, from the lowest on.
-        in_place: whether the arrays are the caller's own, to be written to; else they are copied, since ranks of one
-            node may read the same memory.
+        in_place: whether to write to the arrays, which are the caller's own; else they are copied, since ranks of one
+            node may share the memory.
     """
     leaves, structure = nest.flatten(value)
     for index, leaf in enumerate(leaves):
@@ -264,5 +264,5 @@ def _flip(array: Array, bit: int) -> bool:
 
 
 def _is_callers(given: Given) -> bool:
-    """Return whether the result is in memory of the caller's: where `out` says, or in an arena."""
+    """Return whether the result is in the caller's memory: in `out`, or in an arena."""
     return given.get("out") is not None or is_arena(given.get("value"))

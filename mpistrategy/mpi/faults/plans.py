@@ -1,12 +1,12 @@
-"""Fault plans: which rank goes wrong, where, and how; the words of `MPISTRATEGY_INJECT` and `mpistrategy run --inject`.
+"""Fault plans: the syntax of `MPISTRATEGY_INJECT` and `mpistrategy run --inject`.
 
-A plan is one fault or several, with ';' between them; a fault is three fields, with ',' between them, in any order:
+A plan is one fault or several, separated by ';'.  A fault is three fields in any order, separated by ',':
 
     rank=2, at=allreduce#17, do=kill; rank=any, at=#3, do=delay:0.5s
 
-`rank` is the number that the launcher gave, several with '+', or ``any``.  `at` is a kind of collective and the number
-of the call, from 1 on, among the calls of that kind on that rank; without a kind, among all calls.  `do` is one of
-`ACTIONS`, after which ':' may bring a number.
+`rank` is a rank of the job, several ranks with '+', or ``any``.  `at` is a kind of collective and the number of the
+call, from 1 on, among that rank's calls of that kind; without a kind, among all its calls.  `do` is one of `ACTIONS`,
+some with a number after ':'.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ KINDS = {
     "restore": "Checkpoint.restore, and with it CheckpointManager.restore",
     "close": "Strategy.close",
 }
-#: What can be done, and what it does.
+#: What a fault does.
 ACTIONS = {
     "kill": "the process ends by SIGKILL",
     "stop": "the process stops by SIGSTOP, until it gets SIGCONT",
     "raise": "InjectedFault is raised in place of the call",
     "delay": "the call begins later: delay:0.5s",
-    "corrupt": "the call is made; then a bit of this rank's result is flipped: corrupt:0 is the first element's lowest",
-    "skip": "the call is not made: this rank gets back what it brought",
-    "swap": "the call is made after the next one; this rank gets back what it brought",
+    "corrupt": "a bit of this rank's result is flipped after the call: corrupt:0 is the first element's lowest bit",
+    "skip": "the call is not made; this rank gets its own value back",
+    "swap": "the call is made after the next one; this rank gets its own value back",
 }
-#: What a call must hand back, if it is to be left out or put off.
+#: The kinds of calls that can be skipped or swapped.
 LEAVES_OUT = ("allreduce", "reduce", "gather", "broadcast", "barrier", "update")
-#: What has a result to be corrupted.
+#: The kinds of calls whose result can be corrupted.
 HAS_RESULT = ("allreduce", "wait", "reduce", "gather", "broadcast", "update")
-#: The kinds at which an action is possible, where that is not all, or any of them by number alone.
+#: The kinds that an action is limited to; it then needs a kind.
 LIMITED = {"skip": LEAVES_OUT, "swap": LEAVES_OUT, "corrupt": HAS_RESULT}
 
 _FIELDS = ("rank", "at", "do")
@@ -62,12 +62,12 @@ class Fault:
     """One fault.
 
     Attributes:
-        ranks: the ranks that it happens on; None means every one.
+        ranks: the ranks on which it happens; None means all.
         kind: a key of `KINDS`; "" counts the calls of all kinds.
         number: the number of the call, from 1 on.
         action: a key of `ACTIONS`.
         seconds: how long a delay is.
-        bit: which bit of the first element is flipped, from the lowest on; beyond its last it begins anew.
+        bit: the bit of the first element to flip, from the lowest on, modulo its number of bits.
     """
 
     ranks: tuple[int, ...] | None
@@ -91,12 +91,12 @@ def parse(text: str, where: str, size: int | None = None) -> tuple[Fault, ...]:
     """Return the faults of a plan, in order.
 
     Args:
-        text: the plan; without any words it plans nothing.
-        where: what the plan was given to, for the errors.
+        text: the plan; blank text means no faults.
+        where: the option or variable that held the plan, for errors.
         size: how many ranks there are; None when that is not known yet.
 
     Raises:
-        OptionError: for a malformed plan, and for one with a rank that does not exist; names what is allowed.
+        OptionError: for a malformed plan, or one with a rank that does not exist; says what is allowed.
     """
     return tuple(_fault(part.strip(), where, size) for part in text.split(";")) if text.strip() else ()
 

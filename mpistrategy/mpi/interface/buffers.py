@@ -1,6 +1,6 @@
-"""Buffers: in pieces that MPI can count, and memory for results that is used again.
+"""Buffers in pieces that MPI can count, and a pool of memory for results.
 
-MPI is given at most 2^30 elements a call, and bytes where it has no datatype.
+One MPI call gets at most 2^30 elements; dtypes that MPI does not know travel as bytes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LEAST_POOLED = 64 * 2**10
 
 
 class Pool:
-    """Memory for results, used again once nobody holds it: the first touch of new pages costs more than a reduction.
+    """Memory for results that is used again when nobody holds it: new pages cost more than a reduction.
 
-    A result is a view of a block.  NumPy makes every view of a view refer to the block itself, so that a block to
-    which nobody but the pool refers is free.
+    A result is a view of a block.  In NumPy a view of a view refers to the block itself, so a block is free if only the
+    pool refers to it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Pool:
         return np.ndarray(shape, dtype, block)
 
     def forget(self, nbytes: int) -> None:
-        """Forget the free blocks of this size, whose results are elsewhere from now on."""
+        """Drop the free blocks of this size: such results are kept elsewhere from now on."""
         entries = self._blocks.pop(nbytes, [])
         kept = [entry for entry in entries if sys.getrefcount(entry[0]) != _FREE]
         self._bytes -= nbytes * (len(entries) - len(kept))
@@ -70,12 +70,12 @@ class Pool:
             self._blocks[nbytes] = kept
 
     def clear(self) -> None:
-        """Forget all blocks; those in use live on with their views."""
+        """Drop all blocks; those in use stay alive with their views."""
         self._blocks.clear()
         self._bytes = 0
 
     def _tidy(self) -> None:
-        """Forget the blocks that have not been asked for in a long time, and the oldest of too many free ones."""
+        """Drop blocks that were not used for long, and the oldest if too much memory is free."""
         long_ago, self._tidy_at = self._taken - _KEPT_FOR, self._taken + _KEPT_FOR
         latest_first = sorted((e for same in self._blocks.values() for e in same), key=itemgetter(1), reverse=True)
         self._blocks.clear()
@@ -89,9 +89,9 @@ class Pool:
                 self._bytes += nbytes
 
 
-#: What may lie idle when yet another size is asked for: arrays of ever new sizes must not pile up.
+#: How many bytes may stay free when a new size is wanted: arrays of ever new sizes must not pile up.
 _MOST_FREE_BYTES = 2**28
-_KEPT_FOR = 4096  # results asked for since a block was last used
+_KEPT_FOR = 4096  # results since a block was last used
 
 
 def _count_of_free_block() -> int:

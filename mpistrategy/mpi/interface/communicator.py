@@ -1,7 +1,7 @@
-"""The collectives that every layer above needs, as a Protocol, and those of one rank, which need no MPI.
+"""The collectives that the layers above use, as a Protocol, and a communicator of one rank, which needs no MPI.
 
-All buffers are NumPy arrays in native byte order, contiguous and aligned (`dtypes.is_buffer`), and are
-worked on in place.  Every method that moves data is collective over the communicator's ranks.
+Buffers are NumPy arrays in native byte order, contiguous and aligned (`dtypes.is_buffer`), and are changed in place.
+Every method that moves data is collective over the communicator's ranks.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Communicator(Protocol):
     Attributes:
         rank: this rank's number.
         size: how many ranks there are.
-        guard: compares what the ranks are about to do before any of these collectives runs.
+        guard: compares the ranks' calls before any of these collectives runs.
         devices: the device that each rank drives, in rank order.
         node_of: the number of the node of each rank, from 0 on.
         local_rank: this rank's index among the ranks of its node.
         library: the MPI library and its version, in words; "" without one.
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
-        thresholds: which route a buffer takes, by its size.
-        mailboxes: where small values travel with the check of the call; None unless all ranks share one node's memory.
-        result_buffers: where packs are reduced and results stay; None where there are no mailboxes.
+        thresholds: from which size on a buffer takes which route.
+        mailboxes: carry small values with the check of the call; None unless all ranks share one node's memory.
+        result_buffers: shared memory in which packs are reduced and results stay; None without mailboxes.
         pool: memory for results.
         once: returns what is made once for these ranks: ``once(key, make)``.
     """
@@ -88,7 +88,7 @@ class Communicator(Protocol):
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
-        What this rank brings is in `source`, which stays as it is; None means in `buffer`.
+        This rank's value is in `source`, which does not change; None means in `buffer`.
         """
 
     def allreduce_many(
@@ -113,30 +113,30 @@ class Communicator(Protocol):
         """Copy every rank's `block` into ``blocks[rank]`` on every rank; any dtype, sizes may differ."""
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
-        """Send ``counts[r]`` elements of `sent`, one part after another, to rank r; any dtype.
+        """Send the r-th part of `sent`, of ``counts[r]`` elements, to rank r; any dtype.
 
-        The row of `received` with a rank's number gets what that rank sends here: ``counts[rank]`` elements each.
+        Row r of `received` gets the part from rank r: ``counts[rank]`` elements each.
         """
 
     def allgather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in rank order; for shapes and the like, never for data."""
+        """Return every rank's text, in rank order; for descriptions, never for data."""
 
     def node(self) -> NodeGroups:
-        """Return the transports within this node and between the nodes' leaders."""
+        """Return the communicators within this node and between the nodes' leaders."""
 
     def shared(self, nbytes: int) -> SharedMemory:
-        """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see where they can."""
+        """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's if they share memory."""
 
     def node_barrier(self) -> None:
-        """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
+        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
 
     def free(self) -> None:
-        """Give the communicator's resources back, where all ranks are known to do so; it cannot be used afterwards."""
+        """Free the communicator, where all ranks are known to do so; it cannot be used afterwards."""
 
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """How the ranks sit on the nodes.
+    """The communicators of `Communicator.node`.
 
     Attributes:
         node: the ranks of this node; rank 0 of it is the leader.
@@ -172,11 +172,11 @@ class SingleCommunicator:
     once: Once = field(default_factory=Once)
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Return "none": nothing goes anywhere."""
+        """Return "none": nothing moves."""
         return "none"
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
-        """Leave `buffer`, or copy `source` to it: its sum over one rank is itself."""
+        """Leave `buffer`, or copy `source` to it: the sum over one rank."""
         if source is not None:
             buffer[...] = source.reshape(buffer.shape)
 
@@ -195,16 +195,16 @@ class SingleCommunicator:
         """Leave `buffer`."""
 
     def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy `block` to the only place there is."""
+        """Copy `block`."""
         if blocks is not None:
             blocks[0][...] = block
 
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
-        """Copy `block` to the only place there is."""
+        """Copy `block`."""
         blocks[0][...] = block
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
-        """Copy `sent` to the only place there is."""
+        """Copy `sent`."""
         received[0] = sent
 
     def allgather_text(self, text: str) -> list[str]:
@@ -216,11 +216,11 @@ class SingleCommunicator:
         return NodeGroups(self, self)
 
     def shared(self, nbytes: int) -> SharedMemory:
-        """Return memory of this rank's own."""
+        """Return private memory."""
         return private_memory(nbytes)
 
     def node_barrier(self) -> None:
-        """Go on: nobody else is here."""
+        """Do nothing: there is no other rank."""
 
     def free(self) -> None:
         """Refuse further calls."""

@@ -1,7 +1,7 @@
 """The communicator of the strategy that this thread is working for.
 
-A CrossDeviceOps is made by the user without a communicator, and may be called directly or by another one; it finds
-the ranks it works on here.
+Users make a CrossDeviceOps without a communicator, and may call it directly or from another one: here it finds its
+ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def enter(communicator: Communicator) -> None:
 
 
 def leave() -> None:
-    """Go back to the one before."""
+    """Go back to the previous one."""
     _stack.entered.pop()
 
 

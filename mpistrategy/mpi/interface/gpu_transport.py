@@ -1,7 +1,7 @@
-"""How a buffer in GPU memory is reduced: what every path offers, the memory for it, and how ranks report errors.
+"""How a buffer in GPU memory is reduced: the Protocol of a path, memory for it, and how ranks report errors.
 
-A path works on CuPy's current stream.  It reads a buffer when everything that was put on the stream before is done, and
-what is put on the stream afterwards finds the result; nothing waits for the whole device.
+A path works on CuPy's current stream: after the work that is on the stream, and before the work that is put on it
+later.  Nothing waits for the whole device.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ PathName = Literal["alone", "mpi", "staged", "nccl", "ipc"]
 
 
 class DevicePath(Protocol):
-    """One way in which buffers in GPU memory travel.
+    """One transport for buffers in GPU memory.
 
     Attributes:
-        name: as users call it.
+        name: the word for users.
     """
 
     name: PathName
 
     def make_room(self, nbytes: int) -> None:
-        """Take the memory that a buffer of so many bytes needs: before the ranks agree, since it may fail."""
+        """Allocate the memory that a buffer of `nbytes` needs; called before the ranks agree, since it may fail."""
 
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
         """Replace `buffer` (flat, contiguous, of `communication_memory`) on every rank by its combination."""
 
     def free(self) -> None:
-        """Give back what the path holds, where all ranks are known to do so."""
+        """Free what the path holds, where all ranks are known to do so."""
 
 
 @dataclass
@@ -46,9 +46,9 @@ class DevicePaths:
     """The paths of one strategy.
 
     Attributes:
-        known: the path for each word that was asked for.
+        known: the path for each word of the options so far.
         by_name: each of these paths once.
-        reasons: why it is this one; by word.
+        reasons: why the path was chosen, by word.
     """
 
     known: dict[str, DevicePath] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def device_paths(communicator: Communicator) -> DevicePaths:
 
 
 class Alone:
-    """The path of one rank: nothing goes anywhere."""
+    """The path of one rank: nothing moves."""
 
     name: PathName = "alone"
 
@@ -77,7 +77,7 @@ class Alone:
         """Need nothing."""
 
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
-        """Leave `buffer`: its sum over one rank is itself."""
+        """Leave `buffer`: it is the sum over one rank."""
 
     def free(self) -> None:
         """Hold nothing."""
@@ -86,15 +86,14 @@ class Alone:
 def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceArray:
     """Return an array with undefined values in memory of cudaMalloc, on the current device.
 
-    MPI libraries cannot exchange managed memory, nor that of CUDA's asynchronous pools, in their fast way; some fail
-    on it.  Whatever pool the program has chosen, what travels is in CuPy's default one, which the program shares: what
-    one of the two no longer uses the other may have.
+    MPI libraries are slow with managed memory and with CUDA's asynchronous pools, and some fail.  So this memory comes
+    from CuPy's default pool, whichever pool the program has chosen; the program shares the default pool.
     """
     return cupy.ndarray((size,), dtype, memptr=cupy.get_default_memory_pool().malloc(max(1, size * dtype.itemsize)))
 
 
 def error_of(work: Callable[[], str | None]) -> str:
-    """Return what goes wrong in `work`, "" if nothing; it must not raise, since the peers wait for this rank."""
+    """Return the error of `work` in words, else ""; it must not raise, since the other ranks wait for this one."""
     try:
         return work() or ""
     except Exception as error:  # CUDA's, NCCL's or ours
@@ -102,7 +101,7 @@ def error_of(work: Callable[[], str | None]) -> str:
 
 
 def first_error(ranks: Communicator, mine: str) -> str:
-    """Return the error of some rank, with its number; "" if none has any.  Collective, and a barrier."""
+    """Return the error of the first rank that has one, and all ranks with errors; else "".  A barrier."""
     everyone = ranks.allgather_text(mine)
     those = [rank for rank, error in enumerate(everyone) if error]
     return f"{everyone[those[0]]} ({ranks_in_words(those)})" if those else ""

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.multi_node.pairwise import Link, Space, Steps, blocks_of, exchange
+from mpistrategy.mpi.multi_node.pairwise import Link, Space, Steps, blocks_of, reduce_pairwise
 
 
 @cache
@@ -54,7 +54,7 @@ def rounded(values: Array) -> Array:
 
 
 def halved(link: Link, source: Array, target: Array, tag: int, space: Space) -> Steps:
-    """Do what `exchange.exact` does for a float32 sum, with bfloat16 on the wire."""
+    """Do what `pairwise.exact` does for a float32 sum, with bfloat16 on the wire."""
     sent = space.take(source.size, bfloat16())
     sent[...] = source
     blocks = blocks_of(sent, link.size)
@@ -68,5 +68,5 @@ def halved(link: Link, source: Array, target: Array, tag: int, space: Space) -> 
             total += part
         own[...] = total
 
-    yield from exchange(link, blocks, blocks, add_up, tag, space)
+    yield from reduce_pairwise(link, blocks, blocks, add_up, tag, space)
     target[...] = sent

@@ -71,10 +71,10 @@ class Space:
 def exact(link: Link, source: Array, target: Array, op: str, tag: int, space: Space) -> Steps:
     """Write the combination of all counterparts' `source` (sum, MIN, MAX or PROD) into `target`, which may be the same.
 
-    See `exchange`.
+    See `reduce_pairwise`.
     """
     results = blocks_of(target, link.size)
-    return exchange(
+    return reduce_pairwise(
         link,
         blocks_of(source, link.size),
         results,
@@ -84,7 +84,7 @@ def exact(link: Link, source: Array, target: Array, op: str, tag: int, space: Sp
     )
 
 
-def exchange(
+def reduce_pairwise(
     link: Link,
     blocks: list[Array],
     results: list[Array],

@@ -1,6 +1,6 @@
-"""The collectives that move data over real MPI: one MPI collective, or the shared memory of a node.
+"""The collectives that move data over MPI: by one MPI collective, or in the shared memory of a node.
 
-Buffers go to MPI as buffers (the upper-case methods of mpi4py); nothing is ever pickled.
+They use the upper-case methods of mpi4py, which send buffers; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 
-#: Open MPI announces messages of 64 KiB and more over TCP, and sends them when the receiver answers; but the answer
-#: stands in line behind what is on its way: 16 MiB both ways at 1 Gbit/s take 160-200 ms so, and 142 in shorter ones.
+#: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
+#: 16 MiB both ways at 1 Gbit/s take 160-200 ms, and 142 ms in shorter messages.
 _MESSAGE_BYTES = 60 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MAX_COUNT
-#: Up to here MPI is given the source as well; a copy that is combined in place is faster with more.
+#: Up to this size MPI reads the source itself; above, a copy and an in-place call are faster.
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 
 
-class Verbs:
-    """The verbs of `communicator.Communicator` that carry arrays, on ranks that have agreed on the call.
+class Collectives:
+    """The part of a `Communicator` that moves arrays, on ranks that have agreed on the call.
 
     Attributes:
         rank: this rank's number.
         size: how many ranks there are.
         local_rank, local_size: the same among the ranks of this node.
         node_of: the node of each rank.
-        pipelined: the memory that the ranks of this node share; None where they share none.
-        failures: what the ranks have told each other of failures; None where they cannot, on several nodes.
+        pipelined: the pipelined all-reduce of this node; None where its ranks share no memory.
+        failures: tells the ranks of each other's failures; None on several nodes.
         thresholds: from how many bytes on which route is taken.
         max_count: how many elements one MPI call may carry.
     """
@@ -66,7 +66,7 @@ class Verbs:
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
-        What this rank brings is in `source`, which stays as it is; None means in `buffer`.
+        This rank's value is in `source`, which does not change; None means in `buffer`.
         """
         way = self.route(buffer.nbytes, buffer.dtype, op)
         if self.pipelined is not None and way == "pipelined":
@@ -107,7 +107,7 @@ class Verbs:
             divide_by(divisor, target)
 
     def allreduce_device_memory(self, buffer: Any, op: str) -> None:
-        """Do `allreduce` with a contiguous array in GPU memory that no stream works on; for CUDA-aware MPIs only."""
+        """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
         for piece in buffers.pieces(buffer, self.max_count):
             self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
 
@@ -121,7 +121,7 @@ class Verbs:
                 self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
 
     def _count(self, buffer: Array) -> int:
-        """Return how many elements MPI is given to combine in one call: it may take as much memory besides."""
+        """Return how many elements one MPI call combines: MPI may allocate as much memory again."""
         return min(self.max_count, max(1, self.thresholds.piece_bytes // buffer.itemsize))
 
     def bcast(self, buffer: Array, root: int) -> None:
@@ -160,11 +160,11 @@ class Verbs:
             self.bcast(target, root)
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
-        """Send ``counts[r]`` elements of `sent`, one part after another, to rank r; any dtype.
+        """Send the r-th part of `sent`, of ``counts[r]`` elements, to rank r; any dtype.
 
-        The row of `received` with a rank's number gets what that rank sends here: ``counts[rank]`` elements each.
+        Row r of `received` gets the part from rank r: ``counts[rank]`` elements each.
         """
-        # Not MPI's Alltoallv: on a node MPICH's takes 30 times as long for megabytes.
+        # Not MPI's Alltoallv: for megabytes on a node MPICH's takes 30 times as long.
         parts = np.split(sent, np.cumsum(counts)[:-1])
         self._meet()
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -174,15 +174,15 @@ class Verbs:
         MPI.Request.Waitall(requests)
 
     def _meet(self) -> None:
-        """Wait until all ranks are about to call MPI, which cannot be left: whoever fails before is heard of here.
+        """Wait until all ranks are about to call MPI, since a rank cannot leave an MPI call if another one has failed.
 
-        It does nothing on several nodes.
+        Does nothing on several nodes.
         """
         if self.failures is not None and self.pipelined is not None:
             self.pipelined.barrier()
 
     def isend(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
-        """Begin to send `block`, of any dtype; it must stay as it is until the requests are done."""
+        """Begin to send `block`, of any dtype; it must not change until the requests are done."""
         return [self._comm.Isend(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)]
 
     def irecv(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
@@ -190,7 +190,7 @@ class Verbs:
         return [self._comm.Irecv(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)]
 
     def node_barrier(self) -> None:
-        """Wait for the ranks of this node; what they wrote to shared memory before can be read after it."""
+        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
         if self.pipelined is not None:
             self.pipelined.barrier()
         elif self.local_size > 1:
@@ -202,5 +202,5 @@ def _goes_to_mpi(source: Array, buffer: Array) -> bool:
 
 
 def _is_the_same(source: Array, buffer: Array) -> bool:
-    """Return whether both, of one size and dtype, are the same contiguous memory: nothing is to be copied."""
+    """Return whether both, of one size and dtype, are the same contiguous memory."""
     return source.flags.c_contiguous and source.ctypes.data == buffer.ctypes.data

@@ -1,7 +1,6 @@
-"""The transport over real MPI: who the ranks are, what the ranks of a node share, and how all this ends.
+"""The communicator over MPI: its ranks, the shared memory of a node, and how all this is freed.
 
-How data moves is in `over_mpi.collectives`; besides the two only `operations`, `mpi_channel` and `world` import
-mpi4py.MPI.
+`over_mpi.collectives` moves the data.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mpistrategy.mpi.interface.communicator import NodeGroups, Once
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.multi_node.two_level import lanes_of
-from mpistrategy.mpi.over_mpi.collectives import Verbs
+from mpistrategy.mpi.over_mpi.collectives import Collectives
 from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
@@ -38,13 +37,13 @@ from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
 
 
-class MpiCommunicator(Verbs):
-    """The verbs of `mpistrategy.mpi.interface.communicator.Communicator` on a Dup of an mpi4py communicator.
+class MpiCommunicator(Collectives):
+    """A `mpistrategy.mpi.interface.communicator.Communicator` on a Dup of an mpi4py communicator.
 
     Args:
         comm: the communicator to duplicate; None means COMM_WORLD.
-        node_key: groups the ranks into nodes in place of MPI's shared-memory split: ranks with an equal number are
-            one node.  For tests, and for machines where the split is not what is wanted.
+        node_key: ranks with an equal number are one node; None asks MPI's shared-memory split.  For tests, and for
+            machines where the split is not what is wanted.
         channel: makes the guard's channel from the usual one.
         contains_errors: as of `Guard`.
 
@@ -116,10 +115,10 @@ class MpiCommunicator(Verbs):
         world.watch_waiting(self._comm, self.guard, memory, self.node_of, path, shown)
 
     def _introduce(self, me: Introduction) -> list[Introduction]:
-        """Return what all ranks say about themselves.
+        """Return the introductions of all ranks.
 
         Raises:
-            LaunchError: on every rank, when they do not fit together; nothing is left of the communicator then.
+            LaunchError: on every rank, when they do not match; the communicator has been freed then.
         """
         try:
             return introductions(self.allgather_text(me.text()))
@@ -131,9 +130,9 @@ class MpiCommunicator(Verbs):
             raise
 
     def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | Mailboxes]:
-        """Make the memory that the ranks of this node share.
+        """Make the shared memory of this node.
 
-        Returns the memory of the watchdogs' lines, and the channel on which the ranks compare their calls.
+        Returns the memory of the watchdog's status board, and the channel on which the ranks compare their calls.
         """
         assert self._control is not None
         before = status_board.BYTES + failures.BYTES
@@ -155,9 +154,9 @@ class MpiCommunicator(Verbs):
         return lines, mailboxes
 
     def shared(self, nbytes: int) -> SharedMemory:
-        """Return `nbytes` zeroed bytes for every rank, which the ranks of its node see.  Collective.
+        """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
 
-        Where one node has no room for them, all ranks get private memory, and rank 0 warns.
+        If one node has no room for them, all ranks get private memory, and rank 0 warns.
         """
         if not self.shares_memory:
             return private_memory(nbytes)
@@ -171,14 +170,10 @@ class MpiCommunicator(Verbs):
         return memory
 
     def _shared_if_there_is_room(self, nbytes: int) -> SharedMemory | None:
-        """Return shared memory for what is only faster with it: without a word where there is not plenty."""
+        """Return shared memory for what also works without it; None, without a warning, unless there is plenty."""
         self._meet()
         memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
         return None if isinstance(memory, str) else memory
-
-    def local_rank_and_size(self) -> tuple[int, int]:
-        """Return this rank's index among the ranks of its node, and how many they are."""
-        return self.local_rank, self.local_size
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
@@ -192,7 +187,7 @@ class MpiCommunicator(Verbs):
         return self._control.allgather_text(text)
 
     def node(self) -> NodeGroups:
-        """Return the transports within this node and between the nodes' leaders; the first call is collective."""
+        """Return the communicators within this node and between the nodes' leaders; the first call is collective."""
         return self.once(NodeGroups, self._node_groups)
 
     def _node_groups(self) -> NodeGroups:
@@ -204,9 +199,9 @@ class MpiCommunicator(Verbs):
         )
 
     def links(self, most: int) -> tuple[int, _Group | None]:
-        """Return how many ranks of each node, up to `most`, have a counterpart on every node, and this rank's.
+        """Return how many ranks of each node, at most `most`, have counterparts on all nodes, and this rank's.
 
-        Collective.  The counterparts are ordered by node.
+        Collective.  Ordered by node.
         """
         count = lanes_of(self.node_of, most)
         lane = self.local_rank if self.local_rank < count else MPI.UNDEFINED
@@ -214,7 +209,7 @@ class MpiCommunicator(Verbs):
         return count, None if comm == MPI.COMM_NULL else _Group(comm, self.max_count)
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
-        """Return a communicator of the same ranks on the same nodes that never meets this one's calls.  Collective."""
+        """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
         contains = self.guard.contains_errors
         made = MpiCommunicator(self._comm, self.node_of[self.rank], channel, contains_errors=contains)
         made.guard.timeout = self.guard.timeout
@@ -224,12 +219,12 @@ class MpiCommunicator(Verbs):
 
     @property
     def place_in_job(self) -> tuple[int, int]:
-        """This rank's number among all ranks of the job, and how many they are."""
+        """This rank's number in the job, and the number of ranks."""
         return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
     @property
     def may_use_threads(self) -> bool:
-        """Whether several threads may call this MPI at a time."""
+        """Whether several threads may call this MPI at the same time."""
         return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def free(self) -> None:
@@ -238,7 +233,7 @@ class MpiCommunicator(Verbs):
             return
         self._is_free = True
         if self.guard.closed:
-            # In a forked child nothing of it is ours; after a failure messages may be under way.
+            # In a forked child it all belongs to the parent; after a failure messages may be under way.
             abort.forget(self.guard)
             watchdog.forget(self.guard)
             return
@@ -255,7 +250,7 @@ class MpiCommunicator(Verbs):
 
 @cache
 def _memory_fence() -> Fence | None:
-    """Return what orders this process's writes for its peers; None where the processor keeps them in order."""
+    """Return a memory fence; None if the processor keeps writes in order."""
     if platform.machine().lower() in ("x86_64", "amd64", "i686"):
         return None
     window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
@@ -264,19 +259,19 @@ def _memory_fence() -> Fence | None:
 
 
 class _Group(MpiCommunicator):
-    """A part of a communicator whose ranks have already agreed: the same verbs without a guard of its own."""
+    """A part of a communicator, for calls on which the ranks have already agreed; it has no guard of its own."""
 
     def __init__(
-        self, comm: Any, max_count: int, window: PipelinedAllReduce | None = None, failures: Failures | None = None
+        self, comm: Any, max_count: int, pipelined: PipelinedAllReduce | None = None, failures: Failures | None = None
     ) -> None:
         self._comm = comm
         self._inside = MPI.COMM_NULL
         self.rank = comm.rank
         self.size = comm.size
-        self.local_rank, self.local_size = (self.rank, self.size) if window is not None else (0, 1)
-        self.node_of = (0,) * self.size if window is not None else tuple(range(self.size))
+        self.local_rank, self.local_size = (self.rank, self.size) if pipelined is not None else (0, 1)
+        self.node_of = (0,) * self.size if pipelined is not None else tuple(range(self.size))
         self.thresholds = DEFAULT
-        self.mailboxes, self.result_buffers, self.pipelined, self.failures = None, None, window, failures
+        self.mailboxes, self.result_buffers, self.pipelined, self.failures = None, None, pipelined, failures
         self.pool, self.once = Pool(), Once()
         self.guard, self.devices = Guard(), ()
         self._is_free = False

@@ -1,4 +1,4 @@
-"""MPI's operations for ours; our own where MPI's are not what NumPy's are, or depend on who combines what first."""
+"""The MPI operations for our names; our own where MPI's differ from NumPy's, or depend on the order of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpistrategy.arrays.dtypes import COMBINE
 
 @cache
 def operation(op: str, dtype: np.dtype[Any]) -> MPI.Op:
-    """Return MPI's operation, or one of our own for memory of the host; see `is_own`."""
+    """Return MPI's operation, or one of our own, for host memory; see `is_own`."""
     if not is_own(op, dtype):
         known: MPI.Op = getattr(MPI, op)
         return known
@@ -28,7 +28,7 @@ def operation(op: str, dtype: np.dtype[Any]) -> MPI.Op:
 
 
 def is_own(op: str, dtype: np.dtype[Any]) -> bool:
-    """Return whether `operation` is none of MPI's.
+    """Return whether `operation` is our own.
 
     MPI's MIN and MAX of floats may lose a NaN, and take either of 0.0 and -0.0; ours are commutative in every bit.
     Open MPI 5 saturates sums of integers of 8 and 16 bits where the processor has AVX; ours wrap around.

@@ -1,11 +1,10 @@
 """The engine: runs collectives in a thread of its own while the program computes.
 
-It works on a duplicate of the strategy's communicator, with a guard of its own, one job after another in the order in
-which they were started.  It sleeps between two looks at its messages, so that it does not steal the core from the
-computation; what it does in between (NumPy's additions, copies to the network) needs little of it.
+It uses a duplicate of the strategy's communicator, with a guard of its own, and runs jobs in the order in which they
+were started.  It sleeps between two looks at its messages, to leave the core to the program.
 
-At the end of the program the goodbye of `mpistrategy.mpi.job.abort` begins at once on the other channels, and on the
-engine's when it has run out of jobs: a peer that left, or that never started a job of ours, ends it.
+At the end of the program `mpistrategy.mpi.job.abort` says goodbye on the channels of all guards: on the engine's only
+when it has no more jobs.  A job that some rank never started ends then with an error.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
 
 
 def patiently(looks: int) -> None:
-    """Sleep between two looks at the messages: shortly at first, for small values, then for some milliseconds."""
+    """Sleep between two looks at the messages: briefly at first, for small values, then some milliseconds."""
     time.sleep(min(_SHORTEST_NAP * 2 ** min(looks, 10), _LONGEST_NAP))
 
 
-# MPICH moves a little of a message over TCP each time it is asked; long naps need much to be under way.
+# Over TCP each call moves only a part of MPICH's messages; with long sleeps many must be under way.
 _PATIENT = Manner(patiently, nudges=8, flights=8)
 
 
 class Job:
-    """Something to be done, and what came of it.
+    """A function to be called once, and its result.
 
     Args:
-        work: called once.
+        work: the function.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -50,17 +49,17 @@ class Job:
         self.was_waited_for = False
 
     def run(self, caught: type[BaseException] = Exception) -> None:
-        """Do it, here and now; keep an error for those who wait."""
+        """Call the function in this thread; keep its error for `result`."""
         assert self._work is not None
         try:
             self._result = self._work()
         except caught as error:
             self.error = error
-        self._work = None  # it holds the caller's arrays
+        self._work = None  # it refers to the caller's arrays
         self._over.set()
 
     def is_over(self) -> bool:
-        """Return whether it has ended, with a result or an error; never waits."""
+        """Return whether it has ended, with a result or an error; does not wait."""
         return self._over.is_set()
 
     def result(self) -> Any:
@@ -73,13 +72,13 @@ class Job:
 
 
 class AtOnce:
-    """Does every job when it is submitted, in the calling thread.
+    """Runs every job when it is submitted, in the calling thread.
 
     Attributes:
-        communicator: what the jobs communicate with.
-        submitted: how many jobs there have been.
+        communicator: that of the jobs.
+        submitted: the number of jobs so far.
         known_to_all: how many of them all ranks are known to have submitted.
-        views: of those that submit jobs, how they look with this communicator.
+        views: for a submitter of jobs, its copy that uses this communicator.
     """
 
     def __init__(self, communicator: Any) -> None:
@@ -90,19 +89,19 @@ class AtOnce:
         self._failed: list[Job] = []
 
     def submit(self, job: Job) -> None:
-        """Do `job`."""
+        """Run `job`."""
         self.submitted += 1
         self.known_to_all = self.submitted
         job.run()
         self.keep_failed(job)
 
     def keep_failed(self, job: Job) -> None:
-        """Remember a job that has failed and that nobody has waited for yet."""
+        """Remember a job that has failed until somebody waits for it."""
         if job.error is not None:
             self._failed = [*(failed for failed in self._failed if not failed.was_waited_for), job]
 
     def free(self) -> None:
-        """Warn of what has failed and nobody knows of; nothing is under way."""
+        """Warn of failed jobs that nobody has waited for."""
         for job in self._failed:
             if not job.was_waited_for:
                 text = f"an all_reduce_async failed and nobody waited for it: {job.error}"
@@ -124,14 +123,14 @@ class Engine(AtOnce):
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         super().__init__(communicator.duplicate(self._patient))
         self.communicator.guard.is_in_background = True
-        # One call of MPI could not be asked to move on.
+        # The engine could not sleep inside one blocking MPI call.
         self.communicator.thresholds = replace(self.communicator.thresholds, across_bytes=0)
         across_nodes(self.communicator, _PATIENT)
         self._thread = threading.Thread(target=self._run, name="mpistrategy progress", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Do `job` after all that were submitted before."""
+        """Run `job` after all earlier ones."""
         self.submitted += 1
         with self._lock:
             self._unfinished += 1
@@ -139,9 +138,9 @@ class Engine(AtOnce):
         self._jobs.put(job)
 
     def free(self) -> None:
-        """End the jobs that all ranks have started, and then the engine.  Collective.
+        """Finish the jobs that all ranks have started, then end the engine.  Collective.
 
-        A job that a peer has not started ends with an error: no rank waits for it.
+        A job that some rank has not started ends with an error on the others.
         """
         self._idle.wait()
         guard = self.communicator.guard
@@ -162,7 +161,7 @@ class Engine(AtOnce):
 
     def _run(self) -> None:
         self._channel.owner = self.communicator.guard.thread = threading.get_ident()
-        injection.inside.depth = 1  # what is done here was counted where it was started
+        injection.inside.depth = 1  # these calls were counted when they were started
         while (job := self._jobs.get()) is not None:
             job.run(BaseException)
             self.keep_failed(job)
@@ -174,7 +173,7 @@ class Engine(AtOnce):
 
 
 class _Channel:
-    """The guard's channel for a thread that must not keep a core busy, and for the goodbye in another thread."""
+    """The guard's channel: without a busy core for the engine's thread, and for the goodbye in another thread."""
 
     def __init__(self, usual: ControlChannel, idle: threading.Event) -> None:
         self._usual = usual
@@ -202,14 +201,14 @@ class _Channel:
 
 
 def engine_of(communicator: Any, agree: Callable[[], None]) -> AtOnce:
-    """Return what does the jobs of a communicator; the first call is collective.
+    """Return what runs the jobs of a communicator; the first call is collective.
 
-    Jobs are done at once on a single node, whose ranks have no core to spare for progress; by transports without
-    threads; and where the MPI of any rank was not started for several threads.
+    It is an `Engine` on several nodes where the MPI of all ranks allows several threads.  Else jobs run at once: the
+    ranks of a single node have no core to spare, and simulated ranks have no progress thread.
 
     Args:
         communicator: a strategy's.
-        agree: compares this first call with the other ranks'.
+        agree: compares the first call between the ranks.
     """
 
     def make() -> AtOnce:

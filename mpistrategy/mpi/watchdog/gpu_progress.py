@@ -17,14 +17,14 @@ from mpistrategy.mpi.contract.flight_recorder import Entry, in_words
 _RING = 1024
 #: What may be under way: half of the ring, so that there is no doubt which is ahead.
 MOST = _RING // 2
-#: What `InFlight.in_words` says before the library's reason why the result will never come.
+#: What `GpuProgress.in_words` says before the library's reason why the result will never come.
 FAILED = ", which has failed: "
 _BEGUN, _ENDED = 0, 1
 _NUMBER_BYTES = 8
 _TO_HOST = 2  # cudaMemcpyKind
 
 
-class InFlight:
+class GpuProgress:
     """The collectives that this rank's GPU has been given.
 
     Made by the thread that makes collectives; `look`, `waited`, `limit` and `in_words` are the watchdog's.

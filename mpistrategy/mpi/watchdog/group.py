@@ -73,7 +73,7 @@ class Watched:
     @property
     def limit(self) -> float:
         """How long the present collective may take, in seconds."""
-        current, flight = self.guard.current, self.guard.in_flight
+        current, flight = self.guard.current, self.guard.gpu_progress
         if current is not None and current.timeout is not None:
             return float(current.timeout)
         if current is None and flight is not None:
@@ -85,12 +85,12 @@ class Watched:
         entry = inside_of(self.guard)
         self._again = entry is not None and entry is self._entry
         self._entry = entry
-        if self.guard.in_flight is not None:
-            self.guard.in_flight.look(time.monotonic())
+        if self.guard.gpu_progress is not None:
+            self.guard.gpu_progress.look(time.monotonic())
 
     def is_late(self, now: float, not_before: float) -> bool:
         """Return whether this rank, or its GPU, has waited for longer than the limit; or for its own GPU far longer."""
-        flight = self.guard.in_flight
+        flight = self.guard.gpu_progress
         if flight is not None and flight.waited(now, not_before) > flight.limit(self.guard.timeout):
             return True
         if now - max(self.guard.own_gpu_since, not_before) > _OWN_GPU * self.limit:
@@ -100,12 +100,12 @@ class Watched:
     @property
     def has_failed(self) -> bool:
         """Whether what this rank's GPU is at will never end."""
-        flight = self.guard.in_flight
+        flight = self.guard.gpu_progress
         return flight is not None and bool(flight.has_failed)
 
     def waited(self, now: float, not_before: float) -> float:
         """Return for how long this rank has waited in a collective: since `not_before` at most; 0 in none."""
-        flight = self.guard.in_flight
+        flight = self.guard.gpu_progress
         on_gpu = 0.0 if flight is None else flight.waited(now, not_before)
         return max(on_gpu, self.host_waited(now, not_before))
 

@@ -50,7 +50,7 @@ def now_doing(guards: Iterable[Guard]) -> str:
 
 
 def _on_gpu(guard: Guard, now: float) -> str:
-    flight = guard.in_flight
+    flight = guard.gpu_progress
     return "" if flight is None else str(flight.in_words(now))
 
 

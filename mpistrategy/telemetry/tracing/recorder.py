@@ -292,9 +292,9 @@ class _Lines:
 
 
 def _in_words(signature: Signature) -> dict[str, Any]:
-    is_gather = signature.verb == "gather"  # which compares the rows' layout, not how many there are
+    is_gather = signature.collective == "gather"  # which compares the rows' layout, not how many there are
     return {
-        "verb": signature.verb,
+        "verb": signature.collective,
         "op": signature.op if signature.op.isupper() and signature.op.isalpha() else "",
         "values": "" if is_gather else values_in_words(signature.values),
         "bytes": 0 if is_gather else sum(bytes_of(dtype, shape) for dtype, shape in signature.values),

@@ -250,7 +250,7 @@ def test_a_swapped_call_is_made_afterwards(planned: Callable[[str], ms.Strategy]
     guard = strategy.extended.communicator.guard
     compare = guard.compare
     guard.compare = lambda signature, **more: (  # type: ignore[method-assign]
-        shapes.append(f"{signature.verb} {signature.values}"),
+        shapes.append(f"{signature.collective} {signature.values}"),
         compare(signature, **more),
     )[1]
     assert np.asarray(strategy.reduce("SUM", np.ones(2))).tolist() == [1, 1]  # put off

@@ -191,7 +191,7 @@ def test_those_who_left_are_told_apart_from_those_who_differ(launch: Launch, lea
     reports = job.stdout.splitlines()
     stay = sorted({0, 1, 2, 3} - leavers)
     assert sorted(int(report[0]) for report in reports) == sorted(2 * stay), job
-    named = f"rank{'s' * (len(leavers) > 1)} {', '.join(map(str, sorted(leavers)))} left; they differ in: verb"
+    named = f"rank{'s' * (len(leavers) > 1)} {', '.join(map(str, sorted(leavers)))} left; they differ in: collective"
     for report in reports:
         assert named in report, job
         assert {rank for rank in range(4) if f"|   rank {rank} {LEFT} |" in report} == leavers, job
