@@ -51,7 +51,6 @@ ORDER = {
 MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.communicator",
     "mpistrategy.mpi.contract.mpi_channel",
-    "mpistrategy.mpi.shared_memory.node_ranks",
     "mpistrategy.mpi.over_mpi.operations",
     "mpistrategy.mpi.over_mpi.collectives",
     "mpistrategy.mpi.job.world",

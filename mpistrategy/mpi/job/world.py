@@ -17,8 +17,7 @@ from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.job import abort, launcher
-from mpistrategy.mpi.shared_memory.node_ranks import NodePeers
-from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory, share
+from mpistrategy.mpi.shared_memory.segments import NodePeers, SharedMemory, private_memory, share
 from mpistrategy.mpi.tuning.files import library_name
 from mpistrategy.mpi.watchdog import earlier_runs, status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Watched

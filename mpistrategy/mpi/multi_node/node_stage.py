@@ -12,10 +12,9 @@ from typing import Protocol
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.pairwise import blocks_of, combined
-from mpistrategy.mpi.shared_memory import counters
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
-from mpistrategy.mpi.shared_memory.counters import Counter
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.mpi.shared_memory.spin_wait import Counter, counter_bytes
 
 # Besides the pieces on the network, the node works on one before and one after.
 _MORE_SLOTS = 2
@@ -95,7 +94,7 @@ class Window:
         self._lanes = lanes
         self._until = until
         self._brought, self._shown, self._done = (Counter(memory, line) for line in range(_COUNTERS))
-        start = counters.bytes_of(_COUNTERS)
+        start = counter_bytes(_COUNTERS)
         self._slots = [
             [segment[start + slot * piece_bytes :][:piece_bytes] for segment in memory.segments]
             for slot in range(flights + _MORE_SLOTS)
@@ -103,7 +102,7 @@ class Window:
 
     @staticmethod
     def bytes_of(piece_bytes: int, flights: int) -> int:
-        return counters.bytes_of(_COUNTERS) + (flights + _MORE_SLOTS) * piece_bytes
+        return counter_bytes(_COUNTERS) + (flights + _MORE_SLOTS) * piece_bytes
 
     def bring(self, number: int, source: Array, target: Array) -> None:
         self._wait_for(self._done, number - len(self._slots), self._ranks)

@@ -26,12 +26,11 @@ from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.multi_node.two_level import lanes_of
 from mpistrategy.mpi.over_mpi.collectives import Collectives
+from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
-from mpistrategy.mpi.shared_memory.node_ranks import NodePeers
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
-from mpistrategy.mpi.shared_memory.segments import Fence, SharedMemory, part, private_memory, share
-from mpistrategy.mpi.shared_memory.setup import MailboxChannel, NodeMemory, warn_without_memory
+from mpistrategy.mpi.shared_memory.segments import Fence, NodePeers, SharedMemory, part, private_memory, share
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
@@ -130,14 +129,14 @@ class MpiCommunicator(Collectives):
             self._comm.Free()
             raise
 
-    def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | MailboxChannel]:
+    def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | Mailboxes]:
         """Make the shared memory of this node.
 
         Returns the memory of the watchdog's status board, and the channel on which the ranks compare their calls.
         """
         assert self._control is not None
         before = status_board.BYTES + failures.BYTES
-        shared = self.shared(before + NodeMemory.bytes_for(self.local_size, self.thresholds))
+        shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
         lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)
         shared = part(shared, before)
         self.shares_memory = shared.is_shared
@@ -145,14 +144,14 @@ class MpiCommunicator(Collectives):
             return lines, self._control
         control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
         if self.local_size < self.size:
-            self.pipelined = NodeMemory(shared, self.thresholds, wait(), wait()).pipelined
+            _, self.pipelined = setup.in_memory(shared, self.thresholds, wait(), wait())
             return lines, control
-        told = self.failures = Failures(errors, lambda: node.mailboxes.sequence)
+        told = self.failures = Failures(errors, lambda: mailboxes.sequence)
         waits = wait(partial(told.look, agreed=False)), wait(partial(told.look, agreed=True))
-        node = NodeMemory(shared, self.thresholds, *waits, self._shared_if_there_is_room)
-        self.pipelined, self.mailboxes = node.pipelined, node.mailboxes
-        self.result_buffers = ResultBuffers(node.mailboxes, self._shared_if_there_is_room)
-        return lines, MailboxChannel(node.mailboxes, control.allgather_text)
+        mailboxes, self.pipelined = setup.in_memory(shared, self.thresholds, *waits, self._shared_if_there_is_room)
+        mailboxes.allgather_text = control.allgather_text
+        self.mailboxes, self.result_buffers = mailboxes, ResultBuffers(mailboxes, self._shared_if_there_is_room)
+        return lines, mailboxes
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
@@ -164,8 +163,8 @@ class MpiCommunicator(Collectives):
         self._meet()
         memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
-            if not self._has_warned:
-                warn_without_memory(memory, self.rank, later=self.pipelined is not None)
+            if self.rank == 0 and not self._has_warned:
+                setup.warn_without_memory(memory, later=self.pipelined is not None)
             self._has_warned = True
             return private_memory(nbytes)
         return memory

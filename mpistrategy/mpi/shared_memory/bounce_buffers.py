@@ -1,12 +1,13 @@
-"""The bounce buffers of the pipelined all-reduce, and where each part of a chunk is in them."""
+"""The bounce buffers of the pipelined all-reduce, and which part of a chunk is where in them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, Combine
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
 
 BUFFERS = 2
@@ -25,26 +26,43 @@ def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
     return min(count, lines * part // parts * step), min(count, lines * (part + 1) // parts * step)
 
 
+def combined(combine: Combine, parts: Sequence[Array], out: Array, partial: Array) -> None:
+    """Write the combination of two or more `parts`, in their order, into `out`.
+
+    Args:
+        combine: a ufunc.
+        parts: of one size.
+        out: may be the memory of one of them.
+        partial: for partial results: `out`, or the first part, which is lost, where `out` is a later part than the
+            second.
+    """
+    total, *others, last = parts
+    for other in others:
+        combine(total, other, out=partial)
+        total = partial
+    combine(total, last, out=out)
+
+
 class Layout(NamedTuple):
     """Where a chunk of one size is, in one of the two bounce buffers.
 
     Attributes:
-        brings: which parts of the source this rank brings, and where they go: all but its own slice.
-        own: this rank's slice; None when it has none.
-        parts: what the ranks brought of that slice, in rank order; None in the place of this rank.
+        sent: the parts of the source that this rank copies in, and where to: all but its own slice.
+        own: the slice that this rank adds up; None when it has none.
+        parts: the ranks' contributions to that slice, in rank order; None in the place of this rank.
         total: where it adds them up.
-        outs: the other ranks' slices, and where their sums are.
+        others: the other ranks' slices, and where their sums are.
     """
 
-    brings: list[tuple[slice, Array]]
+    sent: list[tuple[slice, Array]]
     own: slice | None
     parts: list[Array | None]
     total: Array
-    outs: list[tuple[slice, Array]]
+    others: list[tuple[slice, Array]]
 
 
 class BounceBuffers:
-    """Two bounce buffers of each rank, in turn: in each what it brings, and what it has added up.
+    """Two bounce buffers of each rank, used in turn; each has a part for what it contributes and one for its sums.
 
     Args:
         memory: `bytes_of(chunk_bytes)` of each rank, from `start` on.
@@ -55,17 +73,12 @@ class BounceBuffers:
     def __init__(self, memory: SharedMemory, chunk_bytes: int, start: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._rank = memory.local_rank
-        self._stages = [
-            [
-                [segment[start + (2 * b + part) * chunk_bytes :][:chunk_bytes] for segment in memory.segments]
-                for part in (0, 1)
-            ]
-            for b in range(BUFFERS)
-        ]
+        begins = [start + part * chunk_bytes for part in range(BUFFERS * 2)]
+        self._parts = [[segment[begin:][:chunk_bytes] for segment in memory.segments] for begin in begins]
         self._layouts: dict[tuple[np.dtype[Any], int], tuple[Layout, Layout]] = {}
 
     def layout(self, dtype: np.dtype[Any], count: int, number: int) -> Layout:
-        """Return where everything is of chunk `number`, of so many elements."""
+        """Return where everything of chunk `number`, of so many elements, is."""
         layouts = self._layouts.get((dtype, count))
         if layouts is None:
             if len(self._layouts) >= _REMEMBERED:
@@ -74,15 +87,15 @@ class BounceBuffers:
         return layouts[number & 1]
 
     def _laid_out(self, dtype: np.dtype[Any], count: int, buffer: int) -> Layout:
-        brought, added = ([segment.view(dtype) for segment in part] for part in self._stages[buffer])
-        me, size = self._rank, len(brought)
+        sent, sums = ([segment.view(dtype) for segment in part] for part in self._parts[2 * buffer :][:2])
+        me, size = self._rank, len(sent)
         borders = [slice(*share(count, rank, size, dtype.itemsize)) for rank in range(size)]
         own = borders[me]
         around = [part for part in (slice(0, own.start), slice(own.stop, count)) if part.stop > part.start]
         return Layout(
-            [(part, brought[me][part]) for part in around],
+            [(part, sent[me][part]) for part in around],
             own if own.stop > own.start else None,
-            [None if rank == me else brought[rank][own] for rank in range(size)],
-            added[me][own],
-            [(part, added[r][part]) for r, part in enumerate(borders) if r != me and part.stop > part.start],
+            [None if rank == me else sent[rank][own] for rank in range(size)],
+            sums[me][own],
+            [(part, sums[r][part]) for r, part in enumerate(borders) if r != me and part.stop > part.start],
         )

@@ -1,16 +1,16 @@
-"""Mailboxes: what the ranks of one node show each other, in memory that all of them see.
+"""Mailboxes: small values of the ranks of one node, in memory that all of them see.
 
 A mailbox holds a sequence number, the digest of the call that its rank is about to make, and a few bytes of data.  The
-digest and the data are written first and the number last, so that who sees the number sees the rest: one look at a
-peer's mailbox checks the call and brings the data.
+number is written last, so a rank that sees it sees the rest: one look at a peer's mailbox checks the call and reads the
+data.
 
-Two slots are used in turn.  A rank writes a slot again only after it has seen every peer's next number, which a peer
-writes after it has read this one.
+Each mailbox has two slots, used in turn.  A rank writes a slot again only after it has seen every peer's next number,
+and a peer writes that number only after it has read this slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpistrategy.arrays.dtypes import Array
@@ -22,18 +22,14 @@ _NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
 
 def segment_bytes(payload_bytes: int) -> int:
     """Return how much memory each rank's mailbox takes."""
-    return 2 * _slot_bytes(payload_bytes)
+    return 2 * aligned(_NUMBERS + payload_bytes)
 
 
-def _slot_bytes(payload_bytes: int) -> int:
-    return aligned(_NUMBERS + payload_bytes)
-
-
-class Slot(NamedTuple):
+class MailboxSlot(NamedTuple):
     """One of the two slots of all mailboxes.
 
     Attributes:
-        mine: the sequence number and the digest of this rank, to be written.
+        mine: this rank's sequence number and digest.
         peers: those of the other ranks.
         payloads: the data of every rank, by local rank, as uint8.
     """
@@ -44,7 +40,7 @@ class Slot(NamedTuple):
 
 
 class Mailboxes:
-    """The mailboxes of all ranks of one node.
+    """The mailboxes of all ranks of one node; with `allgather_text` set, the channel of the guard.
 
     Args:
         memory: `segment_bytes(payload_bytes)` for each rank, zeroed.
@@ -53,8 +49,11 @@ class Mailboxes:
 
     Attributes:
         sequence: the number of exchanges so far; the same on every rank whenever none is under way.
-        slots: the slot of an exchange is that of its sequence number modulo 2.
+        slots: an exchange uses the slot of its sequence number modulo 2.
+        allgather_text: returns every rank's text; for the guard's reports.
     """
+
+    allgather_text: Callable[[str], list[str]]
 
     def __init__(self, memory: SharedMemory, payload_bytes: int, waiting: Waiting) -> None:
         self.payload_bytes = payload_bytes
@@ -63,17 +62,13 @@ class Mailboxes:
         self.waiting = waiting
         self.local_rank = memory.local_rank
         self.size = len(memory.segments)
-        self.slots = tuple(self._slot(memory, index * _slot_bytes(payload_bytes)) for index in (0, 1))
+        self.slots = tuple(self._slot(memory, index * aligned(_NUMBERS + payload_bytes)) for index in (0, 1))
         self._digest = 0
 
-    def _slot(self, memory: SharedMemory, start: int) -> Slot:
+    def _slot(self, memory: SharedMemory, start: int) -> MailboxSlot:
         numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
-        data = start + _NUMBERS
-        return Slot(
-            numbers[self.local_rank],
-            tuple(theirs for rank, theirs in enumerate(numbers) if rank != self.local_rank),
-            tuple(segment[data : data + self.payload_bytes] for segment in memory.segments),
-        )
+        payloads = tuple(segment[start + _NUMBERS :][: self.payload_bytes] for segment in memory.segments)
+        return MailboxSlot(numbers.pop(self.local_rank), tuple(numbers), payloads)
 
     def exchange(self, sequence: int, mine: memoryview, peers: Sequence[memoryview], digest: int) -> bool:
         """Show the peers what this rank has written, wait for them, and return whether all digests are equal.
@@ -121,7 +116,8 @@ class Mailboxes:
         return all(peer[1] == self._digest for peer in peers)
 
     def shown(self) -> list[int]:
-        """Return the number of the last exchange that each rank has come to, by local rank; for the watchdog."""
+        """Return the number of each rank's last exchange, by local rank; for the watchdog."""
         first, second = (slot.peers for slot in self.slots)
-        peers = [max(int(one[0]), int(other[0])) for one, other in zip(first, second, strict=True)]
-        return [*peers[: self.local_rank], self.sequence, *peers[self.local_rank :]]
+        numbers = [max(int(one[0]), int(other[0])) for one, other in zip(first, second, strict=True)]
+        numbers.insert(self.local_rank, self.sequence)
+        return numbers

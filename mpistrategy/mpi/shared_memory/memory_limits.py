@@ -1,7 +1,6 @@
-"""How much memory this process may still take: what the node has, and the limits of the control groups it runs in.
+"""How much memory this process may still take: what the node has, and the limits of its control groups.
 
-Shared memory that nobody can provide ends the process that touches it (SIGBUS, or the kernel's OOM killer), so that it
-is asked for here first.
+Touching shared memory that is not there ends the process (SIGBUS, or the kernel's OOM killer), so this is asked first.
 """
 
 from __future__ import annotations
@@ -13,18 +12,12 @@ from typing import NamedTuple
 
 _MEMINFO, _CGROUP = "/proc/meminfo", "/proc/self/cgroup"
 _MOUNT = "/sys/fs/cgroup"
-#: Larger limits are none: cgroup v1 writes 2**63 rounded down to a page.
+#: From here on there is no limit: cgroup v1 writes 2**63 rounded down to a page.
 _NO_LIMIT = 2**60
 
 
 class Room(NamedTuple):
-    """What is left of something.
-
-    Attributes:
-        free: how many bytes may still be taken.
-        total: how many there are in all.
-        of: what it is, in words.
-    """
+    """How many bytes are free of something, how many there are in all, and what it is, in words."""
 
     free: int
     total: int
@@ -32,13 +25,12 @@ class Room(NamedTuple):
 
 
 def memory() -> Room | None:
-    """Return the least room of the node and of this process's control groups; None where the system says nothing."""
-    rooms = [room for room in (_of_node(), *_of_groups()) if room is not None]
-    return min(rooms, key=lambda room: room.free, default=None)
+    """Return the least room of the node and of this process's control groups; None where the system does not say."""
+    return min(filter(None, (_of_node(), *_of_groups())), key=lambda room: room.free, default=None)
 
 
 def file_system(folder: str) -> Room | None:
-    """Return the room in the file system of `folder`; None where it cannot be asked."""
+    """Return the room in the file system of `folder`; None where it cannot be told."""
     try:
         state = os.statvfs(folder)
     except OSError:
@@ -61,17 +53,13 @@ def _of_groups() -> Iterator[Room | None]:
             for folder in _upwards(_MOUNT, path):
                 yield _of_group(folder, "memory.max", "memory.current", ("inactive_file", "active_file"))
         elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
             for folder in _upwards(f"{_MOUNT}/memory", path):
-                yield _of_group(
-                    folder,
-                    "memory.limit_in_bytes",
-                    "memory.usage_in_bytes",
-                    ("total_inactive_file", "total_active_file"),
-                )
+                yield _of_group(folder, *names)
 
 
 def _upwards(mount: str, path: str) -> Iterator[str]:
-    """Yield the folder of a control group and of those above it; where a container hides them, what it shows."""
+    """Yield the folder of a control group and those above it, as far as a container shows them."""
     parts = [part for part in path.split("/") if part and part != ".."]
     for count in range(len(parts), -1, -1):
         yield os.path.join(mount, *parts[:count])
@@ -81,7 +69,7 @@ def _of_group(folder: str, limit: str, usage: str, caches: tuple[str, ...]) -> R
     most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
     if most is None or used is None or most >= _NO_LIMIT:
         return None
-    # The pages of files are given up when memory runs short.
+    # The system drops cached pages of files when memory runs short.
     cached = sum(_fields(f"{folder}/memory.stat").get(name, 0) for name in caches)
     return Room(max(0, most - used + cached), most, f"what {folder}/{limit} allows")
 
@@ -93,12 +81,8 @@ def _number(path: str) -> int | None:
 
 def _fields(path: str) -> dict[str, int]:
     """Return the numbers of a file with lines such as ``MemFree:  123 kB`` or ``active_file 123``."""
-    found = {}
-    for line in _lines(path):
-        words = line.replace(":", " ").split()
-        if len(words) >= 2 and words[1].isdigit():
-            found[words[0]] = int(words[1])
-    return found
+    rows = (line.replace(":", " ").split() for line in _lines(path))
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
 
 def _lines(path: str) -> list[str]:

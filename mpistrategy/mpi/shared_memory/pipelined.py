@@ -1,27 +1,25 @@
 """The pipelined all-reduce of ordinary arrays on one node, in chunks that stay in the cache.
 
-Every rank owns one slice of every chunk.  It shows its peers the slices that they own, adds up its own (in rank
-order, so that equal runs give equal bits), and shows the sum; one chunk later everybody copies the other sums out.
+Every rank owns one slice of every chunk.  It copies the other slices into its bounce buffer, adds up its own slice (in
+rank order, so that equal runs give equal bits), and shows the sum; one chunk later everybody copies the other sums out.
 No array is copied whole, and nothing is allocated.
 
-Each rank has two bounce buffers of two parts, in turn: what it brings, and what it has added up.  A part is written
-again only after all peers have said that they are done with the chunk after it, or have come that far.
+A bounce buffer is written again only after all peers have said that they are done with the chunk after it, or have come
+that far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, quiet_runner
-from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size, counters
-from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers, Layout
+from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size
+from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers, Layout, combined
 from mpistrategy.mpi.shared_memory.chunk_size import LARGE_BYTES, LEAST_BYTES, SMALL, ChunkChoice
-from mpistrategy.mpi.shared_memory.counters import Counter
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
-from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
 
 _COUNTERS = 3
 #: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
@@ -36,7 +34,7 @@ def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
 
 def segment_bytes(chunk_bytes: int) -> int:
     """Return how much memory each rank's counters and bounce buffers take."""
-    return counters.bytes_of(_COUNTERS) + bounce_buffers.bytes_of(chunk_bytes)
+    return counter_bytes(_COUNTERS) + bounce_buffers.bytes_of(chunk_bytes)
 
 
 class PipelinedAllReduce:
@@ -44,7 +42,7 @@ class PipelinedAllReduce:
 
     Args:
         memory: `segment_bytes(chunk_bytes)` for each rank, zeroed.
-        chunk_bytes: what a rank copies in at a time.
+        chunk_bytes: the size of a chunk.
         waiting: how to wait for a peer.
         more: returns so many bytes more for each rank, None where they cannot be shared; collective.  With them, large
             calls have larger chunks where these are faster.
@@ -60,8 +58,8 @@ class PipelinedAllReduce:
         self.local_rank = memory.local_rank
         self.size = len(memory.segments)
         self._waiting = waiting
-        self._brought, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
-        self._bounce_buffers = [BounceBuffers(memory, chunk_bytes, counters.bytes_of(_COUNTERS))]
+        self._sent, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
+        self._bounce_buffers = [BounceBuffers(memory, chunk_bytes, counter_bytes(_COUNTERS))]
         self._choice: ChunkChoice | None = None
         self._more = more if self.size <= chunk_size.MOST_RANKS and chunk_bytes < LARGE_BYTES else None
         self._quiet = quiet_runner()
@@ -77,10 +75,7 @@ class PipelinedAllReduce:
     def allreduce(self, source: Array, target: Array, op: str = "SUM") -> None:
         """Write the combination of all ranks' `source` into `target`; flat, contiguous, of one dtype; may be the same.
 
-        Args:
-            source: what this rank brings.
-            target: where the result goes.
-            op: "SUM", "MIN", "MAX" or "PROD".
+        `op` is "SUM", "MIN", "MAX" or "PROD".
         """
         self.allreduce_many(((source, target),), op)
 
@@ -91,18 +86,29 @@ class PipelinedAllReduce:
 
     def _allreduce_many(self, pairs: Sequence[tuple[Array, Array]], combine: Combine, divisor: int) -> None:
         nbytes = sum(source.nbytes for source, _ in pairs)
-        choice = self._choice_for(nbytes, pairs[0][0].dtype, combine)
-        if choice is None:
-            self._through(self._bounce_buffers[SMALL], pairs, combine, divisor)
-            return
-        self._through(self._bounce_buffers[choice.begin()], pairs, combine, divisor, choice.first_chunk_is_over)
-        choice.end(nbytes)
-
-    def _choice_for(self, nbytes: int, dtype: np.dtype[Any], combine: Combine) -> ChunkChoice | None:
-        """Return what chooses the chunks for so many bytes; None where they are small ones."""
         # NumPy's products of complex numbers depend on where a slice ends: theirs is always the same.
-        if nbytes < LEAST_BYTES or (dtype.kind == "c" and combine is not np.add):
-            return None
+        cut_alike = pairs[0][0].dtype.kind == "c" and combine is not np.add
+        choice = None if nbytes < LEAST_BYTES or cut_alike else self._chunk_choice()
+        buffers = self._bounce_buffers[SMALL if choice is None else choice.begin()]
+        elements = buffers.chunk_bytes // pairs[0][0].dtype.itemsize
+        last: tuple[Array, Layout] | None = None
+        for source, target in pairs:
+            whole = source.size <= elements
+            for start in (0,) if whole else range(0, source.size, elements):
+                part = slice(start, start + elements)
+                mine, result = (source, target) if whole else (source[part], target[part])
+                layout = buffers.layout(mine.dtype, mine.size, self._chunks)
+                self._chunk(layout, mine, result, combine, divisor, last)
+                if choice is not None and last is None:
+                    choice.first_chunk_is_over()
+                last = (result, layout)
+        if last is not None:
+            self._copy_out(*last)
+        if choice is not None:
+            choice.end(nbytes)
+
+    def _chunk_choice(self) -> ChunkChoice | None:
+        """Return the choice of chunks for large calls; None where there are only small ones."""
         if self._more is not None:
             more, self._more = self._more, None
             memory = more(ALIGNMENT + bounce_buffers.bytes_of(LARGE_BYTES))
@@ -110,31 +116,6 @@ class PipelinedAllReduce:
                 self._bounce_buffers.append(BounceBuffers(memory, LARGE_BYTES, ALIGNMENT))
                 self._choice = ChunkChoice(Counter(memory, 0), self.local_rank == 0)
         return self._choice
-
-    def _through(
-        self,
-        stage: BounceBuffers,
-        pairs: Sequence[tuple[Array, Array]],
-        combine: Combine,
-        divisor: int,
-        begun: Callable[[], None] | None = None,
-    ) -> None:
-        """Reduce all pairs in the chunks of `stage`; call `begun` when all ranks have begun and none has ended."""
-        elements = stage.chunk_bytes // pairs[0][0].dtype.itemsize
-        last: tuple[Array, Layout] | None = None
-        for source, target in pairs:
-            whole = source.size <= elements
-            for start in (0,) if whole else range(0, source.size, elements):
-                part = slice(start, start + elements)
-                brought, result = (source, target) if whole else (source[part], target[part])
-                layout = stage.layout(brought.dtype, brought.size, self._chunks)
-                self._chunk(layout, brought, result, combine, divisor, last)
-                last = (result, layout)
-                if begun is not None:
-                    begun()
-                    begun = None
-        if last is not None:
-            self._copy_out(*last)
 
     def _chunk(
         self,
@@ -145,32 +126,29 @@ class PipelinedAllReduce:
         divisor: int,
         last: tuple[Array, Layout] | None,
     ) -> None:
-        """Bring and add up one chunk, and copy the one before it out."""
+        """Copy in and add up one chunk, and copy the one before it out."""
         number = self._chunks + 1
-        for part, place in layout.brings:
+        for part, place in layout.sent:
             place[...] = source[part]
-        self._brought.tell(number)
+        self._sent.tell(number)
         if last is not None:
             self._copy_out(*last)
         self._chunks = number
-        self._wait_for(self._brought, number)
+        self._wait_for(self._sent, number)
         own = layout.own
         if own is None:
             self._added.tell(number)
             return
         total, mine = layout.total, source[own]
-        first, second, *others = (mine if theirs is None else theirs for theirs in layout.parts)
-        combine(first, second, out=total)
-        for other in others:
-            combine(total, other, out=total)
+        combined(combine, [mine if theirs is None else theirs for theirs in layout.parts], total, total)
         divide_by(divisor, total)
         self._added.tell(number)
         target[own] = total
 
     def _copy_out(self, target: Array, layout: Layout) -> None:
-        """Copy the peers' sums of the chunk that was brought last."""
+        """Copy the peers' sums of the chunk before this one."""
         self._wait_for(self._added, self._chunks)
-        for part, total in layout.outs:
+        for part, total in layout.others:
             target[part] = total
 
     def _wait_for(self, counter: Counter, number: int) -> None:

@@ -1,11 +1,11 @@
-"""Memory for results that the ranks of a node see: arrays are reduced where they were brought, and the result stays.
+"""Result buffers: memory of all ranks of a node, in which arrays are reduced and the results stay.
 
-Every rank has buffers of each size that is asked for, and brings its arrays into one that none of its earlier results
-lives in.  It tells the peers which, in its mailbox, with the check of the call.  Results are views of the rank's own
-buffer, which is used again once nobody holds a view of it.
+Every rank has buffers of each size that is asked for.  It copies its arrays into a buffer that no earlier result lives
+in, and tells the peers which one in its mailbox, with the check of the call.  Results are views of the rank's own
+buffer, which is free again when nobody holds a view of it.
 
-Buffers are made when a size is asked for the second time, and more of them when a rank holds results in all of its own.
-Whatever changes here changes inside an agreed call and for agreed reasons: it is the same on all ranks.
+Buffers are made when a size is asked for the second time, and more of them when results fill all buffers of a rank.
+All ranks change them alike: only inside an agreed call, and only for reasons that all of them know.
 """
 
 from __future__ import annotations
@@ -20,30 +20,23 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 
-#: What each rank's buffers may take together.
+#: How large each rank's buffers may be together.
 _MOST_BYTES = 2**30
-_LEAST_BLOCK_BYTES = 256 * 2**10
-_MOST_BLOCKS = 16
+_LEAST_BUFFER_BYTES = 256 * 2**10
+_MOST_BUFFERS = 16
 #: How many buffers a call may take.
 MOST_SIZES = 2
-#: Buffers of a size that has not been asked for in so many calls make room for others.
+#: Buffers of a size that so many calls have not asked for are given up when others need the room.
 _KEPT_FOR = 256
 
-# What a rank says instead of the number of a buffer: all its buffers are in use; it needs none.
+# What a rank says in place of a buffer's number: all its buffers are in use; it takes none.
 _NONE_FREE = -1
 _DECLINED = -2
 
 
 @dataclass
 class _Size:
-    """The buffers of one size.
-
-    Attributes:
-        mine: this rank's.
-        everybodys: those of all ranks, by local rank, for each buffer.
-        may_grow: whether there may be more of them.
-        last_call: when they were asked for last.
-    """
+    """The buffers of one size: this rank's, and for each of them those of all ranks, by local rank."""
 
     mine: list[Array] = field(default_factory=list)
     everybodys: list[tuple[Array, ...]] = field(default_factory=list)
@@ -72,7 +65,7 @@ class ResultBuffers:
 
     def may_have(self, sizes: Sequence[int]) -> bool:
         """Return whether there are buffers for so many bytes each, or will be when they are asked for again."""
-        lengths = {block_bytes_for(nbytes) for nbytes in sizes}
+        lengths = {buffer_bytes_for(nbytes) for nbytes in sizes}
         missing = {length: size for length in lengths if not (size := self._sizes.get(length, _Size())).mine}
         return all(size.may_grow for size in missing.values()) and sum(missing) <= self._left
 
@@ -84,7 +77,7 @@ class ResultBuffers:
         chosen = self._chosen[(self._mailboxes.sequence + 1) & 1][self._mailboxes.local_rank]
         found = []
         for at, nbytes in enumerate(sizes):
-            size = self._sizes.get(block_bytes_for(nbytes))
+            size = self._sizes.get(buffer_bytes_for(nbytes))
             mine = [] if size is None else size.mine
             number = next((n for n in range(len(mine)) if sys.getrefcount(mine[n]) == _FREE), _NONE_FREE)
             chosen[at] = number
@@ -93,13 +86,13 @@ class ResultBuffers:
         return found if len(found) == len(sizes) else None
 
     def decline(self) -> None:
-        """Tell the peers that this rank takes no buffer in the next call: nobody will."""
+        """Tell the peers that this rank takes no buffer in the next call; then none does."""
         self._chosen[(self._mailboxes.sequence + 1) & 1][self._mailboxes.local_rank][0] = _DECLINED
 
     def taken(self, sizes: Sequence[int]) -> list[tuple[Array, ...]] | None:
-        """Return for each size the buffers that the ranks took, after the agreement; None when one rank took none.
+        """Return for each size the buffers that the ranks took, after the agreement.
 
-        It is None on all ranks then, and buffers are made for later calls.
+        Where one rank took none, return None on all ranks, and make buffers for later calls.
         """
         self._calls += 1
         everybodys = self._chosen[self._mailboxes.sequence & 1]
@@ -107,7 +100,7 @@ class ResultBuffers:
             return None
         found = []
         for at, nbytes in enumerate(sizes):
-            length = block_bytes_for(nbytes)
+            length = buffer_bytes_for(nbytes)
             size = self._sizes.get(length)
             if size is None:
                 self._sizes[length] = _Size(last_call=self._calls)
@@ -121,41 +114,35 @@ class ResultBuffers:
         return found if len(found) == len(sizes) else None
 
     def _grow(self, size: _Size, length: int) -> None:
-        while length > self._left and self._forget_one():
-            pass
-        if length > self._left:
-            return
+        while length > self._left:
+            # The size that was not asked for in the longest time; its buffers live on with their views.
+            oldest, old = min(self._sizes.items(), key=lambda item: item[1].last_call)
+            if self._calls - old.last_call < _KEPT_FOR:
+                return
+            del self._sizes[oldest]
+            self._left += oldest * len(old.mine)
         memory = self._share(length)
         if memory is None:
             size.may_grow = False
             return
         self._left -= length
-        # An array over a memoryview is what all views of it refer to; of an array over an array it would be the latter.
+        # An array over a memoryview, so that all views refer to it, not to the array below it.
         size.mine.append(np.frombuffer(memory.mine.data, np.uint8))
         size.everybodys.append(memory.segments)
-        size.may_grow = len(size.mine) < _MOST_BLOCKS
-
-    def _forget_one(self) -> bool:
-        """Forget the size that was not asked for in the longest time; its buffers live on with their views."""
-        length, size = min(self._sizes.items(), key=lambda item: item[1].last_call)
-        if self._calls - size.last_call < _KEPT_FOR:
-            return False
-        del self._sizes[length]
-        self._left += length * len(size.mine)
-        return True
+        size.may_grow = len(size.mine) < _MOST_BUFFERS
 
 
-def block_bytes_for(nbytes: int) -> int:
+def buffer_bytes_for(nbytes: int) -> int:
     """Return the size of the buffer for so many bytes: there are eight sizes to each power of two."""
-    if nbytes <= _LEAST_BLOCK_BYTES:
-        return _LEAST_BLOCK_BYTES
+    if nbytes <= _LEAST_BUFFER_BYTES:
+        return _LEAST_BUFFER_BYTES
     step = 1 << ((nbytes - 1).bit_length() - 4)
     return -(-nbytes // step) * step
 
 
-def _count_of_free_block() -> int:
+def _references_to_a_free_buffer() -> int:
     buffers = [np.frombuffer(bytearray(1), np.uint8)]
     return next(sys.getrefcount(buffers[n]) for n in range(1))
 
 
-_FREE = _count_of_free_block()
+_FREE = _references_to_a_free_buffer()

@@ -1,13 +1,14 @@
-"""Memory that all ranks of a node see: one segment for each rank, mapped into every process of the node.
+"""Shared-memory segments: one for each rank of a node, mapped into every process of the node.
 
-It is a file without a name (a memfd), made by the first rank of the node and opened by the others through its
-descriptor, so that nothing is left behind however the job ends.  Where a descriptor cannot be reached (ranks in
-containers of their own, say), it is a file in the node's shared-memory file system whose name is gone before memory is
-taken.  Every rank reserves its own pages (they lie near its own core), after a look at what may be taken: a file system
-that is full, or a limit of memory, is an error here instead of a killed process later.  The mapping lives as long as
-any array in it, also after the strategy is closed.  In a forked child it is the child's own: what it writes there stays
-with it, and with the children that it forks.  Where the system promises no memory for that (vm.overcommit_memory=2), it
-can only read: a write ends it (SIGSEGV).
+All segments lie in one file without a name (a memfd).  The first rank of the node makes it and the others open its
+descriptor, so nothing is left behind however the job ends.  Where the descriptor cannot be opened (each rank in a
+container of its own, say), it is a file in the node's shared-memory file system, whose name is removed before memory is
+taken.  Every rank reserves its own pages, which then lie near its own core.  It compares them with the free memory
+first: a full file system or a memory limit is an error here, not a killed process later.
+
+The mapping lives as long as any array in it, also after the strategy is closed.  A forked child gets a private copy:
+its writes are seen by itself and its own children only.  Where the system promises no memory for the copy
+(vm.overcommit_memory=2), the child can only read: a write ends it (SIGSEGV).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import stat
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,13 +47,13 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(eq=False)
 class SharedMemory:
-    """One block of zeroed bytes for each rank of a node.
+    """One segment of zeroed bytes for each rank of a node.
 
     Attributes:
         segments: flat uint8 arrays, by local rank; where `is_shared` is False only this rank's own.
         local_rank: this rank's index among them.
-        is_shared: whether the peers of the node see them.
-        fence: orders the writes before it before those after it, where the processor does not do so by itself.
+        is_shared: whether the other ranks of the node see them.
+        fence: orders earlier writes before later ones; None where the processor does so by itself.
     """
 
     segments: tuple[Array, ...]
@@ -74,50 +75,58 @@ def part(memory: SharedMemory, start: int, length: int | None = None) -> SharedM
 
 
 def private_memory(nbytes: int) -> SharedMemory:
-    """Return memory of the same alignment that this rank alone sees."""
+    """Return memory of the same alignment that only this rank sees."""
     block = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -block.ctypes.data % ALIGNMENT
     return SharedMemory((block[start : start + nbytes],))
 
 
-class NodePeers(Protocol):
-    """What `share` needs from the ranks around it."""
+class NodePeers:
+    """The ranks of this node, as they find each other to share memory.
 
-    local_rank: int
-    local_size: int
+    Args:
+        inside: the mpi4py communicator of the node's ranks.
+        allgather_text: returns the texts of all ranks of the job.
+    """
+
+    def __init__(self, inside: Any, allgather_text: Callable[[str], list[str]]) -> None:
+        self._inside, self._allgather_text = inside, allgather_text
+        self.local_rank: int = inside.rank
+        self.local_size: int = inside.size
 
     def text_of_leader(self, text: str) -> str:
         """Return the text of the first rank of this node."""
+        length = np.array([len(text.encode())])
+        self._inside.Bcast(length, 0)
+        letters = np.empty(length[0], np.uint8)
+        if self.local_rank == 0:
+            letters[:] = np.frombuffer(text.encode(), np.uint8)
+        self._inside.Bcast(letters, 0)
+        return bytes(letters).decode()
 
     def any_reason(self, reason: str) -> str:
-        """Return the first text that is not empty, of all ranks of the job; "" when all are."""
+        """Return the first text that is not empty, of all ranks of the job; "" when all are empty."""
+        return next(filter(None, self._allgather_text(reason)), "")
 
 
-def room() -> Room | None:
-    """Return how much memory the ranks of a node may still share; None where the system says nothing."""
-    return _least(memory_limits.memory(), None if hasattr(os, "memfd_create") else memory_limits.file_system(FOLDER))
+def room(*, named: bool = not hasattr(os, "memfd_create")) -> Room | None:
+    """Return how much memory the ranks of a node may still share; None where the system does not say."""
+    rooms = (memory_limits.memory(), memory_limits.file_system(FOLDER) if named else None)
+    return min(filter(None, rooms), key=lambda each: each.free, default=None)
 
 
 def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
-    """Return `nbytes` for each rank of this node, or why they cannot be had: in words, the same on every rank.
+    """Return `nbytes` for each rank of this node, or, on every rank, the same reason why not.
 
-    Collective over all ranks of the job; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of what
-    may be taken stays free for others.
+    Collective over all ranks of the job; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the
+    free memory stays free for others.
     """
     size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     if peers.local_rank == 0:
         _remove_left_names()
-    limit = memory_limits.memory()
-    handle, _, reason = _opened_by_all(_memfd, peers)
-    block, reason = _taken(handle, size, peers, limit, sparing) if not reason else (None, reason)
-    reason = peers.any_reason(reason)
+    block, reason = _reserved(size, peers, named=False, sparing=sparing)
     if reason.startswith(_OUT_OF_REACH):
-        block = None
-        handle, reason = _file_that_had_a_name(peers)
-        if reason:
-            return reason
-        block, reason = _taken(handle, size, peers, _least(limit, memory_limits.file_system(FOLDER)), sparing)
-        reason = peers.any_reason(reason)
+        block, reason = _reserved(size, peers, named=True, sparing=sparing)
     if reason or block is None:
         return reason
     everything = np.frombuffer(block, np.uint8)
@@ -125,14 +134,33 @@ def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing:
     return SharedMemory(segments, peers.local_rank, True, fence)
 
 
-def _taken(handle: int, size: int, peers: NodePeers, limit: Room | None, sparing: bool) -> tuple[mmap.mmap | None, str]:
-    """Return the file as memory of `size` bytes for each rank, this rank's own reserved; or None and why not."""
-    total = size * peers.local_size
+def _reserved(size: int, peers: NodePeers, *, named: bool, sparing: bool) -> tuple[mmap.mmap | None, str]:
+    """Return `size` bytes for each rank in a new file, this rank's own reserved; or why not, on all ranks."""
+    limit = room(named=named)  # before any rank takes memory
+    handle, path, reason = -1, "", ""
+    try:
+        handle, path, reason = _opened_by_all(_named_file if named else _memfd, peers)
+        reason = peers.any_reason(reason)
+    finally:
+        if path and named:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    if reason:
+        if handle >= 0:
+            os.close(handle)
+        return None, reason
+    if named:
+        peers.text_of_leader("the name is gone")  # before any rank takes memory
+    total, block = size * peers.local_size, None
     # The ranks of a node may be in control groups of their own, each with a limit for its own pages.
     wanted = total if peers.local_rank == 0 else size
-    reason, block = _refusal(wanted, limit, sparing), None
     try:
-        if not reason:
+        if limit is not None and wanted > (limit.free // 2 if sparing else limit.free):
+            reason = (
+                f"{wanted / 2**20:.1f} MiB of shared memory{' for speed alone' if sparing else ''}, where "
+                f"{limit.free / 2**20:.0f} MiB are free of {limit.of}"
+            )
+        else:
             os.posix_fallocate(handle, peers.local_rank * size, size)
             block = _mapped(handle, total)
     except (OSError, MemoryError) as error:
@@ -140,49 +168,16 @@ def _taken(handle: int, size: int, peers: NodePeers, limit: Room | None, sparing
     finally:
         if block is None:
             os.close(handle)
-    return block, reason
-
-
-def _least(*rooms: Room | None) -> Room | None:
-    return min((room for room in rooms if room is not None), key=lambda room: room.free, default=None)
-
-
-def _refusal(wanted: int, limit: Room | None, sparing: bool) -> str:
-    """Return why so many bytes cannot be taken; "" when they can."""
-    if limit is None or wanted <= (limit.free // 2 if sparing else limit.free):
-        return ""
-    return (
-        f"{wanted / 2**20:.1f} MiB of shared memory{' for speed alone' if sparing else ''}, where "
-        f"{limit.free / 2**20:.0f} MiB are free of {limit.of}"
-    )
+    return block, peers.any_reason(reason)
 
 
 # ------------------------------------------------------------------------------------------- files without names
 
 
-def _file_that_had_a_name(peers: NodePeers) -> tuple[int, str]:
-    """Return a descriptor of an empty file that all ranks of the node have open; or -1 and why not, on all ranks."""
-    handle, path, reason = -1, "", ""
-    try:
-        handle, path, reason = _opened_by_all(_named_file, peers)
-        reason = peers.any_reason(reason)
-    finally:
-        if path:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-    if reason and handle >= 0:
-        os.close(handle)
-    if not reason:
-        peers.text_of_leader("the name is gone")  # before any rank takes memory
-    return handle, reason
-
-
 def _opened_by_all(make: Callable[[], tuple[int, str]], peers: NodePeers) -> tuple[int, str, str]:
-    """Return this rank's descriptor of a file of the node, on its first rank also the path, and why there is none.
+    """Return this rank's descriptor of a new file of the node, on its first rank the path, and why there is none.
 
-    Args:
-        make: called on the first rank; returns a descriptor of a new file and a path that leads to it.
-        peers: the ranks.
+    `make` is called on the first rank; it returns a descriptor and a path that leads to the file.
     """
     handle, path, told, reason = -1, "", "", ""
     if peers.local_rank == 0:
@@ -201,13 +196,13 @@ def _opened_by_all(make: Callable[[], tuple[int, str]], peers: NodePeers) -> tup
 
 
 def _identity(file: int | str) -> str:
-    """Return what tells an open file, or what a path leads to, from all others; "" for what is no regular file."""
+    """Return the identity of an open file, or of a path's; "" for anything but a regular file."""
     state = os.stat(file)
     return f"{state.st_dev}:{state.st_ino}" if stat.S_ISREG(state.st_mode) else ""
 
 
 def _opened(told: str) -> int:
-    """Return a descriptor of the file of which another rank has told."""
+    """Return a descriptor of the file that another rank made: `told` is its identity and path."""
     identity, _, path = told.partition(" ")
     # Ranks in containers have process numbers of their own: there the path may lead to a device, which notices an open.
     if _identity(path) == identity:
@@ -224,7 +219,7 @@ def _memfd() -> tuple[int, str]:
 
 
 def _named_file() -> tuple[int, str]:
-    """Return an empty file with a name, which is locked: one that nobody has locked was left by a killed process."""
+    """Return an empty file with a name.  It is locked: an unlocked one was left by a killed process."""
     while True:
         path = os.path.join(FOLDER, f"{_NAME}-{os.urandom(8).hex()}")
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -237,14 +232,14 @@ def _named_file() -> tuple[int, str]:
             os.unlink(path)
             os.close(handle)
             raise
-        os.close(handle)  # another process took it for one that was left, just before it was locked
+        os.close(handle)  # another process removed it as a left one, just before it was locked
 
 
 _are_removed = False
 
 
 def _remove_left_names() -> None:
-    """Remove the empty files that processes of this user have left, killed before they could remove the name; once."""
+    """Remove, once, the empty files that killed processes of this user have left."""
     global _are_removed
     names: list[str] = []
     if not _are_removed:
@@ -276,51 +271,40 @@ class _Mapping(NamedTuple):
     is_private: bool = False
 
 
-#: The shared memory of this process, by the identity of what keeps it mapped.
+#: The shared memory of this process, by the identity of the object that keeps it mapped.
 _mappings: dict[int, _Mapping] = {}
 _libc: Any = None
 
 
 def _mapped(handle: int, nbytes: int) -> mmap.mmap:
-    """Return the file as memory that is unmapped, and the descriptor closed, when nobody refers to it any more."""
+    """Return the file as memory; it is unmapped, and the descriptor closed, when nobody refers to it any more."""
     global _libc
     import ctypes  # here, for the quick import
 
     if _libc is None:
         _libc = ctypes.CDLL(None, use_errno=True)
         _libc.mmap.restype = ctypes.c_void_p
-        _libc.mmap.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_long,
-        )
+        _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
         os.register_at_fork(after_in_child=_make_private)
-    # Python's object keeps the addresses; the file is mapped there by hand, so that a child can do it anew.
+    # Python's object keeps the addresses; the file is mapped over them by hand, so that a child can do it again.
     block = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping = _Mapping(np.frombuffer(block, np.uint8).ctypes.data, nbytes, handle)
     if not _map(mapping, mmap.MAP_SHARED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     _mappings[id(block)] = mapping
-    weakref.finalize(block, _forget, id(block)).atexit = False
+    weakref.finalize(block, lambda key: os.close(_mappings.pop(key).handle), id(block)).atexit = False
     return block
 
 
 def _map(mapping: _Mapping, kind: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> bool:
-    """Map the file where its bytes are looked for, in place of what is there; return whether that was possible."""
+    """Map the file at its address, in place of what is there; return whether that was possible."""
     fixed = 0x10
-    place = _libc.mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0)
-    return bool(place == mapping.address)
-
-
-def _forget(identity: int) -> None:
-    os.close(_mappings.pop(identity).handle)
+    address = _libc.mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0)
+    return bool(address == mapping.address)
 
 
 def _make_private() -> None:
-    """Give a forked child mappings of its own: it reads what the parent has there, and what it writes stays with it.
+    """Give a forked child private mappings: it reads what the parent has there, and its writes stay with it.
 
     Its own children inherit them as they are; mapped once more, they would show what this child's parent has.
     """
@@ -328,7 +312,7 @@ def _make_private() -> None:
         if mapping.is_private:
             continue
         if not _map(mapping, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)):
-            # At once: what was mapped there may be gone, and the place must not be taken for anything else.
+            # At once: the old mapping may be gone, and nothing else may take its addresses.
             if not _map(mapping, mmap.MAP_SHARED, mmap.PROT_READ):
                 os.write(2, b"mpistrategy: a forked child can have no memory of its own; it ends\n")
                 os._exit(71)  # rather than write into its parent's variables

@@ -14,8 +14,28 @@ from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 
-class NodeMemory:
-    """The mailboxes and the bounce buffers of one node, in one piece of shared memory.
+def _sizes(ranks: int, thresholds: Thresholds) -> tuple[int, int]:
+    """Return the bytes of a rank's mailbox, and of a chunk of the pipelined all-reduce."""
+    return (
+        aligned(mailboxes.segment_bytes(thresholds.cell_bytes)),
+        pipelined.chunk_bytes_for(ranks, thresholds.chunk_bytes),
+    )
+
+
+def bytes_for(ranks: int, thresholds: Thresholds) -> int:
+    """Return how much memory `in_memory` needs for each of so many ranks of a node."""
+    mailbox_bytes, chunk_bytes = _sizes(ranks, thresholds)
+    return mailbox_bytes + pipelined.segment_bytes(chunk_bytes)
+
+
+def in_memory(
+    memory: SharedMemory,
+    thresholds: Thresholds,
+    waiting: Waiting,
+    waiting_for_data: Waiting,
+    more: Callable[[int], SharedMemory | None] | None = None,
+) -> tuple[Mailboxes, PipelinedAllReduce]:
+    """Return the mailboxes and the pipelined all-reduce of a node.
 
     Args:
         memory: `bytes_for` the same ranks and thresholds.
@@ -24,61 +44,22 @@ class NodeMemory:
         waiting_for_data: how to wait after that.
         more: see `PipelinedAllReduce`.
     """
-
-    def __init__(
-        self,
-        memory: SharedMemory,
-        thresholds: Thresholds,
-        waiting: Waiting,
-        waiting_for_data: Waiting,
-        more: Callable[[int], SharedMemory | None] | None = None,
-    ) -> None:
-        mailbox_bytes = _mailbox_bytes(thresholds)
-        chunk_bytes = pipelined.chunk_bytes_for(len(memory.segments), thresholds.chunk_bytes)
-        self.mailboxes = Mailboxes(part(memory, 0, mailbox_bytes), thresholds.cell_bytes, waiting)
-        self.pipelined = PipelinedAllReduce(part(memory, mailbox_bytes), chunk_bytes, waiting_for_data, more)
-
-    @staticmethod
-    def bytes_for(ranks: int, thresholds: Thresholds) -> int:
-        """Return how much memory each of so many ranks of a node needs."""
-        return _mailbox_bytes(thresholds) + pipelined.segment_bytes(
-            pipelined.chunk_bytes_for(ranks, thresholds.chunk_bytes)
-        )
+    mailbox_bytes, chunk_bytes = _sizes(len(memory.segments), thresholds)
+    return (
+        Mailboxes(part(memory, 0, mailbox_bytes), thresholds.cell_bytes, waiting),
+        PipelinedAllReduce(part(memory, mailbox_bytes), chunk_bytes, waiting_for_data, more),
+    )
 
 
-class MailboxChannel:
-    """The guard's channel among the ranks of one node.
-
-    Args:
-        mailboxes: where the digests are compared.
-        allgather_text: returns every rank's text; for the reports.
-    """
-
-    def __init__(self, mailboxes: Mailboxes, allgather_text: Callable[[str], list[str]]) -> None:
-        self.start, self.finished, self.all_equal = mailboxes.start, mailboxes.finished, mailboxes.all_equal
-        self.allgather_text = allgather_text
-
-
-def warn_without_memory(reason: str, rank: int, *, later: bool = False) -> None:
-    """Say on rank 0 why the ranks of a node share no memory; an empty reason needs no words.
-
-    Args:
-        reason: in words.
-        rank: this rank's number.
-        later: they share some already, and only more of it cannot be had: for an arena, say.
-    """
-    if reason and rank == 0:
-        what = (
-            "the ranks of a node cannot share more memory, and each keeps what is new to itself"
-            if later
-            else "the ranks of a node share no memory, and everything goes through MPI"
-        )
-        warn(
-            f"{what}: {reason}. Results are the same, slower. Give the job more memory (srun --mem, docker run "
-            "--memory); where /dev/shm is named, give the container more room there (--shm-size, --ipc=host).",
-            FallbackWarning,
-        )
-
-
-def _mailbox_bytes(thresholds: Thresholds) -> int:
-    return aligned(mailboxes.segment_bytes(thresholds.cell_bytes))
+def warn_without_memory(reason: str, *, later: bool) -> None:
+    """Warn that the ranks of a node share no memory; `later`: that they share some, and can have no more."""
+    what = (
+        "the ranks of a node cannot share more memory, and each keeps new arrays to itself"
+        if later
+        else "the ranks of a node share no memory, and everything goes through MPI"
+    )
+    warn(
+        f"{what}: {reason}. Results are the same, slower. Give the job more memory (srun --mem, docker run "
+        "--memory); where /dev/shm is named, give the container more room there (--shm-size, --ipc=host).",
+        FallbackWarning,
+    )

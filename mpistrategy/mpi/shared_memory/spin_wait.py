@@ -1,4 +1,4 @@
-"""How a rank waits for a number that a peer of its node will write: fast at first, politely later."""
+"""Counters that all ranks of a node see, and how a rank waits for one: fast at first, politely later."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
 
 #: Looks before the core is given away: about 2 and 140 microseconds.
 _FEWEST_LOOKS, _MOST_LOOKS = 64, 4096
@@ -18,19 +20,46 @@ def cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
+def counter_bytes(count: int) -> int:
+    """Return how much memory of each rank so many counters take: a cache line each."""
+    return count * ALIGNMENT
+
+
+class Counter:
+    """One number for each rank, which only that rank writes and only ever raises.
+
+    A peer that sees the number can read everything that the rank wrote before it.
+
+    Args:
+        memory: zeroed; counters are at its beginning.
+        line: the index of this counter among them.
+    """
+
+    def __init__(self, memory: SharedMemory, line: int) -> None:
+        self.numbers = [segment[counter_bytes(line) :][:8].data.cast("B").cast("q") for segment in memory.segments]
+        self.fence = memory.fence
+        self._mine = self.numbers[memory.local_rank]
+
+    def tell(self, number: int) -> None:
+        """Show the peers that this rank has come to `number`."""
+        if self.fence is not None:
+            self.fence()
+        self._mine[0] = number
+
+
 class Waiting:
     """Waits until ``numbers[0]`` has reached a value.
 
-    It looks many times at once (a peer that is on its way comes within microseconds), then gives its core away between
-    two looks, and after some milliseconds naps.  A wait that outlasts the looks halves their number for the next one,
+    First it only looks (a peer that is on its way comes within microseconds), then it gives its core away between two
+    looks, and after some milliseconds it naps.  A wait that outlasts the looks halves their number for the next one,
     and one that does not doubles it: where other programs take a core, the peer may need this very one.  Where ranks
-    outnumber cores it is given away after the first look.
+    outnumber cores, the core is given away after the first look.
 
     Args:
         ranks: how many ranks share the cores of this node.
-        progress: called now and then: lets MPI move other messages that need this rank.
+        progress: called before each pause: lets MPI move other messages that need this rank.
         available: how many cores they have together; None means those of this process.
-        look: called between naps; raises where the peer will not come.
+        look: called before each nap; raises where the peer will not come.
     """
 
     def __init__(

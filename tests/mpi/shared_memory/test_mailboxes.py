@@ -34,6 +34,11 @@ def idle(loops: int) -> None:
         pass
 
 
+def next_payload(mailboxes: Mailboxes) -> Array:
+    """Return where this rank's payload of the next exchange goes."""
+    return mailboxes.slots[(mailboxes.sequence + 1) & 1].payloads[mailboxes.local_rank]
+
+
 class RefusedError(Exception):
     """Raised instead of waiting."""
 
@@ -72,7 +77,7 @@ def test_every_rank_learns_the_same_and_sees_all_payloads(
         order = data.draw(st.permutations(range(ranks)))
         for come, rank in enumerate(order):
             mailboxes = them[rank]
-            mailboxes.slots[(mailboxes.sequence + 1) & 1].payloads[rank][:] = (7 * number + rank) % 251
+            next_payload(mailboxes)[:] = (7 * number + rank) % 251
             mailboxes.start(digest + 1 if rank == odd_one else digest)
             assert (mailboxes.finished() is None) == (come < ranks - 1)
         for rank in data.draw(st.permutations(range(ranks))):
@@ -88,9 +93,9 @@ def test_a_payload_is_seen_until_all_have_come_to_the_next_call() -> None:
     first, second = all_mailboxes(2, 64)
     for number in range(1, 6):
         for mailboxes in (first, second):
-            mailboxes.slots[(mailboxes.sequence + 1) & 1].payloads[mailboxes.local_rank][:] = number
+            next_payload(mailboxes)[:] = number
             mailboxes.start(1)
-        first.slots[(first.sequence + 1) & 1].payloads[0][:] = 99
+        next_payload(first)[:] = 99
         first.start(1)  # ahead
         assert np.all(second.slots[second.sequence & 1].payloads[0] == number)
         assert second.finished()

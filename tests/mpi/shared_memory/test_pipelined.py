@@ -18,10 +18,9 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size, pipelined
 from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers
 from mpistrategy.mpi.shared_memory.chunk_size import ChunkChoice
-from mpistrategy.mpi.shared_memory.counters import Counter
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
-from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -15,7 +15,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import memory_limits
 from mpistrategy.mpi.shared_memory.memory_limits import Room
-from mpistrategy.mpi.shared_memory.result_buffers import block_bytes_for
+from mpistrategy.mpi.shared_memory.result_buffers import buffer_bytes_for
 from mpistrategy.mpi.tuning.files import trying
 from mpistrategy.mpi.tuning.thresholds import DEFAULT
 
@@ -190,7 +190,7 @@ def test_where_there_is_no_room_nothing_is_said(strategy: ms.Strategy, monkeypat
 
 
 def test_half_of_the_memory_stays_free(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    little = Room(2 * SIZE * block_bytes_for(8 * 1_234_567) - 1, 2**30, "a made-up limit")
+    little = Room(2 * SIZE * buffer_bytes_for(8 * 1_234_567) - 1, 2**30, "a made-up limit")
     with monkeypatch.context() as patch:
         if RANK == 0:
             patch.setattr(memory_limits, "memory", lambda: little)
@@ -198,14 +198,14 @@ def test_half_of_the_memory_stays_free(strategy: ms.Strategy, monkeypatch: pytes
             assert (reduced(strategy, np.ones(1_234_567)) == SIZE).all()
     blocks = strategy.extended.communicator.result_buffers
     assert blocks is not None
-    assert not blocks._sizes[block_bytes_for(8 * 1_234_567)].mine
+    assert not blocks._sizes[buffer_bytes_for(8 * 1_234_567)].mine
 
 
 @given(nbytes=st.integers(1, 2**40))
 def test_a_block_is_at_most_an_eighth_too_large(nbytes: int) -> None:
-    length = block_bytes_for(nbytes)
+    length = buffer_bytes_for(nbytes)
     assert nbytes <= length <= max(2**18, nbytes * 9 / 8 + 1)
-    assert block_bytes_for(length) == length
+    assert buffer_bytes_for(length) == length
 
 
 def test_ranks_that_differ_are_told_and_go_on(strategy: ms.Strategy) -> None:

@@ -135,13 +135,13 @@ def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
         place: `Ranks.place_on_node`.
     """
     from mpistrategy.mpi.gpu.inventory import look
-    from mpistrategy.mpi.shared_memory.setup import NodeMemory
+    from mpistrategy.mpi.shared_memory import setup
     from mpistrategy.mpi.tuning.thresholds import DEFAULT
     from mpistrategy.mpi.watchdog import status_board
 
     leader, local_rank, local_size = place
     sight = look()
-    each = status_board.BYTES + NodeMemory.bytes_for(local_size, DEFAULT)
+    each = status_board.BYTES + setup.bytes_for(local_size, DEFAULT)
     found = replace(
         facts,
         leader=leader,
