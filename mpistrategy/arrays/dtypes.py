@@ -86,14 +86,18 @@ def span(array: Array) -> tuple[int, int]:
     return first, last + array.itemsize
 
 
+def division(divisor: int | float, dtype: np.dtype[Any]) -> tuple[np.ufunc, Any]:
+    """Return how arrays of a floating or complex dtype are divided: ``ufunc(array, operand)`` has a division's bits."""
+    if type(divisor) is int and divisor > 1 and divisor & (divisor - 1) == 0 and dtype.kind == "f":
+        return np.multiply, dtype.type(1 / divisor)  # exact, and faster
+    return np.true_divide, dtype.type(divisor)
+
+
 def divide_by(divisor: int | float, array: Array) -> None:
-    """Divide an array of a floating or complex dtype in place; the bits are those of a division."""
-    if divisor == 1:
-        return
-    if type(divisor) is int and divisor > 1 and divisor & (divisor - 1) == 0 and array.dtype.kind == "f":
-        np.multiply(array, array.dtype.type(1 / divisor), out=array)  # exact, and faster
-    else:
-        np.true_divide(array, array.dtype.type(divisor), out=array)
+    """Divide an array of a floating or complex dtype in place."""
+    if divisor != 1:
+        ufunc, operand = division(divisor, array.dtype)
+        ufunc(array, operand, out=array)
 
 
 def quiet_runner() -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, mean_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import COMBINE, Array, division, mean_dtype, quiet_runner
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
@@ -56,6 +56,11 @@ class MailboxRoute:
         self.combine, self.quiet = COMBINE[op.on_the_wire], quiet_runner()
         self.packs = _packs(layouts)
         self._count = len(layouts)
+        self._divisions = {
+            pack.dtype: division(divisor, pack.dtype)
+            for pack in self.packs
+            if (divisor := divisor_of(pack.dtype, op, mailboxes.size)) != 1
+        }
         #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
         self.parts = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
         me = mailboxes.local_rank
@@ -89,7 +94,9 @@ class MailboxRoute:
         total: Array = quiet(combine, parts[0], parts[1], out=out)
         for part in parts[2:]:
             quiet(combine, total, part, out=total)
-        quiet(divide_by, divisor_of(total.dtype, self.op, self.mailboxes.size), total)
+        if total.dtype in self._divisions:
+            divide, operand = self._divisions[total.dtype]
+            quiet(divide, total, operand, total)
         return total
 
     def describe(self) -> Sequence[str]:
@@ -143,7 +150,8 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
         shaped = [part.reshape(shape) for part in parts]
         slots.append((slot.mine, slot.peers, shaped[me], shaped[0], shaped[1], shaped[2:]))
     combine, quiet = route.combine, route.quiet
-    divisor = divisor_of(dtype, op, mailboxes.size)
+    divides = divisor_of(dtype, op, mailboxes.size) != 1
+    divide, operand = division(mailboxes.size, dtype)
     result_dtype = mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
     empty, is_scalar, is_exact = np.empty, shape == (), result_dtype == dtype
 
@@ -162,8 +170,8 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
         total = quiet(combine, first, second) if total is None else quiet(combine, first, second, out=total)
         for other in others:
             quiet(combine, total, other, out=total)
-        if divisor != 1:
-            quiet(divide_by, divisor, total)
+        if divides:
+            quiet(divide, total, operand, total)
         if is_exact:
             return total
         total = finish(total, dtype, op, mailboxes.size)
