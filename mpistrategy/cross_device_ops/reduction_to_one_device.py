@@ -116,16 +116,16 @@ class _Accumulation:
         self._root, self._destination = root, destination
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Pack this rank's arrays, and take memory for everybody's on the rank that accumulates."""
-        ranks = range(self._communicator.size if self._communicator.rank == self._root else 0)
+        """Pack this rank's arrays."""
         self._buffers = [pack.fill(arrays) for pack in self.packs]
-        self._everybodys = [[np.empty_like(buffer) for _ in ranks] for buffer in self._buffers]
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return what the function has made of all ranks' arrays."""
         communicator, call, results = self._communicator, self._call, [np.empty(0)] * len(arrays)
         assert call is not None
-        for pack, buffer, everyone in zip(self.packs, self._buffers, self._everybodys, strict=True):
+        ranks = range(communicator.size if communicator.rank == self._root else 0)
+        for pack, buffer in zip(self.packs, self._buffers, strict=True):
+            everyone = [np.empty_like(buffer) for _ in ranks]
             communicator.gatherv(buffer, everyone or None, self._root)
             # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
             call.expect_more()

@@ -46,6 +46,8 @@ _REMEMBERED = 1024
 _LONG, _FEW = 64, 8
 _ndarray = np.ndarray
 _KINDS = "fiuc"
+#: What is raised over something that cannot be a key, such as a list that holds itself.
+_NO_KEY = (TypeError, RecursionError, MpiStrategyError)
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
@@ -181,11 +183,7 @@ class Plans:
             else:
                 key = (reduce_op, kind, _layouts((value.value,)) if kind is Weighted else _layout(value))
                 run = known.get(key, MISFIT)
-        except (
-            TypeError,
-            RecursionError,
-            MpiStrategyError,
-        ):  # what cannot be a key, a list that holds itself
+        except _NO_KEY:
             return None
         if run is MISFIT:
             run = self._learn(place, key, reduce_op, value)
