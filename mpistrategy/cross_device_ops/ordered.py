@@ -35,16 +35,16 @@ _GATHERED_BYTES = 64 * 2**10
 def ordered_route(
     communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float
 ) -> Route:
-    """Return the route to every rank: in result buffers of the node, or by exchange."""
+    """Return the route to every rank: in result buffers of the node, or share by share from rank to rank."""
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
 
     def reduce_pairs(pairs: Sequence[tuple[Array, Array]]) -> None:
         for source, target in pairs:
-            exchange_and_combine(communicator, source, target, op.on_the_wire, EVERY_RANK)
+            gather_and_combine(communicator, source, target, op.on_the_wire, EVERY_RANK)
             divide_by(divisor_of(target.dtype, op, communicator.size), target)
 
-    route = CommunicatorRoute(communicator, packs, op, [*map(_way_of_exchange, names)], reduce_pairs)
+    route = CommunicatorRoute(communicator, packs, op, [*map(_name_of_route, names)], reduce_pairs)
     if communicator.result_buffers is not None and {*names} == {"pipelined"}:
         return ResultBufferRoute(communicator, op, route, combine_ordered)
     return route
@@ -87,13 +87,13 @@ class OrderedAllReduce(PackedCrossDeviceOps):
 
     def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `reduce_buffer` takes with a buffer for every rank."""
-        return _way_of_exchange(communicator.route(nbytes, dtype, op))
+        return _name_of_route(communicator.route(nbytes, dtype, op))
 
     def reduce_buffer(
         self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
     ) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        exchange_and_combine(communicator, buffer if source is None else source, buffer, op, destination)
+        gather_and_combine(communicator, buffer if source is None else source, buffer, op, destination)
 
     def reduce_slices(
         self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
@@ -125,11 +125,11 @@ class OrderedAllReduce(PackedCrossDeviceOps):
                 )
 
 
-def _way_of_exchange(way: RouteName) -> RouteName:
-    return way if way in ("none", "threads") else "exchange"
+def _name_of_route(way: RouteName) -> RouteName:
+    return way if way in ("none", "threads") else "alltoallv"
 
 
-def exchange_and_combine(
+def gather_and_combine(
     communicator: Communicator, source: Array, target: Array, op: str, destination: Destination
 ) -> None:
     """Write the combination of all ranks' `source` into `target`, which may be the same, where it is wanted.

@@ -155,8 +155,8 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
             copies += result
             way = f"by MPI's Allreduce, in {_pieces(alike, paths.piece_bytes, 'piece')}"
             moved = f"each rank sends at least {size_in_words(2 * (ground.size - 1) / ground.size * nbytes)}"
-        case "exchange":
-            way = f"by exchange: each rank gets 1/{ground.size} of all values, combines them and sends the result"
+        case "alltoallv":
+            way = f"from rank to rank: each gets 1/{ground.size} of all values, combines them and sends the result"
             moved = f"each rank sends {size_in_words(2 * (ground.size - 1) / ground.size * nbytes)}"
         case "root":
             way = "by MPI's Reduce to one rank, and from there by Bcast"
@@ -196,7 +196,7 @@ def _seconds(buffer: Buffer, ground: Ground) -> float:
             return before + copy * (1 - 1 / ground.local_size) + in_arena
         case "across":  # one piece is on the network while the node works on the next
             return before + rates.message_seconds + max(link, within)
-        case "mpi" | "root" | "exchange":
+        case "mpi" | "root" | "alltoallv":
             by_mpi = nbytes / rates.mpi_bytes_per_second if ground.nodes == 1 else rates.message_seconds + link
             return (before or copy) + by_mpi * (2 if buffer.way == "root" else 1)
         case _:

@@ -387,6 +387,6 @@ def test_it_can_be_explained(strategies: dict[str, ms.Strategy]) -> None:
         text = strategy.explain([large, 1.0])
         assert "by OrderedAllReduce" in text
         if SIZE > 1:
-            assert ("by exchange" if max(strategy.layout()["node_of"]) else "in result buffers") in text
-            assert "by exchange" in strategy.explain(1.0)
+            assert ("from rank to rank" if max(strategy.layout()["node_of"]) else "in result buffers") in text
+            assert "from rank to rank" in strategy.explain(1.0)
         assert strategy.layout()["algorithm"].startswith("OrderedAllReduce")

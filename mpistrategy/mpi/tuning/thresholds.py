@@ -10,7 +10,7 @@ import numpy as np
 
 #: The route of `Communicator.allreduce`: none (one rank), between threads, pipelined in a node's shared memory, within
 #: and between nodes, by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may want instead.
-RouteName = Literal["none", "threads", "pipelined", "result_buffers", "across", "mpi", "root", "exchange"]
+RouteName = Literal["none", "threads", "pipelined", "result_buffers", "across", "mpi", "root", "alltoallv"]
 
 
 @dataclass(frozen=True)
