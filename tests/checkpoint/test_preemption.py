@@ -316,7 +316,7 @@ def test_a_mismatch_is_found_while_a_hand_is_up(
     for call, error in ((differs, errors.CollectiveMismatchError), (fails, errors.DTypeError)):
         found = outcomes(call)
         assert {outcome.error for outcome in found} == {error}, found
-    with pytest.raises(Stop):  # the hand is still up
+    with pytest.raises(Stop):  # the flag is still up
         handler.run(STEPS["number"], strategy)
     assert handler.total_run_calls == 1
 

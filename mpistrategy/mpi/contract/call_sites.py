@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 #: Frames of files in here are the library's own, except for the benchmarks, which use it as programs do.
 _FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
-_PROGRAMS = os.path.join(_FOLDER, "bench", "")
+_PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
 _REMEMBERED, _MOST_ALIKE = 4096, 64
 _CALLERS_IN_STEP, _CALLERS_OUTSIDE = 2, 1
 _MODULE = "<module>"

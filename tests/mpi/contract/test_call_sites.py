@@ -18,6 +18,7 @@ from replicas import RANK, SIZE, OnNodes, context, still_works
 
 import mpistrategy as ms
 from mpistrategy.arrays import nest
+from mpistrategy.cli.bench import command
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call_sites import call_site
@@ -374,3 +375,8 @@ def test_without_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up: Any = Frame()
     assert call_sites.site_of(made_up).place == "test_call_sites.py:7"
     assert call_sites.site_of(None) == ("?", "?")
+
+
+def test_benchmarks_are_programs_and_other_files_of_the_package_are_not() -> None:
+    assert not call_sites._is_ours(command.__file__)
+    assert call_sites._is_ours(nest.__file__)
