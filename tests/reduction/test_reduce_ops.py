@@ -19,6 +19,7 @@ from replicas import (
     SIZE,
     OnNodes,
     bits,
+    laid_out,
     made,
     outcomes,
     part_of,
@@ -77,6 +78,28 @@ def assert_equal(found: Any, right: Array) -> None:
     assert bits(found + found.dtype.type(0)) == bits(right + right.dtype.type(0))  # 0.0 and -0.0 are one number
 
 
+shapes = st.sampled_from([(), (0,), (1,), (7,), (13, 3), (2, 0, 3)])
+
+
+@settings(max_examples=part_of(80))
+@given(
+    name=st.sampled_from(list(ALGORITHMS)),
+    op=st.sampled_from(OPS),
+    plan=st.lists(st.tuples(st.sampled_from(DTYPES), shapes, st.integers(0, 5)), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_all_reduce(strategies: dict[str, ms.Strategy], name: str, op: str, plan: list[Any], seed: int) -> None:
+    plan = [leaf for leaf in plan if op == "PROD" or leaf[0].kind != "c"] or [(np.dtype(np.int8), (5,), 0)]
+    everyone = [
+        [factors_of(rank, dtype, shape, seed + i) for i, (dtype, shape, _) in enumerate(plan)] for rank in RANKS
+    ]
+    mine = [laid_out(leaf, layout + RANK) for leaf, (_, _, layout) in zip(everyone[RANK], plan, strict=True)]
+    found = strategies[name].run(lambda: ms.get_replica_context().all_reduce(op.lower(), {"leaves": mine}))["leaves"]
+    assert same_everywhere(found)
+    for i, leaf in enumerate(found):
+        assert_equal(leaf, combined(op, [leaves[i] for leaves in everyone]))
+
+
 @settings(max_examples=part_of(60))
 @given(
     op=st.sampled_from(OPS),
@@ -123,6 +146,25 @@ def test_not_a_number_wins(strategy: ms.Strategy, op: str, dtype: Any) -> None:
     assert float(found[SIZE + 1]) == (-np.inf if op == "MIN" or SIZE == 1 else np.inf)
     along = strategy.reduce(op, values, axis=0)
     assert np.isnan(float(along))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_to_one_rank_and_in_a_batch(strategy: ms.Strategy, op: str) -> None:
+    def both(rank: int) -> Array:
+        return np.array([rank, -rank], np.int16)
+
+    pairs: list[Any] = [(both(RANK), f"task:{SIZE - 1}"), (np.float32(RANK + 1), "task:0"), (np.uint8(200), None)]
+    pairs[2] = (pairs[2][0], pairs[2][0])
+    results = strategy.extended.batch_reduce_to(op, pairs)
+    right = [
+        combined(op, [both(r) for r in RANKS]),
+        combined(op, [np.asarray(np.float32(r + 1)) for r in RANKS]),
+    ]
+    for result, place, value in zip(results, (SIZE - 1, 0), right, strict=False):
+        assert bool(result.values) == (place == RANK)
+        if place == RANK:
+            assert_equal(result.numpy(), value)
+    assert_equal(results[2].numpy(), combined(op, [np.asarray(np.uint8(200))] * SIZE))
 
 
 def test_a_mirrored_value_has_its_extremes_but_no_product(strategy: ms.Strategy) -> None:
