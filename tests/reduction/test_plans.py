@@ -201,55 +201,6 @@ def test_either_way_gives_the_reduction_in_rank_order(
     assert [bits(leaf) for leaf in nest.flatten(mine)[0]] == before
 
 
-def out_for(kind: int, op: str, value: list[Array]) -> list[Array]:
-    """Return arrays for the result: the values themselves, others, or some that overlap them or each other."""
-    dtypes = [in_rank_order(op, [array]).dtype for array in value]
-    if kind == 0 and dtypes == [array.dtype for array in value]:
-        return value
-    if kind == 1:
-        return [np.empty_like(array, dtype) for array, dtype in zip(value, dtypes, strict=True)]
-    if kind == 2:  # not contiguous
-        return [np.empty((*a.shape, 2), d)[..., 1] for a, d in zip(value, dtypes, strict=True)]
-    return [np.empty(a.shape, d.newbyteorder(">")) for a, d in zip(value, dtypes, strict=True)]
-
-
-@settings(max_examples=part_of(100))
-@given(
-    name=st.sampled_from(list(THRESHOLDS)),
-    op=st.sampled_from(["SUM", "MEAN", "MIN", "PROD"]),
-    plan=st.lists(st.tuples(st.sampled_from(DTYPES[:12]), shapes), min_size=1, max_size=4),
-    kind=st.integers(0, 3),
-    strided=st.sampled_from([0, 1, 2]),
-    alone=st.booleans(),
-    way=st.integers(0, 2**SIZE - 1),
-)
-def test_out(
-    strategies: dict[str, ms.Strategy],
-    name: str,
-    op: str,
-    plan: list[Any],
-    kind: int,
-    strided: int,
-    alone: bool,
-    way: int,
-) -> None:
-    if BFLOAT16 in [dtype for dtype, _ in plan]:
-        kind = min(kind, 2)  # it has one byte order
-    everyones = [[brought(rank, *p, seed=i + 1) for i, p in enumerate(plan)] for rank in RANKS]
-    for call in (quick, general, functools.partial(either, way)):
-        value = [
-            laid_out(array, strided).copy("K") if strided != 2 else laid_out(array, 2) for array in everyones[RANK]
-        ]
-        out = out_for(kind, op, value)
-        given_value, given_out = (value[0], out[0]) if alone else (value, out)
-        result = call(strategies[name], op, given_value, out=given_out)
-        found = [result] if alone else result
-        assert all(leaf is target for leaf, target in zip(found, out, strict=False)), "the arrays that were given"
-        for i, leaf in enumerate(found):
-            native = leaf.astype(leaf.dtype.newbyteorder("="))
-            assert_right(op, native, [theirs[i] for theirs in everyones])
-
-
 @pytest.mark.parametrize("name", THRESHOLDS)
 @pytest.mark.parametrize("shift", [0, 1, 30, 300, 3000, 20000])
 @pytest.mark.parametrize("case", ["value and out", "in place", "apart but for the ends", "one array"])

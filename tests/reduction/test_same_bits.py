@@ -281,7 +281,7 @@ def test_unaligned_arrays_and_targets_on_some_ranks(strategies: dict[str, ms.Str
 shapes = st.sampled_from([(), (0,), (1,), (7,), (13, 3), (3001,), (70_001,), (3, 50, 401)])
 
 
-@settings(max_examples=part_of(400))
+@settings(max_examples=part_of(120))
 @given(
     name=st.sampled_from(list(STRATEGIES)),
     way=st.sampled_from(list(WAYS)),

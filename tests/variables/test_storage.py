@@ -218,7 +218,7 @@ def test_empty_slabs_are_given_back(fresh: ms.Strategy) -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.timeout(300)
 def test_thousands_of_variables_take_the_memory_of_a_few(fresh: ms.Strategy) -> None:
-    count = 10_000 if ALL else 4_000
+    count = 10_000 if ALL else 2_500
     with fresh.scope():
         for number in range(count):
             variable = ms.Variable(np.full(1000, number, np.float32))

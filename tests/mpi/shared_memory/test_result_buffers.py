@@ -48,13 +48,6 @@ def check(found: list[Array], round_: int, op: str = "SUM", dtype: str = "float3
         assert array.shape == wanted.shape
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int64", "complex64"])
-@pytest.mark.parametrize("op", ["SUM", "MEAN"])
-def test_results_are_those_of_the_definition(strategy: ms.Strategy, op: str, dtype: str) -> None:
-    for round_ in range(3):
-        check(reduced(strategy, arrays_of(RANK, round_, dtype), op), round_, op, dtype)
-
-
 def test_results_that_are_kept_stay(strategy: ms.Strategy) -> None:
     """More are kept than there are blocks, and of some only a part: another number on every rank."""
     kept = []
@@ -88,8 +81,8 @@ def test_memory_is_used_again(strategy: ms.Strategy) -> None:
     assert len(places) == 1, "nobody holds a result"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int8", "float16", "complex64"])
-@pytest.mark.parametrize("shape", [(10_007,), (3, 5, 4001), (2**18,), (2**18 + 1,), (300_000,)])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float16"])
+@pytest.mark.parametrize("shape", [(10_007,), (2**18 + 1,)])
 def test_a_large_array(strategy: ms.Strategy, shape: tuple[int, ...], dtype: str) -> None:
     for round_ in range(6):
         everybodys = [value_of(rank, dtype, shape, round_) for rank in range(SIZE)]
