@@ -140,7 +140,7 @@ ROUTES = {
     "MPI, two nodes": Route("by MPI's Allreduce", on(TWO), BY_MPI),
     "root": Route("by MPI's Reduce to one rank", by(ms.ReductionToOneDevice)),
     "ordered, one node": Route("in result buffers", by(ms.OrderedAllReduce)),
-    "ordered, two nodes": Route("by exchange", on(TWO, ms.OrderedAllReduce)),
+    "ordered, two nodes": Route("from rank to rank", on(TWO, ms.OrderedAllReduce)),
     **{f"GPU, {path}": Route("", cupy_here.strategy, kind=path) for path in cupy_here.PATHS},
 }
 HOST = [name for name, route in ROUTES.items() if route.kind == "host"]
