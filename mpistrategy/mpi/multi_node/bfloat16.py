@@ -1,12 +1,12 @@
 """bfloat16 between nodes: half the bytes on the link, sums in float32.
 
 Each node's contribution is rounded to bfloat16 once, the contributions are added up in float32, and the sum is rounded
-once; what comes out is the same on every rank.  With u = 2^-8, s_n the sum over the ranks of node n and S the sum of
-the s_n, the result differs from S by no more than
+once; all ranks get the same result.  With u = 2^-8, s_n the sum over the ranks of node n and S the sum of the s_n, the
+result differs from S by no more than
 
     (2 u + u^2) (|s_1| + |s_2| + ...)
 
-and float32's own rounding of the additions; what is below 2^-126 by 2^-134 for each node, and once more, instead.
+plus float32's own rounding of the additions.  For values below 2^-126 each rounding errs by up to 2^-134 instead.
 A magnitude of about 3.39e38 or more, of a node's contribution or of the sum, becomes infinite.
 """
 
@@ -19,15 +19,14 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.multi_node.pairwise import Link, Space, Steps, blocks_of, reduce_pairwise
 
 
 @cache
 def bfloat16() -> np.dtype[Any]:
-    """Return the dtype, of ml_dtypes.
+    """Return the dtype of ml_dtypes.
 
     Raises:
-        OptionError: where that is not installed.
+        OptionError: where ml_dtypes is not installed.
     """
     try:
         import ml_dtypes  # an optional extra, and only this wire needs it
@@ -48,25 +47,6 @@ def travels(dtype: np.dtype[Any], op: str) -> bool:
 
 
 def rounded(values: Array) -> Array:
-    """Round float32 `values` to what bfloat16 can say, in place, and return them."""
+    """Round float32 `values` to bfloat16 in place, and return them."""
     values[...] = values.astype(bfloat16())
     return values
-
-
-def halved(link: Link, source: Array, target: Array, tag: int, space: Space) -> Steps:
-    """Do what `pairwise.exact` does for a float32 sum, with bfloat16 on the wire."""
-    sent = space.take(source.size, bfloat16())
-    sent[...] = source
-    blocks = blocks_of(sent, link.size)
-
-    def add_up(parts: list[Array]) -> None:
-        own = blocks[link.rank]
-        total, part = space.take(own.size, source.dtype), space.take(own.size, source.dtype)
-        total[...] = parts[0]
-        for one in parts[1:]:
-            part[...] = one
-            total += part
-        own[...] = total
-
-    yield from reduce_pairwise(link, blocks, blocks, add_up, tag, space)
-    target[...] = sent

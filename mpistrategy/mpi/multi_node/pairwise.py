@@ -1,19 +1,19 @@
-"""The all-reduce of one piece between counterparts on several nodes, as steps that somebody else makes progress with.
+"""The all-reduce of one piece between counterpart ranks on several nodes, as steps that the caller makes progress with.
 
-Every counterpart owns one block of the piece.  It gets the others' contributions to its block, adds them up in rank
-order, and sends everybody the sum: nobody sends or gets more bytes than an all-reduce must, one rank computes each
-element, so that the bits are equal everywhere, and NumPy does the arithmetic, so that NaN wins and any dtype will do.
+Every counterpart owns one block of the piece.  It receives the others' contributions to its block, adds them up in rank
+order, and sends everybody the sum.  Nobody sends or receives more bytes than an all-reduce must.  One rank computes
+each element, so the bits are equal everywhere; NumPy does the arithmetic, so NaN wins and any dtype will do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.shared_memory.bounce_buffers import share
+from mpistrategy.mpi.shared_memory.bounce_buffers import combined, share
 from mpistrategy.mpi.shared_memory.segments import aligned
 
 
@@ -44,11 +44,7 @@ class Link(Protocol):
 
 
 class Space:
-    """Memory for what is on its way, used again and again: fresh memory costs more than the sums.
-
-    Args:
-        nbytes: how much of it.
-    """
+    """So many bytes for received blocks, used again and again: fresh memory costs more than the sums."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = np.empty(nbytes, np.uint8)
@@ -68,84 +64,61 @@ class Space:
         return self._bytes[start : self._taken].view(dtype)
 
 
-def exact(link: Link, source: Array, target: Array, op: str, tag: int, space: Space) -> Steps:
-    """Write the combination of all counterparts' `source` (sum, MIN, MAX or PROD) into `target`, which may be the same.
-
-    See `reduce_pairwise`.
-    """
-    results = blocks_of(target, link.size)
-    return reduce_pairwise(
-        link,
-        blocks_of(source, link.size),
-        results,
-        lambda parts: combined(parts, op, out=results[link.rank]),
-        tag,
-        space,
-    )
-
-
 def reduce_pairwise(
-    link: Link,
-    blocks: list[Array],
-    results: list[Array],
-    add_up: Callable[[list[Array]], object],
-    tag: int,
-    space: Space,
+    link: Link, source: Array, target: Array, op: str, tag: int, space: Space, wire: np.dtype[Any] | None = None
 ) -> Steps:
-    """Write the combination of all counterparts' `blocks` into `results`; yields messages that must be done next.
+    """Write the combination of all counterparts' `source` into `target`; yields messages that must be done next.
 
     Args:
-        link: the counterparts; all bring blocks of equal sizes and dtype.
-        blocks: one for each counterpart, in rank order; flat and contiguous.
-        results: where the combinations go; may be the same memory as `blocks`.
-        add_up: writes the combination of a list of blocks, in rank order, into this rank's own result.
+        link: the counterparts; all have sources of equal size and dtype.
+        source: flat and contiguous.
+        target: may be the same memory.
+        op: "SUM", "MIN", "MAX" or "PROD".
         tag: this number and the next are not in use between these ranks.
-        space: for the blocks of the others, until the last step is done.
+        space: for received blocks, until the last step is done.
+        wire: the dtype that travels, where it is another one; for sums, which are added up in the dtype of `source`.
     """
     me = link.rank
     # Each rank begins with its successor: not all send to the same one at once.
     others = [(me + step) % link.size for step in range(1, link.size)]
-    size, dtype = blocks[me].size, blocks[me].dtype
-    parts = [blocks[me] if rank == me else space.take(size, dtype) for rank in range(link.size)]
+    sent = source
+    if wire is not None:
+        sent = space.take(source.size, wire)
+        sent[...] = source
+    blocks = blocks_of(sent, link.size)
+    results = blocks_of(target, link.size) if wire is None else blocks
+    own = blocks[me]
+    parts = [own if rank == me else space.take(own.size, own.dtype) for rank in range(link.size)]
     yield [
         message
         for rank in others
         for message in link.irecv(parts[rank], rank, tag) + link.isend(blocks[rank], rank, tag)
     ]
-    if size:
-        add_up(parts)
+    if own.size and wire is None:
+        combined(COMBINE[op], parts, results[me], parts[0] if me > 1 else results[me])
+    elif own.size:
+        total, part = space.take(own.size, source.dtype), space.take(own.size, source.dtype)
+        total[...] = parts[0]
+        for one in parts[1:]:
+            part[...] = one
+            total += part
+        own[...] = total
     yield [
         message
         for rank in others
         for message in link.irecv(results[rank], rank, tag + 1) + link.isend(results[me], rank, tag + 1)
     ]
+    if wire is not None:
+        target[...] = sent
 
 
 def blocks_of(piece: Array, parts: int) -> list[Array]:
     """Return `piece` in so many blocks; their borders are on cache lines."""
-    borders = [share(piece.size, part, parts, piece.itemsize) for part in range(parts)]
-    return [piece[begin:end] for begin, end in borders]
-
-
-def combined(parts: list[Array], op: str, out: Array) -> None:
-    """Write the combination of `parts`, in their order, into `out`, which may be the memory of one of them."""
-    combine: Any = COMBINE[op]
-    place = out.ctypes.data
-    overlaps = any(part.ctypes.data == place for part in parts)
-    spare = next(part for part in parts if part.ctypes.data != place) if overlaps else out
-    total = parts[0]
-    for part in parts[1:-1]:
-        combine(total, part, out=spare)
-        total = spare
-    combine(total, parts[-1], out=out)
+    return [piece[slice(*share(piece.size, part, parts, piece.itemsize))] for part in range(parts)]
 
 
 class Flight:
-    """An exchange under way.
-
-    Args:
-        steps: what it consists of; None is over at once.
-    """
+    """An exchange under way; without steps it is over at once."""
 
     def __init__(self, steps: Steps | None) -> None:
         self._steps = steps
@@ -158,7 +131,7 @@ class Flight:
             self._messages[-1].Test()
 
     def advance(self) -> bool:
-        """Go on as far as messages have arrived; return whether anything has happened.  Never waits."""
+        """Go on as far as messages have arrived; return whether anything happened.  Never waits."""
         moved = False
         while not self.is_over:
             messages = self._messages
@@ -169,9 +142,7 @@ class Flight:
                 moved = True
             assert self._steps is not None
             following = next(self._steps, None)
-            if following is None:
-                self.is_over = True
-            else:
-                self._messages = following
+            self.is_over = following is None
+            self._messages = following or []
             moved = True
         return moved

@@ -1,4 +1,4 @@
-"""What travels between the nodes when a call asks for less than all digits: `CommunicationOptions.wire`."""
+"""Communication between nodes in less than full precision: `CommunicationOptions.wire`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,20 @@ from mpistrategy.mpi.tuning.thresholds import RouteName
 
 
 def check(wire: str | None) -> None:
-    """Raise OptionError when this rank cannot send `wire`; to be called before the ranks agree on a call."""
+    """Raise OptionError when this rank cannot send `wire`; call it before the ranks agree on a call."""
     if wire is not None:
         bfloat16()
 
 
 def on(communicator: Any, wire: str | None) -> Any:
-    """Return `communicator`, or a view of it whose all-reduces send `wire` between the nodes.
-
-    Args:
-        communicator: the ranks; equal results with and without `wire` when all of them are on one node.
-        wire: None, or "bfloat16".
-    """
+    """Return `communicator`, or a view of it whose all-reduces send `wire` between the nodes: None, or "bfloat16"."""
     if wire is None or max(communicator.node_of) == 0:
         return communicator
     return communicator.once((_Rounding, wire), lambda: _Rounding(communicator))
 
 
 class _Rounding:
-    """A communicator whose sums of float32 are rounded between the nodes; everything else is as it was."""
+    """A view of a communicator whose float32 sums are rounded between the nodes."""
 
     #: What `allreduce_across` asks for.
     rounds = True
@@ -44,11 +39,9 @@ class _Rounding:
         return getattr(self._communicator, name)
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Return which way `allreduce` takes: what is rounded goes the one on which that happens."""
-        if travels(dtype, op):
-            return "across"
-        way: RouteName = self._communicator.route(nbytes, dtype, op)
-        return way
+        """Return the route that `allreduce` takes; only one of them rounds."""
+        route: RouteName = "across" if travels(dtype, op) else self._communicator.route(nbytes, dtype, op)
+        return route
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the combination over the ranks."""

@@ -17,9 +17,9 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, same_everywhere, v
 
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.multi_node.pairwise import combined
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.shared_memory.bounce_buffers import combined
 from mpistrategy.mpi.shared_memory.segments import private_memory
 
 pytestmark = pytest.mark.mpi
@@ -153,10 +153,10 @@ def test_parts_are_combined_in_order_whichever_is_overwritten(count: int) -> Non
     wanted = reference("SUM", parts)
     for own in range(count):
         copies = [part.copy() for part in parts]
-        combined(copies, "SUM", out=copies[own])
+        combined(np.add, copies, copies[own], copies[0] if own > 1 else copies[own])
         assert copies[own].tobytes() == wanted.tobytes()
     apart = np.empty(50, np.float32)
-    combined(parts, "SUM", out=apart)
+    combined(np.add, parts, apart, apart)
     assert apart.tobytes() == wanted.tobytes()
 
 
