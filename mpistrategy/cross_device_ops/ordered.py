@@ -24,7 +24,7 @@ from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
-from mpistrategy.reduction.routes.result_buffers import ResultBufferRoute
+from mpistrategy.reduction.routes.result_buffers import with_result_buffers
 
 #: So much of a buffer is exchanged at a time where the ranks do not share memory; as much is needed besides.
 _PIECE_BYTES = 8 * 2**20
@@ -45,9 +45,7 @@ def ordered_route(
             divide_by(divisor_of(target.dtype, op, communicator.size), target)
 
     route = CommunicatorRoute(communicator, packs, op, [*map(_name_of_route, names)], reduce_pairs)
-    if communicator.result_buffers is not None and {*names} == {"pipelined"}:
-        return ResultBufferRoute(communicator, op, route, combine_ordered)
-    return route
+    return with_result_buffers(communicator, op, route, names, combine_ordered)
 
 
 class OrderedAllReduce(PackedCrossDeviceOps):

@@ -13,7 +13,7 @@ from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
-from mpistrategy.reduction.routes.result_buffers import ResultBufferRoute
+from mpistrategy.reduction.routes.result_buffers import with_result_buffers
 
 #: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit).
 ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float], Route]
@@ -75,7 +75,4 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
         return MailboxRoute(communicator.mailboxes, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
-    route = CommunicatorRoute(communicator, packs, op, names)
-    if communicator.result_buffers is not None and {*names} == {"pipelined"}:
-        return ResultBufferRoute(communicator, op, route)
-    return route
+    return with_result_buffers(communicator, op, CommunicatorRoute(communicator, packs, op, names), names)

@@ -87,7 +87,7 @@ def check(wanted: Sequence[tuple[Array, Any]], found: Any, mine: Any) -> list[An
 
 # ------------------------------------------------------------------------------------- the routes
 
-WITHOUT_MAILBOXES = Thresholds(64, 1, CHUNK, 512, CHUNK, 1, CHUNK)
+WITHOUT_MAILBOXES = Thresholds(64, 0, CHUNK, 512, CHUNK, 1, CHUNK)
 BY_MPI = Thresholds(64, 2**40, CHUNK, 512, CHUNK, 2**40)
 TWO = [rank % 2 for rank in RANKS]
 

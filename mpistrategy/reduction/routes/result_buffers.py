@@ -26,6 +26,16 @@ from mpistrategy.reduction.routes.in_place import combine
 Combination = Callable[[Sequence[Array], Sequence[Array], str, int, tuple[int, int]], None]
 
 
+def with_result_buffers(
+    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination = combine
+) -> Route:
+    """Return the route through result buffers where `names` say that all packs are pipelined, else `route`."""
+    is_pipelined = {*names} == {"pipelined"} and any(pack.size for pack in route.packs)
+    if is_pipelined and communicator.result_buffers is not None:
+        return ResultBufferRoute(communicator, op, route, combination)
+    return route
+
+
 class ResultBufferRoute:
     """See `mpistrategy.reduction.routes.base.Route`.
 
@@ -38,9 +48,7 @@ class ResultBufferRoute:
         combination: how the buffers are combined.
     """
 
-    def __init__(
-        self, communicator: Communicator, op: ReduceOp, otherwise: Route, combination: Combination = combine
-    ) -> None:
+    def __init__(self, communicator: Communicator, op: ReduceOp, otherwise: Route, combination: Combination) -> None:
         assert communicator.result_buffers is not None
         self._ranks, self._buffers, self._otherwise = communicator, communicator.result_buffers, otherwise
         self._op, self._combine, self._quiet = op.on_the_wire, combination, quiet_runner()
