@@ -99,8 +99,8 @@ class Guard(TellsErrors):
         #: How often calls are compared: see `mpistrategy.mpi.contract.check_level`.
         self.level = ALWAYS
         self._sparingly: Sparingly | None = None
-        #: What the GPU of this rank does with its peers meanwhile: `gpu_progress.InFlight`, once there.
-        self.in_flight: Any = None
+        #: What the GPU of this rank does with its peers meanwhile: `gpu_progress.GpuProgress`, once there.
+        self.gpu_progress: Any = None
         #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
         self.on_gpu: Callable[[], AbstractContextManager[Any]] | None = None
         #: Since when this rank waits for what its own GPU was given before the collective; infinity if it does not.

@@ -61,7 +61,7 @@ class Space:
         return self._bytes[start : self._taken].view(dtype)
 
 
-def exchange(
+def pairwise_allreduce(
     link: Link, source: Array, target: Array, op: str, tag: int, space: Space, wire: np.dtype[Any] | None = None
 ) -> Steps:
     """Write the combination of all counterparts' `source` into `target`; yields messages that must be done next.

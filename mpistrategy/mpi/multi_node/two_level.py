@@ -23,7 +23,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import bfloat16
 from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, MessageStage, NodeStage
-from mpistrategy.mpi.multi_node.pairwise import Flight, Link, Space, exchange
+from mpistrategy.mpi.multi_node.pairwise import Flight, Link, Space, pairwise_allreduce
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 
@@ -188,7 +188,7 @@ class AcrossNodes:
         space = self._spaces[self._number % self._manner.flights]
         space.clear()
         wire = bfloat16.bfloat16() if rounds else None
-        return Flight(exchange(self._link, total, result, op, tag, space, wire))
+        return Flight(pairwise_allreduce(self._link, total, result, op, tag, space, wire))
 
     def _end_first(self) -> None:
         piece = self._flights[0]

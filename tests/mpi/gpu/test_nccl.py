@@ -23,7 +23,7 @@ from mpistrategy.mpi.gpu.transports import staged as staged_path
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.nccl import NcclPath
 from mpistrategy.mpi.watchdog import gpu_progress
-from mpistrategy.mpi.watchdog.gpu_progress import InFlight
+from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 from mpistrategy.options import GPU_PATH
 
 several = pytest.mark.skipif(SIZE == 1, reason="one rank needs no path")
@@ -91,7 +91,7 @@ def test_the_watchdog_knows_the_limit_of_each_call(strategy: Any, cupy: Any) -> 
     limits = []
     for each in (None, options, None):
         in_step(strategy, lambda ctx, each=each: ctx.all_reduce("SUM", cupy.asarray(np.ones(3)), options=each))
-        flight = strategy.extended.communicator.guard.in_flight
+        flight = strategy.extended.communicator.guard.gpu_progress
         limits.append(flight._limits[flight._given])
     assert limits == [None, 500.0, None]
 
@@ -122,7 +122,7 @@ def test_collectives_on_two_streams_come_one_after_the_other(strategy: Any, cupy
     with streams[1]:
         assert (results[-1].get() == 6.0 * SIZE).all()
     assert not any(map(cupy_double.pending, results))
-    assert path_of(strategy)._in_flight._under_way() == 0
+    assert path_of(strategy)._gpu_progress._under_way() == 0
 
 
 def test_num_packs_and_options(cupy: Any) -> None:
@@ -167,7 +167,7 @@ def test_an_nccl_that_does_not_work_gives_way_on_all_ranks(cupy: Any, fault: str
         assert found.get().tolist() == [SIZE] * 3
         paths = strategy.extended.communicator.device_paths
         assert list(paths.by_name) == ["ipc"] or list(paths.by_name) == ["staged"]
-        assert strategy.extended.communicator.guard.in_flight is None
+        assert strategy.extended.communicator.guard.gpu_progress is None
         word = {"no_id": "no network", "no_start": "SYSTEM_ERROR|REMOTE_ERROR", "wrong": "a wrong sum"}[fault]
         assert re.search(word, paths.reasons["auto"])
     told = [str(each.message) for each in caught if each.category is ms.errors.FallbackWarning]
@@ -226,7 +226,7 @@ def test_no_more_is_under_way_than_can_be_counted(strategy: Any, cupy: Any, monk
     buffer = cupy.asarray(np.ones(3))
     for _ in range(10):
         result = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", buffer))
-        assert path_of(strategy)._in_flight._under_way() <= 4
+        assert path_of(strategy)._gpu_progress._under_way() <= 4
     assert (result.get() == SIZE).all()
 
 
@@ -237,7 +237,7 @@ def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
         if trouble:
             raise RuntimeError(trouble[0])
 
-    flight = InFlight(cupy, check)
+    flight = GpuProgress(cupy, check)
     stream, may_end, may_begin = cupy.cuda.get_current_stream(), [False], [False]
     flight.look(1.0)
     assert (flight.entry, flight.in_words(1.0), flight.waited(9.0, 0.0)) == (None, "", 0.0)

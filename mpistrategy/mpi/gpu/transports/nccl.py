@@ -26,14 +26,14 @@ from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator, PathName
 from mpistrategy.mpi.interface.gpu_transport import communication_memory, error_of, first_error
-from mpistrategy.mpi.watchdog.gpu_progress import InFlight
+from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 
 #: For how long a first sum may take: NCCL connects to the peers in it.
 _TRIAL_SECONDS = 60.0
 _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
 #: Kept for ever: the GPU may still write there how far it has come.
-_left: list[InFlight] = []
+_left: list[GpuProgress] = []
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
@@ -72,8 +72,8 @@ class NcclPath:
         self._device = self._cupy.cuda.runtime.getDevice()
         self._staged = StagedPath()
         self._staged.make_room_for_all()
-        self._in_flight = InFlight(self._cupy, self._ask)
-        ranks.guard.in_flight = self._in_flight
+        self._gpu_progress = GpuProgress(self._cupy, self._ask)
+        ranks.guard.gpu_progress = self._gpu_progress
 
     def make_room(self, nbytes: int) -> None:
         """Need nothing; but tell the other ranks, before they agree, if NCCL has failed or is for another GPU.
@@ -133,12 +133,12 @@ class NcclPath:
             return
         if not buffer.size:
             return
-        if self._in_flight.is_full:
+        if self._gpu_progress.is_full:
             self._wait_for_all()
         call = self._ranks.guard.current
-        self._in_flight.begin(self._ranks.guard.record.last(), None if call is None else call.timeout)
+        self._gpu_progress.begin(self._ranks.guard.record.last(), None if call is None else call.timeout)
         self._put_on_stream(buffer, op)
-        self._in_flight.given()
+        self._gpu_progress.given()
 
     def _put_on_stream(self, buffer: DeviceArray, op: str) -> None:
         from cupy.cuda import nccl
@@ -166,9 +166,9 @@ class NcclPath:
         end = math.inf
         with self._ranks.guard.own_gpu():  # the watchdog sees what the GPU is at
             for pause in growing_pauses():
-                if self._in_flight.is_over:
+                if self._gpu_progress.is_over:
                     return
-                if end == math.inf and self._in_flight.is_in_one:
+                if end == math.inf and self._gpu_progress.is_in_one:
                     end = time.monotonic() + seconds
                 if time.monotonic() > end:
                     self._give_up(f"no result within {seconds:g} s")
@@ -194,10 +194,10 @@ class NcclPath:
 
     def leave(self, trouble: str) -> None:
         """Let go of NCCL where all ranks do; without waiting for anything if some rank has trouble."""
-        self._ranks.guard.in_flight = None
+        self._ranks.guard.gpu_progress = None
         if trouble:
             self._give_up(trouble)
-            _left.append(self._in_flight)
+            _left.append(self._gpu_progress)
         if not self._failure:
             self._let_go(self._nccl.destroy)
 
