@@ -26,7 +26,7 @@ from mpistrategy.cli.doctor.running_job import node_view, run_files, slurm_job
 from mpistrategy.cli.doctor.running_job.hung_job import hangs, lines
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
-from mpistrategy.mpi.watchdog.status_board import BYTES, Line, Lines
+from mpistrategy.mpi.watchdog.status_board import BYTES, RankStatus, StatusBoard
 
 Launch = Callable[..., launching.Finished]
 DOCTOR = ["-m", "mpistrategy", "doctor"]
@@ -416,8 +416,8 @@ def test_lines_are_found_in_a_copy_of_the_memory() -> None:
             block = np.zeros(ranks * pages * 4096, np.uint8)
             segments = tuple(block[rank * pages * 4096 :][:BYTES] for rank in range(ranks))
             for rank in range(ranks):
-                line = Line(10 + rank, 100 + rank, 0, time.monotonic(), 0.0, 1.5, 600.0, 3, f"in #7 on {rank}")
-                Lines(SharedMemory(segments, rank)).write(line)
+                line = RankStatus(10 + rank, 100 + rank, 0, time.monotonic(), 0.0, 1.5, 600.0, 3, f"in #7 on {rank}")
+                StatusBoard(SharedMemory(segments, rank)).write(line)
             found = node_view.lines_in(block.tobytes())
             assert [(each.rank, each.text) for each in found] == [(10 + r, f"in #7 on {r}") for r in range(ranks)]
     assert node_view.lines_in(bytes(8192)) == []

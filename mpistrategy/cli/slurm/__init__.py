@@ -1,1 +1,1 @@
-"""Job scripts for clusters: `mpistrategy slurm` and the files of the folder slurm/, both made by one pure function."""
+"""Job scripts for clusters: `mpistrategy slurm` and the files of the folder slurm/, rendered by one pure function."""

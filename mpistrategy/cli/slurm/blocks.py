@@ -10,7 +10,7 @@ from mpistrategy.cli.slurm.values import shell
 
 
 def notes(spec: JobSpec) -> list[str]:
-    """Return what is to be known of the site."""
+    """Return the notes about the site."""
     site = spec.site
     if not site.name:
         return []
@@ -39,7 +39,7 @@ def program(spec: JobSpec) -> list[str]:
 
 
 def launch(spec: JobSpec) -> list[str]:
-    """Return the lines that say how ranks are started."""
+    """Return the lines that start the ranks."""
     return _LAUNCHERS[spec.site.launcher](spec)
 
 
@@ -80,7 +80,7 @@ _LAUNCHERS: dict[str, Callable[[JobSpec], list[str]]] = {"srun": _srun, "ibrun":
 
 
 def apptainer(spec: JobSpec) -> list[str]:
-    """Return the lines that say how a container is entered with Apptainer."""
+    """Return the lines that enter a container with Apptainer."""
     image = shell(spec["image"] or "image.sif")
     options = ["--nv"] if spec["gpus_per_node"] else []
     options += [f"--bind {shell(mount)}" for mount in spec["mounts"] or ()]
@@ -92,7 +92,7 @@ def pyxis(spec: JobSpec) -> list[str]:
     """Return the lines that say how a container is entered with pyxis, whose options are srun's."""
     image = spec["image"] or "image.sqsh"
     if image.endswith(".sqsh") and "/" not in image:
-        image = f"./{image}"  # pyxis takes what does not begin with . or / for a name in a registry
+        image = f"./{image}"  # pyxis takes a path that does not begin with . or / for a name in a registry
     image = shell(image)
     lines = [f"image={image}", 'launch+=(--container-image="$image")']
     mounts = ",".join(spec["mounts"] or ())
@@ -113,7 +113,7 @@ BLOCKS: dict[str, Callable[[JobSpec], list[str]]] = {
 
 
 def values_of(spec: JobSpec) -> dict[str, str]:
-    """Return the values for marks inside of lines."""
+    """Return the values for marks inside lines."""
     numbers = ("cpus_per_task", "tasks_per_node", "max_restarts", "max_links", "bind_to")
     told = {key: str(spec[key]) for key in numbers}
     told |= {key: shell(spec[key]) for key in ("archive", "local") if spec[key]}

@@ -1,4 +1,4 @@
-"""`mpistrategy slurm`: writes a job script, has Slurm look at it, or submits it."""
+"""`mpistrategy slurm`: writes a job script, has Slurm check it, or submits it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options say; return the exit status."""
+    """Run the command; return the exit status."""
     try:
         if options.list:
             print(listing())
@@ -75,7 +75,7 @@ def _one(options: argparse.Namespace) -> int:
 
 
 def _stated(options: argparse.Namespace) -> Mapping[str, object]:
-    """Return the statement: the file's keys, and over them those of the command line."""
+    """Return the statement: the keys of the file, overridden by those of the command line."""
     statement: dict[str, object] = {}
     if options.source is not None:
         try:
@@ -96,7 +96,7 @@ def _stated(options: argparse.Namespace) -> Mapping[str, object]:
 
 
 def listing() -> str:
-    """Return the templates, keys and sites, for people."""
+    """Return a list of the templates, keys and sites, to be printed."""
     lines = ["Templates:"]
     lines += [f"  {name:19}{summary}" for name, summary in TEMPLATES.items()]
     lines += ["", "Keys (KEY=VALUE), their defaults, and the templates that have them:"]
@@ -124,7 +124,7 @@ def _write_all(folder: Path, force: bool) -> int:
 
 
 def _write(path: Path, text: str, force: bool) -> None:
-    """Write a file, as a whole or not at all; one that is there only with force."""
+    """Write a file whole or not at all; replace an existing one only with force."""
     there = Path(os.path.realpath(path))
     if force and there.is_dir():
         raise OptionError.at("mpistrategy slurm", found=f"a folder at {path}", expected="the name of a file")
@@ -164,7 +164,7 @@ def _check(spec: JobSpec, text: str) -> int:
 
 
 def _hand_over(command: list[str], text: str) -> int:
-    """Give a script to the batch system; return 0 when it took it, and 1 when it did not."""
+    """Give a script to the batch system; return 0 when it accepts it, and 1 when it does not."""
     if shutil.which(command[0]) is None:
         return _fail(f"mpistrategy slurm: there is no {command[0]} on this machine")
     try:

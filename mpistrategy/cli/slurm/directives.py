@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mpistrategy.cli.slurm.spec import JobSpec
 
-#: A line that a reader may want: ``##SBATCH`` is a comment.
+#: A directive that is switched off: ``##SBATCH`` is a comment.
 _OFF = "#"
 
 
@@ -59,7 +59,7 @@ def _size(spec: JobSpec) -> list[str]:
 
 
 def _one(spec: JobSpec, key: str, written: str, example: str = "") -> list[str]:
-    """Return the line of a key; where it has no value, the line is off, or there is none."""
+    """Return the line of a key; without a value it is switched off, or left out."""
     value = spec[key]
     if key in spec.site.skip:
         return []

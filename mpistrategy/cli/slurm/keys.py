@@ -1,4 +1,4 @@
-"""The keys of a job's statement: what each one takes, and which templates use it."""
+"""The keys of a job's statement: the values of each, and the templates that use it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpistrategy.cli.slurm import values
 
-#: The templates, and what each one shows.
+#: The templates, with a summary of each.
 TEMPLATES = {
     "single_node": "one node, one rank for each of its GPUs",
     "multi_node": "several nodes: first mpistrategy doctor, then the program",
@@ -29,7 +29,7 @@ class Key:
     Attributes:
         parse: checks a value.
         summary: one line for the list of keys.
-        default: its value where none is given; None for none.
+        default: its value where none is given; None for no value.
         templates: those that use it; empty for all.
         but: those that do not.
     """
@@ -45,7 +45,7 @@ class Key:
         return template not in self.but and (not self.templates or template in self.templates)
 
 
-#: A further key is one line here, and a line or a `@name@` in what renders it.
+#: To add a key, add one line here, and a line or a `@name@` where it is rendered.
 KEYS = {
     "job_name": Key(values.word, "the job's name", "mpistrategy"),
     "account": Key(values.word, "who pays"),

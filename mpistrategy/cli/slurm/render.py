@@ -11,9 +11,9 @@ from mpistrategy.cli.slurm.sites import names
 from mpistrategy.cli.slurm.spec import JobSpec
 
 FOLDER = Path(__file__).parent / "templates"
-#: Files that go with the scripts and are the same for all statements.
+#: Files beside the scripts; the same for all statements.
 COMPANIONS = ("example.py", "select_gpu.sh")
-#: What two templates have in common.
+#: Text that two templates share.
 _SIGNALLED_RUN = "{{signalled_run}}"
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 
@@ -43,13 +43,13 @@ def text_of(name: str) -> str:
 
 
 def file_name(spec: JobSpec) -> str:
-    """Return what the script is called in the folder slurm/."""
+    """Return the name of the script in the folder slurm/."""
     name = spec.site.name or spec.template
     return f"{name}.pbs" if spec.site.batch == "pbs" else f"{name}.sbatch"
 
 
 def all_files() -> dict[str, str]:
-    """Return the files of the folder slurm/: their texts by their paths in it."""
+    """Return the texts of the files of the folder slurm/, by their paths in it."""
     files = {}
     for template in TEMPLATES:
         spec = JobSpec.of(template)

@@ -1,4 +1,4 @@
-"""Sites: what differs between clusters, each in one TOML file; those beside this file, or one of the user's own."""
+"""Sites: the differences between clusters, one TOML file for each; beside this file, or the user's own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
 from mpistrategy.errors import OptionError
 
 FOLDER = Path(__file__).parent / "sites"
-#: Far more than a profile has; keys of many parts take tomllib quadratic time.
+#: Far larger than any profile; tomllib takes quadratic time for keys of many parts.
 _MOST_BYTES = 2**14
 
 
 @dataclass(frozen=True)
 class Site:
-    """A cluster, as far as its job scripts differ from others'.
+    """A cluster, as far as its job scripts differ from those of others.
 
     Attributes:
         name: as in ``site=NAME``.
@@ -31,7 +31,7 @@ class Site:
         batch: "slurm" or "pbs".
         launcher: "srun", "ibrun" (TACC) or "mpiexec" (PALS).
         launcher_options: for the launcher.
-        gpu_option: how GPUs are asked for: "gpus-per-node", "gres", or "" where the partition says it all.
+        gpu_option: how to request GPUs: "gpus-per-node", "gres", or "" where the partition says it all.
         gpus: how many GPUs a node has that this library can use.
         cpus: how many CPUs a node has, as the batch system counts them; 0 for unknown.
         templates: those that work there; empty for all.

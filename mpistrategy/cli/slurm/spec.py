@@ -94,14 +94,14 @@ class JobSpec:
 
 
 def _without(site: sites.Site) -> tuple[str, ...]:
-    """Return the keys that mean nothing at a site."""
+    """Return the keys that have no meaning at a site."""
     if site.batch == "pbs":
         return ("qos", "reservation", "memory", "extra", "mpi", "output")
     return () if site.launcher == "srun" else ("mpi",)
 
 
 def _derived(filled: dict[str, Any], checked: Mapping[str, object]) -> dict[str, Any]:
-    """Fill in what follows from the rest."""
+    """Fill in values that follow from others."""
     if "nodes" in filled and filled["nodes"] is None:
         filled["nodes"] = 1 if "array" in filled else 2
     if filled["gpus_per_node"] and "tasks_per_node" not in checked:
@@ -154,7 +154,7 @@ def _check(spec: JobSpec) -> None:
             )
 
 
-#: Options of sbatch that a key stands for ("": that the scripts decide by themselves).
+#: Options of sbatch that have a key; "" for those that the scripts set themselves.
 _COVERED = {
     "job-name": "job_name",
     "account": "account",

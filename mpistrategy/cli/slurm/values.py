@@ -15,7 +15,7 @@ from typing import NoReturn
 from mpistrategy.errors import OptionError
 
 Value = str | int | bool | tuple[str, ...]
-#: Takes what was given and the name of the key.
+#: Takes the given value and the name of the key.
 Parse = Callable[[object, str], Value]
 
 _LONGEST_DAYS = 366

@@ -1,1 +1,1 @@
-"""The GPUs of a node, which rank drives which, and whether MPI takes their memory."""
+"""The GPUs of a node, which rank drives which, and whether MPI accepts their memory."""

@@ -1,4 +1,4 @@
-"""Which GPU each rank drives, from what all ranks see: a function that every rank computes alike.
+"""Which GPU each rank drives: a function of what all ranks see, which every rank computes alike.
 
 Ranks that see a GPU in common share a node, or a part of one.  Among them each gets a GPU of its own, the one that is
 nearest to its cores where the system tells; where it does not, or all are as near, they go round in order.
@@ -97,7 +97,7 @@ def _on_hosts(sights: Sequence[Sight], ranks: Sequence[int]) -> str:
 
 
 def _choices(sight: Sight, node: int) -> list[_Choice]:
-    """Return the GPUs that a rank sees, in its order; what has no name is told apart by place or number."""
+    """Return the GPUs that a rank sees, in its order; one without a name is identified by place or number."""
     distances = dict(sight.distances)
     made = []
     for gpu in sight.gpus:
@@ -149,7 +149,7 @@ def _distribute(offers: Mapping[int, Sequence[_Choice]], capacity: int) -> tuple
     taken: dict[int, Gpu] = {}
 
     def take(rank: int, reach: int, tried: set[tuple[str, int]]) -> bool:
-        """Give `rank` a free place, or else one whose holder finds another."""
+        """Give `rank` a free place, or one whose holder can move to another."""
         near = sorted((choice for choice in offers[rank] if choice.distance <= reach), key=lambda each: each.distance)
         places = [(choice, (choice.identity, place)) for place in range(capacity) for choice in near]
         free = [each for each in places if each[1] not in holder]
@@ -164,7 +164,7 @@ def _distribute(offers: Mapping[int, Sequence[_Choice]], capacity: int) -> tuple
             return True
         return False
 
-    # All that can have a GPU near by get one first; what is further away goes to those who found nothing.
+    # Near GPUs are given out first; ranks that got none take those further away.
     reaches = sorted({choice.distance for seen in offers.values() for choice in seen})
     for reach in reaches:
         for rank in offers:

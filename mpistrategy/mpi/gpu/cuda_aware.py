@@ -17,9 +17,9 @@ from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.job.launcher import ranks_in_words
 from mpistrategy.mpi.tuning.files import library_name
 
-#: The user's word: 1 or 0.
+#: The user's decision: 1 or 0.
 VARIABLE = "MPISTRATEGY_CUDA_AWARE"
-NO, UNVERIFIED, YES = VERDICTS = ("no", "unverified", "yes")  # from the weakest on
+NO, UNVERIFIED, YES = VERDICTS = ("no", "unverified", "yes")  # the weakest first
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Switch:
 _ON = "1|yes|true|on"
 _SWITCHES = (
     _Switch("cray mpich version", (("MPICH_GPU_SUPPORT_ENABLED", _ON),), "libmpi_gtl_cuda"),
-    _Switch("^mvapich2", (("MV2_USE_CUDA", _ON),)),  # its function tells how it was built, no more
+    _Switch("^mvapich2", (("MV2_USE_CUDA", _ON),)),  # its function only tells how it was built
     _Switch("^mvapich", (("MVP_USE_CUDA", _ON),)),
     _Switch(r"^intel\(r\) mpi", (("I_MPI_OFFLOAD", "1|2"), ("I_MPI_OFFLOAD_MODE", "cuda"))),
     _Switch("spectrum mpi", (("OMPI_MCA_pml_pami_enable_cuda", _ON),)),  # which -gpu sets

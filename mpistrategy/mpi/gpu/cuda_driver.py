@@ -62,10 +62,10 @@ class CudaDriver:
         return self._count
 
     def uuid(self, index: int) -> str:
-        """Return what tells a GPU, or the part of one that is a MIG device, from all others; "" if unknown."""
+        """Return the unique identity of a GPU, or of a MIG device; "" if unknown."""
         device = self._device(index)
         whole = self._uuid("cuDeviceGetUuid", device)
-        part = self._uuid("cuDeviceGetUuid_v2", device) or whole  # drivers before 470 know no other
+        part = self._uuid("cuDeviceGetUuid_v2", device) or whole  # drivers before 470 have only this one
         if part is None:
             return ""
         return f"{'GPU' if whole in (None, part) else 'MIG'}-{part}"

@@ -1,4 +1,4 @@
-"""What came of giving GPU memory to an MPI library, kept from one job to the next.
+"""Outcomes of giving GPU memory to an MPI library, kept from one job to the next.
 
 `mpistrategy doctor` tries it in a job of its own, where a crash is an answer, and writes it down beside the measured
 thresholds; strategies read it.  The library is known by all that it says about itself.
@@ -22,7 +22,7 @@ _VERDICTS = {"right": YES, "wrong": NO, "died": NO}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it.
+    """The outcome of a trial.
 
     Attributes:
         outcome: "right", "wrong" (the numbers), or "died".
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def file_of(version: str) -> Path:
-    """Return where the outcome for a library is kept, by what it says about itself."""
+    """Return the file with the outcome for a library, which is known by its version text."""
     return kept_file(library_name(version), f"{zlib.crc32(version.encode()):08x}-gpu")
 
 
@@ -52,7 +52,7 @@ def save(version: str, found: Outcome) -> Path:
 
 
 def load(version: str) -> Outcome | None:
-    """Return the outcome for a library; None where nobody has tried, or the file is none of these."""
+    """Return the outcome for a library; None without a trial, or where the file cannot be understood."""
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads(own_files.read(str(file_of(version)), MOST_BYTES).decode())
         if isinstance(content, dict) and content.get("format") == _FORMAT and content.get("library") == version:
@@ -63,7 +63,7 @@ def load(version: str) -> Outcome | None:
 
 
 def verified(answer: Answer, version: str, word: bool | None) -> Answer:
-    """Return an answer as it stands after the trial: a yes that was not tried is none.
+    """Return the answer after the trial: a yes without a trial does not count.
 
     Args:
         answer: `mpistrategy.mpi.gpu.cuda_aware.decide`'s.

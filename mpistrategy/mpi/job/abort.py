@@ -2,8 +2,8 @@
 
 MPI leaves the others hanging when a Python exception ends one rank.  From the first communicator of several ranks on,
 an uncaught exception (in any thread) and a non-zero `sys.exit` abort the whole job, with that rank's traceback; an
-orderly end waits for the peers and tells a peer that still calls a collective who has left.  After the last one is
-closed nothing of that holds any more.  A strategy that contains errors (`on_error="raise"`) ends nothing but itself.
+orderly end waits for the peers and tells a peer that still calls a collective who has left.  All of this ends with the
+last strategy.  A strategy that contains errors (`on_error="raise"`) ends only itself.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Watch:
 
 
 def in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback; of an error of ours without the frames inside this package, which say nothing to a user."""
+    """Return the traceback; for errors of this package without its own frames, which do not help a user."""
     report = traceback.TracebackException(kind, error, trace)
     theirs = [frame for frame in report.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
     if isinstance(error, MpiStrategyError | SystemExit) and theirs and not os.environ.get("MPISTRATEGY_FULL_TRACEBACK"):

@@ -1,4 +1,4 @@
-"""The end of a forked child of a rank: as any program's, but without MPI_Finalize, which is its parent's to call.
+"""The end of a forked child of a rank: that of any program, but without MPI_Finalize, which only its parent may call.
 
 mpi4py finalizes MPI after the last of Python's atexit handlers, where no Python runs any more.  So a child ends by
 itself once all handlers have run.  With which status, Python tells no handler: it is 0 where the program has come to
@@ -58,12 +58,12 @@ _notes_exits = False
 
 
 def prepare() -> None:
-    """Provide for children that are forked at the end of this program, from an atexit handler."""
+    """Prepare for children that are forked by an atexit handler of this program."""
     atexit.register(_end_late)
 
 
 def follow() -> None:
-    """Provide for the end of this process, which has just been forked."""
+    """Prepare for the end of this process, which has just been forked."""
     global _child, _notes_exits
     atexit.unregister(_end)  # the parent's, when it is a child, too
     _child = _Child()
@@ -76,7 +76,7 @@ def follow() -> None:
 
 
 def note(status: int) -> None:
-    """Say with which status the program ends, if this process is a forked child."""
+    """Set the exit status of the program, if this process is a forked child."""
     if _child is not None:
         _child.known_status = status
 
@@ -109,7 +109,7 @@ def _end(child: _Child) -> None:
 
 
 class _Equal:
-    """Equal to what is meant; `atexit.unregister` compares every handler with what it is given."""
+    """Equal to chosen handlers; `atexit.unregister` compares every handler with its argument."""
 
     __hash__ = None  # type: ignore[assignment]
 

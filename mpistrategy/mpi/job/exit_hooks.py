@@ -1,6 +1,6 @@
-"""Python's hooks for uncaught exceptions and exits, while strategies that end the job are open; given back after that.
+"""Python's hooks for uncaught exceptions and exits, in place while strategies that end the job are open.
 
-A hook that somebody else has wrapped meanwhile cannot be taken out; it only calls what was there before it, then.
+A hook that somebody else has wrapped meanwhile cannot be removed; it then only calls the hook before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK
 
-#: The status of a program that Ctrl-C has ended, as shells count.
+#: The exit status of a program that Ctrl-C has ended, as in a shell.
 INTERRUPTED = 130
 #: How long the traceback of another rank has to come first.
 _FIRST_SECONDS = 0.7
@@ -86,7 +86,7 @@ class ExitHooks:
         self._is_on = False
 
     def install(self) -> None:
-        """Put the hooks in place, unless they are."""
+        """Install the hooks, unless they are installed."""
         if self._is_on:
             return
         self._is_on = True
@@ -100,7 +100,7 @@ class ExitHooks:
                 self._replace(builtins, name, leave)
 
     def remove(self) -> None:
-        """Give back what was there before."""
+        """Restore the hooks that were there before."""
         self._is_on = False
         for place, name, before, ours in reversed(self._before):
             if getattr(place, name, None) is ours:
@@ -129,7 +129,7 @@ class ExitHooks:
     def _uncaught_in_thread(self, previous: Callable[..., Any]) -> Callable[..., Any]:
         def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
             if issubclass(args.exc_type, SystemExit):
-                return  # ends the thread and nothing else, as always in Python
+                return  # it ends only the thread, as always in Python
             if args.exc_value is None or not self._is_ours():
                 previous(args)
             else:
@@ -139,7 +139,7 @@ class ExitHooks:
         return uncaught_in_thread
 
     def _ignored(self, previous: Callable[..., Any]) -> Callable[..., Any]:
-        """Make an exception in an atexit callback end the job: Python only mentions it, and ends with status 0."""
+        """Make an exception in an atexit callback end the job: Python merely prints it, and ends with status 0."""
 
         def ignored(args: sys.UnraisableHookArgs) -> None:
             error, kind = args.exc_value, args.exc_type

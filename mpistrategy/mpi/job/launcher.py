@@ -1,4 +1,4 @@
-"""Right layout or no start: what the launcher says about this process against what MPI says.
+"""Compares what the launcher says about this process with what MPI says; without a match, refuses to start.
 
 A launcher and an MPI that do not know each other start N programs of one rank each, which train N models and end with
 status 0.  Here each of them refuses to start.  Ranks that found each other compare their versions and their layout.
@@ -19,19 +19,19 @@ from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.watchdog import earlier_runs
 from mpistrategy.mpi.watchdog.local_process import stat_of
 
-#: Set to 1 where several programs of one rank each are meant.
+#: Set to 1 to start several programs of one rank each on purpose.
 ALONE = "MPISTRATEGY_ALONE"
 
 _MPICH, _OPEN_MPI, _SRUN = "the mpiexec of MPICH or Intel MPI", "the mpirun of Open MPI", "srun"
 _JSRUN = "jsrun"
-#: How the launchers that belong to an MPI tell a process its place: who, how many, which one.
+#: The variables in which the launchers of MPI libraries say: which launcher, how many processes, which one.
 _PLACES = (
     (_MPICH, "PMI_SIZE", "PMI_RANK"),
     (_OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("the mpirun_rsh of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     (_JSRUN, "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
 )
-#: Of this node only: for want of anything better.
+#: They count this node only, and are used where there are no others.
 _PLACE_ON_NODE = (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 #: Slurm numbers what is no step of srun (the batch script, the shell of salloc, ...) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -56,7 +56,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Process:
-    """What is known of this process besides its environment.
+    """What is known about this process besides its environment.
 
     Attributes:
         world_size: how many ranks MPI says there are.
@@ -197,7 +197,7 @@ def _read(process: int, what: str) -> bytes:
 
 
 def _parents(process: int) -> Iterator[int]:
-    """Yield the parent, its parent and so on, as far as the system shows them."""
+    """Yield the parent, its parent and so on, as far as they can be seen."""
     while process > 1:
         try:
             process = int(stat_of(process)[1])

@@ -1,4 +1,4 @@
-"""All ranks of the job, before any strategy: is this the job that was asked for, and how does it end?"""
+"""All ranks of the job, before any strategy: whether the job is as the launcher started it, and how it ends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mpistrategy.mpi.job import abort, launcher
 from mpistrategy.mpi.shared_memory.segments import NodePeers, SharedMemory, private_memory, share
 from mpistrategy.mpi.tuning.files import library_name
 from mpistrategy.mpi.watchdog import earlier_runs, status_board, watchdog
-from mpistrategy.mpi.watchdog.group import Watched
+from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
-from mpistrategy.mpi.watchdog.status_board import Lines
+from mpistrategy.mpi.watchdog.status_board import StatusBoard
 
 _OF_COMM_NULL = (
     "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
@@ -67,7 +67,7 @@ def rank_in_job() -> int:
 
 
 def watch(guard: Guard, free: Any) -> None:
-    """Make the end of this rank the end of the job; say goodbye to the peers of `guard` first."""
+    """Make the end of this rank end the job; say goodbye to the peers of `guard` first."""
     world = MPI.COMM_WORLD
     if world.size > 1:
         abort.watch(guard, free, world.rank, world.size, world.Abort, MPI.Is_finalized)
@@ -81,15 +81,15 @@ def watch_waiting(
     path: str,
     shown: Callable[[], list[int]] | None = None,
 ) -> None:
-    """Make a collective of `comm` that is late end the job.
+    """Let a late collective of `comm` end the job.
 
     Args:
         comm: whose ranks are watched.
         guard: this rank's.
-        memory: for the watchdogs' lines; those that share none are nodes of their own.
+        memory: for the status board; ranks that share none count as nodes of their own.
         node_of: the node of each rank.
         path: of the run directory; the first rank warns if it cannot be written.
-        shown: see `Watched`.
+        shown: see `Group`.
     """
     if not memory.is_shared:
         node_of = range(comm.size)
@@ -97,10 +97,10 @@ def watch_waiting(
     if MPI.COMM_WORLD.rank == 0:
         earlier_runs.remove_left_ones()
     nodes = max(node_of) + 1
-    _watch(comm, Watched(guard, Lines(memory), node_of[comm.rank], nodes, directory, shown, _identity(path)))
+    _watch(comm, Group(guard, StatusBoard(memory), node_of[comm.rank], nodes, directory, shown, _identity(path)))
 
 
-def _watch(comm: MPI.Intracomm, watched: Watched) -> None:
+def _watch(comm: MPI.Intracomm, watched: Group) -> None:
     world = MPI.COMM_WORLD
     watched.guard.timeout = timeouts.expected()
     watched.ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
@@ -141,9 +141,9 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         yield
         return
     guard = Guard(None, ranks.rank, ranks.size)
-    lines = Lines(private_memory(status_board.BYTES))
+    board = StatusBoard(private_memory(status_board.BYTES))
     directory = RunDirectory(earlier_runs.proposal(), f"[rank {ranks.rank}] ")
-    watched = Watched(guard, lines, 0, 1, directory, identity=_identity(f"the making of {where}"))
+    watched = Group(guard, board, 0, 1, directory, identity=_identity(f"the making of {where}"))
     watched.is_making = True
     _watch(ranks, watched)
     try:
@@ -156,7 +156,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
 
 
 def _meet(ranks: MPI.Intracomm, guard: Guard) -> None:
-    """Wait for all ranks in a way that can be left: MPI's own collectives cannot."""
+    """Wait for all ranks so that an error can interrupt it: MPI's own collectives cannot be interrupted."""
     request = ranks.Ibarrier()
     for pause in growing_pauses():
         if request.Test():

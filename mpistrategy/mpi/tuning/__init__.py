@@ -1,1 +1,1 @@
-"""Thresholds: from which size on which way of moving data is faster, as measured or by default."""
+"""Thresholds: from which size on a route is the fastest, as measured or by default."""

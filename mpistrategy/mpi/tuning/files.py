@@ -31,16 +31,16 @@ _RATES = tuple(field.name for field in fields(Rates))
 _LARGEST = 2**40
 _FASTEST = 1e30
 _LONGEST = 80
-#: A file has less than a thousandth of that.
+#: A file is a thousand times smaller.
 MOST_BYTES = 2**20
-#: Parts of buffers: too small ones would be nothing but overhead, and they are cut at cache lines.
+#: Parts of buffers: small ones would be mere overhead; they are cut at cache lines.
 _LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "across_piece_bytes": 4096, "cell_bytes": 64}
-#: These are memory that every rank sets aside.
+#: Memory that every rank reserves.
 _MOST = {"chunk_bytes": 2**28, "across_piece_bytes": 2**26, "cell_bytes": 2**20}
 
 
 class Ranks(Protocol):
-    """What is asked of a communicator."""
+    """What is used of a communicator."""
 
     @property
     def rank(self) -> int: ...
@@ -77,7 +77,7 @@ class Machine:
 
 
 def kept_file(library: str, of_what: str) -> Path:
-    """Return where something that was found out about an MPI library is kept from one job to the next.
+    """Return the file that keeps a finding about an MPI library from one job to the next.
 
     Raises:
         FileNotFoundError: where no home folder is known.
@@ -102,7 +102,7 @@ def expanded(path: str) -> Path:
 
 
 def library_name(version: str) -> str:
-    """Return the library and its version of what MPI says about itself: ``"Open MPI v5.0.11"``."""
+    """Return the library and its version from MPI's version text: ``"Open MPI v5.0.11"``."""
     first = (version.strip("\0 \n").splitlines() or ["unknown"])[0]
     return " ".join(re.split(r",| for ", first)[0].replace("Version:", "").replace("(R)", "").split())
 

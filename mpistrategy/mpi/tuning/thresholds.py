@@ -15,7 +15,7 @@ RouteName = Literal["none", "threads", "pipelined", "result_buffers", "across", 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast the routes are, to tell beforehand how long a call will take; nothing else depends on them.
+    """How fast the routes are, to estimate how long a call will take; nothing else depends on them.
 
     Attributes:
         cell_seconds: a small call in the mailboxes of the ranks of one node.
@@ -68,7 +68,7 @@ class Thresholds:
     rates: Rates = Rates()
 
     def sizes(self) -> dict[str, Any]:
-        """Return the thresholds by name, for JSON: what decides the route of a value, and so the bits of its sum."""
+        """Return the thresholds by name, for JSON: they decide the route of a value, and so the bits of its sum."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return sizes | {"window_bytes_by_dtype": dict(self.window_bytes_by_dtype)}
 

@@ -1,6 +1,6 @@
 """What the watchdog does when a collective is late: records, stacks, the roll call, and the end of the job.
 
-Every rank that hears of it writes its record and answers in its line; the first rank of each node that has answered
+Every rank that hears of it writes its record and answers in its status; the first rank of each node that has answered
 speaks for its node, and the speaker of the first node that has one prints the roll call.  Nothing here waits for
 anything without a limit.
 """
@@ -19,69 +19,73 @@ from typing import NoReturn
 from mpistrategy.errors import RemoteError
 from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
 from mpistrategy.mpi.watchdog import local_process, reports
-from mpistrategy.mpi.watchdog.group import Watched
+from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.roll_call import account_of, roll_call
-from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, Line
+from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, RankStatus
 
 #: The status of a job that a late collective has ended, as of `timeout`.
 STATUS = 124
-#: How long the ranks of a node, and the other nodes, are given to answer.
+#: How long the watchdog waits for the ranks of its node, and for the other nodes.
 _NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
 #: How long writing may take.
 _FILE_SECONDS = 2.0
-#: And ending the job otherwise than by the end of this process.
+#: How long ending the job by MPI may take.
 _END_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 _FORWARDING_SECONDS = 0.3
 
 
 def answer(
-    everything: Sequence[Watched], line: Callable[[], Line], rank: int, size: int, end: Callable[[int], object] | None
+    everything: Sequence[Group],
+    status: Callable[[], RankStatus],
+    rank: int,
+    size: int,
+    end: Callable[[int], object] | None,
 ) -> NoReturn:
-    """Answer the alarm of this rank or of another one, and end.
+    """Answer the alarm of this rank or of another one, and end this process.
 
     Args:
-        everything: what this process watches.
-        line: returns what there is to say about this rank.
+        everything: the groups that this process watches.
+        status: returns the status of this rank.
         rank: its number in the job.
         size: how many there are.
-        end: ends the job with a status, where the launcher takes any other end for another status; may hang.
+        end: ends the job with a status, where the launcher would report another one otherwise; may hang.
     """
     try:
-        _call_the_roll(everything, line, rank, size)
+        _call_the_roll(everything, status, rank, size)
         if end is not None:
             _within(_END_SECONDS, lambda: end(STATUS))
-    except Exception as error:  # a mistake in here must not keep the job from its end
+    except Exception as error:  # an error in here must not keep the job from ending
         _say(f"[rank {rank}/{size}] ", f"a collective is late, and mpistrategy could not say where: {error!r}")
     finally:
         os._exit(STATUS)
 
 
-def contain(watched: Watched, line: Callable[[], Line], rank: int, size: int) -> None:
-    """Answer the alarm of ranks whose errors are contained: nothing ends, and who waits among them raises.
+def contain(watched: Group, status: Callable[[], RankStatus], rank: int, size: int) -> None:
+    """Answer the alarm of ranks whose errors are contained: the job goes on, and the ranks that wait raise.
 
     Args:
         watched: the ranks.
-        line, rank, size: as for `answer`.
+        status, rank, size: as for `answer`.
     """
     try:
-        _call_the_roll((watched,), line, rank, size)
+        _call_the_roll((watched,), status, rank, size)
     finally:
         watched.guard.stop_waiting(RemoteError(f"a collective is late, as the roll call says. {NO_MORE_CALLS}"))
 
 
-def _call_the_roll(everything: Sequence[Watched], line: Callable[[], Line], rank: int, size: int) -> None:
+def _call_the_roll(everything: Sequence[Group], status: Callable[[], RankStatus], rank: int, size: int) -> None:
     began = time.monotonic()
     widest = max(everything, key=lambda watched: len(watched.ranks))
     _set_state(everything, ALARMED)
     _within(_FILE_SECONDS, widest.alarm)
     title = f"[rank {rank}/{size}] "
     where = _write_record(widest, everything, rank, title)
-    mine = replace(line(), state=ANSWERED)
+    mine = replace(status(), state=ANSWERED)
     for watched in everything:
-        watched.lines.write(mine)
-    _until(lambda: all(each.state >= ANSWERED for each in widest.lines.read()), began + _NODE_SECONDS)
-    if widest.lines.state() < CALLED and _speaks(widest, rank):
+        watched.board.write(mine)
+    _until(lambda: all(each.state >= ANSWERED for each in widest.board.read()), began + _NODE_SECONDS)
+    if widest.board.state() < CALLED and _speaks(widest, rank):
         last_calls = {each: text for watched in everything for each, text in watched.last_calls().items()}
         text = _text(widest, began, where, last_calls)
         if text:
@@ -90,13 +94,13 @@ def _call_the_roll(everything: Sequence[Watched], line: Callable[[], Line], rank
             _forward()
         _set_state(everything, CALLED)
     else:
-        _until(lambda: widest.lines.state() >= CALLED, began + _NODES_SECONDS + 2 * _FILE_SECONDS)
+        _until(lambda: widest.board.state() >= CALLED, began + _NODES_SECONDS + 2 * _FILE_SECONDS)
     _say(title, reports.failed_tests())
     _flush_output()
     _forward()
 
 
-def _write_record(widest: Watched, everything: Sequence[Watched], rank: int, title: str) -> str:
+def _write_record(widest: Group, everything: Sequence[Group], rank: int, title: str) -> str:
     """Write this rank's record and stacks to the run directory, else to its stderr; return where they are."""
     guards = [watched.guard for watched in everything]
     text = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
@@ -108,14 +112,14 @@ def _write_record(widest: Watched, everything: Sequence[Watched], rank: int, tit
     return "Each rank's stacks and its last collectives are above."
 
 
-def _speaks(widest: Watched, rank: int) -> bool:
-    answered = [line.rank for line in widest.lines.read() if line.state >= ANSWERED]
+def _speaks(widest: Group, rank: int) -> bool:
+    answered = [status.rank for status in widest.board.read() if status.state >= ANSWERED]
     return rank == min(answered, default=rank)
 
 
-def _text(widest: Watched, began: float, where: str, last_calls: Mapping[int, str]) -> str:
+def _text(widest: Group, began: float, where: str, last_calls: Mapping[int, str]) -> str:
     """Return the roll call; "" where another node calls it."""
-    lines = widest.lines.read()
+    lines = widest.board.read()
     silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
     _ask_for_stacks(lines)
     now = time.monotonic()
@@ -128,26 +132,26 @@ def _text(widest: Watched, began: float, where: str, last_calls: Mapping[int, st
             _until(widest.is_published, time.monotonic() + _FILE_SECONDS + _NODE_SECONDS)
             return ""
         accounts += [account for _, _, told in others for account in told]
-    known = {account.line.rank for account in accounts}
+    known = {account.status.rank for account in accounts}
     unknown = [each for each in widest.ranks if each not in known]
     return roll_call(accounts, unknown, len(widest.ranks), where, contained=widest.guard.contains_errors)
 
 
-def _all_final(widest: Watched) -> bool:
+def _all_final(widest: Group) -> bool:
     return sum(final for _, final, _ in widest.others()) == widest.nodes - 1
 
 
-def _ask_for_stacks(lines: Sequence[Line]) -> None:
-    """Make processes that run and do not answer show their stacks, where they can: Python need not run for it."""
-    for line in lines:
-        if line.state < ANSWERED and line.signal and not local_process.is_stopped(line.process):
+def _ask_for_stacks(lines: Sequence[RankStatus]) -> None:
+    """Make silent processes that run print their stacks, where they can; this needs no Python in them."""
+    for status in lines:
+        if status.state < ANSWERED and status.signal and not local_process.is_stopped(status.process):
             with contextlib.suppress(OSError):
-                os.kill(line.process, line.signal)
+                os.kill(status.process, status.signal)
 
 
-def _set_state(everything: Sequence[Watched], state: int) -> None:
+def _set_state(everything: Sequence[Group], state: int) -> None:
     for watched in everything:
-        watched.lines.set_state(state)
+        watched.board.set_state(state)
 
 
 def _until(ready: Callable[[], bool], end: float) -> None:
@@ -156,7 +160,7 @@ def _until(ready: Callable[[], bool], end: float) -> None:
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:
-    """Do something that may never return, and wait for so long."""
+    """Do something that may never return; wait at most so many seconds."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -178,7 +182,7 @@ def _forward() -> None:
 
 
 def _flush_output() -> None:
-    """Let out what the program has printed."""
+    """Flush what the program has printed."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             _within(0.5, stream.flush)

@@ -1,9 +1,10 @@
 """Finds ranks of a node that wait for each other in different strategies: none of them would ever go on.
 
-Every rank's line says in which strategy it waits.  Where this rank waits for a peer in one strategy, and that peer for
-this rank in another, the calls are in another order on the two ranks.  The comparison within a strategy cannot see it.
+Every rank's status says in which strategy it waits.  Where this rank waits for a peer in one strategy, and that peer
+for this rank in another, the two ranks make their calls in different orders.  The comparison of calls within a strategy
+cannot see it.
 
-A rank with several threads may wait in several strategies at a time, in any order.  Nothing is said of its waits.
+A rank with several threads may wait in several strategies at a time, in any order; its waits are not judged.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from mpistrategy.errors import CollectiveMismatchError
-from mpistrategy.mpi.watchdog.group import Watched
-from mpistrategy.mpi.watchdog.status_board import Line
+from mpistrategy.mpi.watchdog.group import Group
+from mpistrategy.mpi.watchdog.status_board import RankStatus
 
-#: How long both must have waited, in seconds: two looks of the watchdog, and a peer's way out of a call.
+#: How long both must have waited, in seconds: two looks of the watchdog, and a peer that leaves a call.
 _LEAST_SECONDS = 1.5
 _OUR_THREADS = "mpistrategy"
-#: Lines that are older than this say nothing about what a rank does now.
+#: StatusBoard that are older than this say nothing about what a rank does now.
 _OLDEST_SECONDS = 2.5
 
 
-def only_wait(everything: Sequence[Watched], now: float) -> Watched | None:
+def only_wait(everything: Sequence[Group], now: float) -> Group | None:
     """Return where this process waits for others, if its program has no thread that could do anything else."""
     waiting = (each for each in everything if each.identity and not each.guard.is_in_background)
     mine = next((each for each in waiting if each.host_waited(now) > _LEAST_SECONDS), None)
@@ -33,11 +34,11 @@ def only_wait(everything: Sequence[Watched], now: float) -> Watched | None:
     return mine if len(sys._current_frames().keys() - ours) == 1 else None
 
 
-def find(everything: Sequence[Watched], rank: int, now: float) -> tuple[Watched, CollectiveMismatchError] | None:
+def find(everything: Sequence[Group], rank: int, now: float) -> tuple[Group, CollectiveMismatchError] | None:
     """Return where this rank waits for a peer that waits for it elsewhere, and what to raise there; None if nowhere.
 
     Args:
-        everything: what this process watches.
+        everything: the groups that this process watches.
         rank: its number in the job.
         now: time.monotonic().
     """
@@ -50,19 +51,19 @@ def find(everything: Sequence[Watched], rank: int, now: float) -> tuple[Watched,
             continue
         waits = peer.waited > _LEAST_SECONDS and now - peer.beat < _OLDEST_SECONDS
         there = known.get(peer.strategy)
-        for_me = peer.is_leaf if there is None else not there.was_met_by(rank, peer.rank)
+        for_me = peer.is_whole if there is None else not there.was_met_by(rank, peer.rank)
         if waits and for_me and not mine.was_met_by(peer.rank, rank):
             return mine, CollectiveMismatchError(_in_words(everything, mine, peer))
     return None
 
 
-def _lines(everything: Sequence[Watched]) -> Iterator[Line]:
+def _lines(everything: Sequence[Group]) -> Iterator[RankStatus]:
     for watched in everything:
-        yield from watched.lines.read()
+        yield from watched.board.read()
 
 
-def _in_words(everything: Sequence[Watched], mine: Watched, peer: Line) -> str:
-    told = {line.rank: line.text for line in _lines(everything) if line.rank in mine.ranks and line.process}
+def _in_words(everything: Sequence[Group], mine: Group, peer: RankStatus) -> str:
+    told = {status.rank: status.text for status in _lines(everything) if status.rank in mine.ranks and status.process}
     told[peer.rank] = peer.text
     rows = [f"  rank {rank}: {told[rank]}" for rank in sorted(told)]
     return "\n".join(

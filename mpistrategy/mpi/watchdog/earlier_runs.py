@@ -68,7 +68,7 @@ def name_of_this_run() -> str:
 
 
 def proposal() -> str:
-    """Return a new run directory for this job, which is not made yet: rank 0's is everybody's."""
+    """Return the path of a new run directory, which is not made yet; all ranks use rank 0's."""
     try:
         return os.path.join(run_directory.place(), name_of_this_run())
     except OSError:  # the current folder is gone
@@ -78,7 +78,7 @@ def proposal() -> str:
 def remove_left_ones() -> None:
     """Remove what earlier starts of this job have left, at the first call of a process.
 
-    The text of the reports among it is kept, in one file beside.  A file system that hangs is waited for a second.
+    Their reports are kept, in one file beside them.  A file system that hangs is waited for one second.
     """
     if _done:
         return
@@ -201,11 +201,11 @@ def _digest(*words: str) -> str:
 
 
 def _machine() -> tuple[str, ...]:
-    """Return what tells this machine, and this view of its processes, from all others."""
+    """Return what identifies this machine, and this view of its processes."""
     with contextlib.suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
         return os.uname().nodename, _line("/etc/machine-id"), space
-    return os.uname().nodename, os.urandom(8).hex()  # processes cannot be seen: nothing is ever certainly dead
+    return os.uname().nodename, os.urandom(8).hex()  # without a view of processes, no process is known to be dead
 
 
 def _digest_of_process(process: int) -> str:

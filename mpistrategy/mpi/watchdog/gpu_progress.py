@@ -1,9 +1,9 @@
-"""What this rank's GPU does together with its peers while the program goes on: how far it has come.
+"""How far this rank's GPU has come with collectives that run while the program goes on.
 
 An all-reduce on a stream outlives the call that began it.  A program that waits for its result is in no collective of
-ours, so the watchdog has to look at the GPU itself.  It must not ask CUDA: a query may wait for a lock that the very
-call holds that hangs.  Instead the GPU writes, in the order of the stream, the number of what it begins and of what it
-has ended into memory of the host, where any thread can read it.
+ours, so the watchdog has to look at the GPU itself.  It must not ask CUDA: a query may wait for a lock that the hanging
+call holds.  Instead the GPU writes the numbers of the collectives that it begins and ends, in the order of the stream,
+into memory of the host, where any thread can read them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpistrategy.mpi.contract.flight_recorder import Entry, in_words
 
 #: Numbers are counted modulo this.
 _RING = 1024
-#: What may be under way: half of the ring, so that there is no doubt which is ahead.
+#: How many may be under way: half of the ring, so that it is clear which number is ahead.
 MOST = _RING // 2
 #: What `GpuProgress.in_words` says before the library's reason why the result will never come.
 FAILED = ", which has failed: "
@@ -25,13 +25,13 @@ _TO_HOST = 2  # cudaMemcpyKind
 
 
 class GpuProgress:
-    """The collectives that this rank's GPU has been given.
+    """The collectives on this rank's GPU.
 
-    Made by the thread that makes collectives; `look`, `waited`, `limit` and `in_words` are the watchdog's.
+    The thread that makes collectives makes it; the watchdog calls `look`, `waited`, `limit` and `in_words`.
 
     Args:
         cupy: the package; the device must be the current one.
-        check: raises when the library that carries them has failed; calls nothing of CUDA, and never waits.
+        check: raises when the communication library has failed; calls nothing of CUDA, and never waits.
     """
 
     def __init__(self, cupy: Any, check: Any) -> None:
@@ -58,17 +58,17 @@ class GpuProgress:
 
     @property
     def is_full(self) -> bool:
-        """Whether `begin` has to wait until something is over."""
+        """Whether `begin` has to wait until a collective is over."""
         return self._under_way() >= MOST
 
     @property
     def is_over(self) -> bool:
-        """Whether all that was given is done; asks CUDA."""
+        """Whether all collectives are over; asks CUDA."""
         return bool(self._last.done)
 
     @property
     def is_in_one(self) -> bool:
-        """Whether the GPU has come to a collective and has not ended it, or is about to; asks nobody."""
+        """Whether the GPU is in a collective, or about to be; does not ask CUDA."""
         ended = int(self._reached[_ENDED])
         return int(self._reached[_BEGUN]) != ended
 
@@ -76,8 +76,8 @@ class GpuProgress:
         """Note that the next thing on the current stream is a collective.
 
         Args:
-            entry: that of the flight record.
-            limit: how long it may take, in seconds; None: as long as the strategy's may.
+            entry: its entry in the flight record.
+            limit: its timeout in seconds; None: that of the strategy.
         """
         stream = self._cupy.cuda.get_current_stream()
         if stream.ptr != self._stream:
@@ -107,7 +107,7 @@ class GpuProgress:
         return (self._given - ended) % _RING
 
     def look(self, now: float) -> None:
-        """Look how far the GPU has come; as the watchdog."""
+        """Look how far the GPU has come; for the watchdog."""
         ended = int(self._reached[_ENDED])
         begun, given = int(self._reached[_BEGUN]), self._given
         if ended == given:
@@ -132,7 +132,7 @@ class GpuProgress:
         return bool(self._failure) and self._since < math.inf
 
     def waited(self, now: float, not_before: float) -> float:
-        """Return for how long the GPU has been at the oldest collective: 0 before it has come to it."""
+        """Return how long the GPU has been in the oldest collective; 0 before it has come to it."""
         if self._since == math.inf or not self._is_at_it:
             return 0.0
         return max(0.0, now - max(self._since, not_before))
@@ -143,7 +143,7 @@ class GpuProgress:
         return usual if seconds is None else seconds
 
     def in_words(self, now: float) -> str:
-        """Return where the GPU is; "" when nothing is missing."""
+        """Return where the GPU is; "" when no result is missing."""
         entry = self.entry
         if self._since == math.inf:
             return ""

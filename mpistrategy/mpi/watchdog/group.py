@@ -1,7 +1,7 @@
-"""What the watchdog watches: the ranks of one communicator, and what their watchdogs tell each other.
+"""The ranks of one communicator, as the watchdog sees them, and what their watchdogs tell each other.
 
-Ranks of one node read each other's lines in shared memory.  The first rank of each node writes its node's lines to the
-run directory now and then, where the other nodes find them, and looks there for an alarm.
+Ranks of one node read each other's statuses in shared memory.  The first rank of each node regularly writes those of
+its node to the run directory, for the other nodes, and looks there for an alarm.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.local_process import inside_of
 from mpistrategy.mpi.watchdog.roll_call import Account
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
-from mpistrategy.mpi.watchdog.status_board import ALARMED, Line, Lines
+from mpistrategy.mpi.watchdog.status_board import ALARMED, RankStatus, StatusBoard
 
 _ALARM, _ROLL_CALL = "alarm", "roll-call.txt"
-#: So many times the limit a rank may wait for its own GPU: the others wait for it, unless all GPUs have stopped.
+#: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2
 _LONGEST_SECONDS_BETWEEN_LOOKS = 5.0
 _LONGEST_SECONDS_BETWEEN_FILES = 60.0
 
 
-class Watched:
+class Group:
     """The ranks of one communicator.
 
     Args:
         guard: of this rank.
-        lines: of the ranks of this node.
+        board: the statuses of the ranks of this node.
         node: the number of this node.
         nodes: how many there are.
         directory: for the other nodes, and for records.
         shown: returns the numbers of the exchanges that the ranks of this node have come to; None where none can.
-        identity: a number that all ranks of this communicator know it by, and no other; 0 where there is none, and
-            where waiting for it may be something else.
+        identity: a number that only this communicator has, the same on all its ranks; 0 where there is none.
 
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
@@ -48,7 +47,7 @@ class Watched:
     def __init__(
         self,
         guard: Guard,
-        lines: Lines,
+        board: StatusBoard,
         node: int,
         nodes: int,
         directory: RunDirectory,
@@ -57,7 +56,7 @@ class Watched:
     ) -> None:
         self.identity = identity
         self.guard = guard
-        self.lines = lines
+        self.board = board
         self.ranks: Sequence[int] = ()
         self.is_making = False
         self.node = node
@@ -81,7 +80,7 @@ class Watched:
         return self.guard.timeout
 
     def look(self) -> None:
-        """Look where this rank is; a collective is late only if it is found at two looks in a row."""
+        """Note which collective this rank is in; only one that is found twice in a row can be late."""
         entry = inside_of(self.guard)
         self._again = entry is not None and entry is self._entry
         self._entry = entry
@@ -89,7 +88,7 @@ class Watched:
             self.guard.gpu_progress.look(time.monotonic())
 
     def is_late(self, now: float, not_before: float) -> bool:
-        """Return whether this rank, or its GPU, has waited for longer than the limit; or for its own GPU far longer."""
+        """Return whether this rank or its GPU has waited longer than the limit (for its own GPU, far longer)."""
         flight = self.guard.gpu_progress
         if flight is not None and flight.waited(now, not_before) > flight.limit(self.guard.timeout):
             return True
@@ -99,12 +98,12 @@ class Watched:
 
     @property
     def has_failed(self) -> bool:
-        """Whether what this rank's GPU is at will never end."""
+        """Whether the collective on this rank's GPU will never end."""
         flight = self.guard.gpu_progress
         return flight is not None and bool(flight.has_failed)
 
     def waited(self, now: float, not_before: float) -> float:
-        """Return for how long this rank has waited in a collective: since `not_before` at most; 0 in none."""
+        """Return how long this rank has waited in a collective, counted from `not_before` on; 0 in none."""
         flight = self.guard.gpu_progress
         on_gpu = 0.0 if flight is None else flight.waited(now, not_before)
         return max(on_gpu, self.host_waited(now, not_before))
@@ -117,51 +116,51 @@ class Watched:
         return max(0.0, now - max(float(entry[ENTERED]), self.guard.since, not_before))
 
     def was_met_by(self, rank: int, other: int) -> bool:
-        """Return whether a rank of this node has come to the call that another one is in, or may have.
+        """Return whether a rank of this node has come, or may have come, to the call that another one is in.
 
-        Where nobody shows that, it may; but who waits elsewhere takes no part in the making of a communicator.
+        Without mailboxes it may have; but a rank that waits elsewhere does not take part in making a communicator.
         """
         if self._shown is None:
             return not self.is_making
-        shown = {line.rank: number for line, number in zip(self.lines.read(), self._shown(), strict=True)}
+        shown = {status.rank: number for status, number in zip(self.board.read(), self._shown(), strict=True)}
         return rank in shown and other in shown and shown[rank] >= shown[other]
 
     def last_calls(self) -> dict[int, str]:
-        """Return where the ranks of this node are that may not say so themselves; nothing while this one is nowhere.
+        """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call.
 
-        All ranks make the same calls: who has not come to this one was in the one before.
+        All ranks make the same calls: a rank that has not come to this one was in the one before.
         """
         here, before = inside_of(self.guard), self.guard.record.last(1)
         if self._shown is None or here is None:
             return {}
         shown = self._shown()
-        mine = shown[self.lines.local_rank]
+        mine = shown[self.board.local_rank]
         last = "it has made no collective yet" if before is None else f"its last was {in_words(before)}"
         words = [f"; it has come to #{here[NUMBER]}" if theirs >= mine else f"; {last}" for theirs in shown]
-        return {line.rank: text for line, text in zip(self.lines.read(), words, strict=True)}
+        return {status.rank: text for status, text in zip(self.board.read(), words, strict=True)}
 
     def is_alarmed(self) -> bool:
-        """Return whether some rank has found a collective late, as far as this one has heard."""
-        return self._heard or self.lines.state() >= ALARMED
+        """Return whether this rank knows of a rank that has found a collective late."""
+        return self._heard or self.board.state() >= ALARMED
 
     def alarm(self) -> None:
-        """Let the other nodes hear that a collective is late."""
+        """Tell the other nodes that a collective is late."""
         if self.nodes > 1:
             self.directory.write(_ALARM, "")
 
     def is_excused(self, now: float, limit: float) -> bool:
-        """Return whether some rank said that it would be busy, and has not used up the limit after that."""
-        if self.lines.expected() + limit > now:
+        """Return whether some rank said that it would be busy, and that time and the limit are not over."""
+        if self.board.expected() + limit > now:
             return True
-        busy = (told["wall"] + line["expected"] for told in self._other_nodes() for line in told["lines"])
+        busy = (told["wall"] + status["expected"] for told in self._other_nodes() for status in told["lines"])
         return max(busy, default=-math.inf) + limit > time.time()
 
-    def exchange(self, now: float) -> None:
-        """Tell the other nodes about this one and look for their alarm, if it is time; as a node's first rank."""
-        if self.nodes == 1 or self.lines.local_rank:
+    def update_nodes(self, now: float) -> None:
+        """On a node's first rank, when it is time: tell the other nodes about this one and look for their alarm."""
+        if self.nodes == 1 or self.board.local_rank:
             return
         limit = self.guard.timeout
-        expected = self.lines.expected()
+        expected = self.board.expected()
         if expected != self._told_expected or now - self._wrote > min(limit / 10, _LONGEST_SECONDS_BETWEEN_FILES):
             self._wrote, self._told_expected = now, expected
             self.tell()
@@ -170,19 +169,19 @@ class Watched:
             self._heard = self.directory.has(_ALARM)
 
     def tell(self, accounts: Sequence[Account] | None = None) -> None:
-        """Write this node's lines for the other nodes; with `accounts`, what came of an alarm."""
+        """Write this node's statuses for the other nodes; with `accounts`, the final ones after an alarm."""
         now = time.monotonic()
-        lines = [asdict(_relative(line, now)) for line in self.lines.read()]
-        silent = {str(each.line.rank): each.silent for each in accounts or ()}
+        lines = [asdict(_relative(status, now)) for status in self.board.read()]
+        silent = {str(each.status.rank): each.silent for each in accounts or ()}
         told = {"wall": time.time(), "final": accounts is not None, "lines": lines, "silent": silent}
         self.directory.write(_file_of(self.node), json.dumps(told))
 
     def others(self) -> list[tuple[int, bool, list[Account]]]:
-        """Return of each other node that has told something: its number, whether that is final, and its ranks."""
+        """Return for each other node that has written: its number, whether this is final, and its ranks."""
         found = []
         for told in self._other_nodes():
             passed = max(0.0, time.time() - told["wall"])
-            lines = [Line(**line) for line in told["lines"]]
+            lines = [RankStatus(**status) for status in told["lines"]]
             why = {each.rank: told["silent"].get(str(each.rank), "nothing on its node does") for each in lines}
             accounts = [Account(each, passed - each.beat, why[each.rank]) for each in lines]
             found.append((told["node"], bool(told["final"]), accounts))
@@ -211,6 +210,6 @@ def _file_of(node: int) -> str:
     return f"node-{node}.json"
 
 
-def _relative(line: Line, now: float) -> Line:
-    """Return a line whose times are relative to `now`: other nodes have other clocks."""
-    return replace(line, beat=line.beat - now, expected=line.expected - now)
+def _relative(status: RankStatus, now: float) -> RankStatus:
+    """Return a status with times relative to `now`: other nodes have other clocks."""
+    return replace(status, beat=status.beat - now, expected=status.expected - now)

@@ -1,4 +1,4 @@
-"""What this process can say about itself, and about others of its node, without the help of those that hang."""
+"""What this process can tell about itself and about other processes of its node, which may hang."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def inside_of(guard: Guard) -> Entry | None:
 
 
 def _place() -> str:
-    """Return where the main thread is, in the program's own code rather than in Python's library."""
+    """Return where the main thread is in the program's own code, not in Python's library."""
     with _frames_stay():
         frame = innermost = outside(sys._current_frames().get(threading.main_thread().ident or 0))
         if innermost is None:
@@ -85,7 +85,7 @@ def _place() -> str:
 
 @contextmanager
 def _frames_stay() -> Iterator[None]:
-    """Let the frames of other threads be walked through.
+    """Keep the frames of other threads alive while they are read.
 
     In Python 3.11 making the object of a frame may collect garbage, whose finalizers may let that thread run on, and
     the frame is gone: the walk ends in memory that is something else by then.  Later Pythons collect elsewhere.
@@ -130,7 +130,7 @@ def stacks() -> str:
 
 
 def why_silent(process: int) -> str:
-    """Return why a process of this node does not answer, as far as the system shows it."""
+    """Return why a process of this node does not answer, as far as the system knows."""
     state = _state_of(process)
     return (_STATES.get(state, _HOLDING) if state else "its process {} is gone").format(process)
 

@@ -35,7 +35,7 @@ def write_at_once(text: str) -> None:
 
 
 def wait_until_read(seconds: float = 10.0) -> None:
-    """Wait until the launcher has read what this process has written, where that can be seen: in pipes."""
+    """Wait until the launcher has read this process's output; only pipes show that."""
     pytest, end = _captured(), time.monotonic() + seconds
     for descriptor in {1, 2 if pytest is None else pytest.stderr}:
         while _unread(descriptor) and time.monotonic() < end:
@@ -53,12 +53,12 @@ def _unread(descriptor: int) -> int:
 
 
 def failed_tests() -> str:
-    """Return which tests have failed on this rank, of which pytest would tell at its end only; "" without any."""
+    """Return which tests have failed on this rank so far; "" without any.  pytest prints them at its end only."""
     pytest = _captured()
     return "" if pytest is None else str(pytest.failed_tests())
 
 
 def _captured() -> Any:
-    """Return what the plugin keeps of this process's pytest, or None."""
+    """Return the plugin's state of this process's pytest, or None."""
     reports = getattr(sys.modules.get("pytest_mpistrategy"), "reports", None)
     return reports if reports is not None and reports.is_of_this_process() else None

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpistrategy.mpi.watchdog.gpu_progress import FAILED
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, Line
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus
 
 _MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Account:
-    """What is known of one rank.
+    """What is known about one rank.
 
     Attributes:
-        line: what it said.
-        age: how long ago, in seconds.
-        silent: why it does not answer; "" for one that has answered.
+        status: what it last said.
+        age: how long ago that was, in seconds.
+        silent: why it does not answer; "" where it has answered.
     """
 
-    line: Line
+    status: RankStatus
     age: float
     silent: str = ""
 
@@ -33,23 +33,23 @@ def roll_call(
 
     Args:
         accounts: of the ranks that are known, in any order.
-        unknown: the ranks of which nothing is known.
+        unknown: the ranks about which nothing is known.
         size: how many ranks the job has.
         records: where the records and the stacks are, in words.
         contained: whether the job goes on, and the ranks that wait raise.
     """
-    accounts = sorted(accounts, key=lambda account: account.line.rank)
-    late = max(accounts, key=lambda account: account.line.waited - account.line.limit)
-    waiting = [each.line.rank for each in accounts if each.line.waited and not each.silent]
-    missing = [each.line.rank for each in accounts if each.silent or not each.line.waited] + list(unknown)
-    failed = [account.line.rank for account in accounts if FAILED in account.line.text]
+    accounts = sorted(accounts, key=lambda account: account.status.rank)
+    late = max(accounts, key=lambda account: account.status.waited - account.status.limit)
+    waiting = [each.status.rank for each in accounts if each.status.waited and not each.silent]
+    missing = [each.status.rank for each in accounts if each.silent or not each.status.waited] + list(unknown)
+    failed = [account.status.rank for account in accounts if FAILED in account.status.text]
     told = (
         f"a collective has failed on a GPU: rank {_numbers(failed)}"
         if failed
         else "a collective is late: no rank waits for another one, and a GPU does not come to it"
-        if not late.line.waited
-        else f"a collective is late: rank {late.line.rank} has waited for {late.line.waited:.1f} s "
-        f"(timeout_seconds={late.line.limit:g})"
+        if not late.status.waited
+        else f"a collective is late: rank {late.status.rank} has waited for {late.status.waited:.1f} s "
+        f"(timeout_seconds={late.status.limit:g})"
     )
     lines = [
         f"roll call: {told}",
@@ -82,22 +82,24 @@ def _most_telling(accounts: Sequence[Account]) -> Sequence[Account]:
     """Return those that did not come before those that wait, when they are too many to be told."""
     if len(accounts) <= _MOST_ROWS:
         return accounts
-    return sorted(accounts, key=lambda each: bool(each.line.waited) and not each.silent)[:_MOST_ROWS]
+    return sorted(accounts, key=lambda each: bool(each.status.waited) and not each.silent)[:_MOST_ROWS]
 
 
 def _row(account: Account) -> str:
-    line = account.line
+    status = account.status
     if account.silent:
-        return f"  rank {line.rank}: does not answer: {account.silent}; {account.age:.1f} s ago it said: {line.text}"
-    return f"  rank {line.rank}: {'waits' if line.waited else 'has not come, is'} {line.text}"
+        return (
+            f"  rank {status.rank}: does not answer: {account.silent}; {account.age:.1f} s ago it said: {status.text}"
+        )
+    return f"  rank {status.rank}: {'waits' if status.waited else 'has not come, is'} {status.text}"
 
 
-def account_of(line: Line, now: float, why_silent: str) -> Account:
+def account_of(status: RankStatus, now: float, why_silent: str) -> Account:
     """Return the account of a rank of this node.
 
     Args:
-        line: what it said.
+        status: what it last said.
         now: time.monotonic().
         why_silent: what keeps it from answering, if it has not.
     """
-    return Account(line, max(0.0, now - line.beat), "" if line.state >= ANSWERED else why_silent)
+    return Account(status, max(0.0, now - status.beat), "" if status.state >= ANSWERED else why_silent)

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 from mpistrategy import own_files
 
-#: The environment variable that says where run directories are made: a folder that all nodes see.
+#: The environment variable that names the folder of run directories; all nodes must see it.
 VARIABLE = "MPISTRATEGY_RUN_DIR"
-#: How their names begin.
+#: The beginning of their names.
 PREFIX = "mpistrategy-run-"
 #: What is in them: what a node tells the others, and the records that stay after a collective was late.
 NODE_FILE = re.compile(r"node-([0-9]{1,9})\.json")
@@ -39,7 +39,7 @@ class RunDirectory:
 
     Args:
         path: where; "" for nowhere.
-        title: what warnings begin with; "" for none: another rank warns.
+        title: the beginning of warnings; "" for none: another rank warns.
     """
 
     def __init__(self, path: str, title: str = "") -> None:
@@ -47,7 +47,7 @@ class RunDirectory:
         self._title = title
         self._works = bool(path)
         self._written: set[str] = set()
-        #: Whom the directory belongs to, if that is this user under another number.
+        #: The owner of the directory, where the file system shows this user under another number.
         self._owner = -1
         # The watchdog writes while the program closes its strategies; a file system that hangs must keep neither.
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class RunDirectory:
             return False
 
     def remove(self) -> None:
-        """Remove what this rank has written, and the directory when it is empty; nothing is written any more."""
+        """Remove what this rank has written, and the directory when it is empty; no more is written."""
         if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             return
         self._works = False

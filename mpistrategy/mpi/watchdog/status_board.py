@@ -1,7 +1,6 @@
-"""What each rank of a node lets its peers' watchdogs read, in memory that all of them see.
+"""The status of each rank of a node, in memory that all of them see.
 
-A line is written by its own rank's watchdog, which never calls MPI: the peers can read it when that rank hangs, is
-stopped, or has died.
+A rank's watchdog writes it and never calls MPI: the peers can read it when that rank hangs, is stopped, or has died.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ _NUMBERS = 16
 _TEXT_FROM = 8 * _NUMBERS
 _LONGEST_TEXT = BYTES - _TEXT_FROM
 
-#: How far a rank has come with a late collective: it has found or heard of it; its record and its stacks are written;
-#: the roll call is out.
+#: How far a rank has come with a late collective: it knows of it; its record and its stacks are written; the roll call
+#: is printed.
 WELL, ALARMED, ANSWERED, CALLED = range(4)
 
 _STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH, _STRATEGY, _WHOLE = range(12)
 
 
 @dataclass(frozen=True)
-class Line:
-    """One rank, as its watchdog last described it.
+class RankStatus:
+    """One rank, as its watchdog last saw it.
 
     Attributes:
         rank: its number in the job.
         process: its process id; 0 while it has no watchdog yet.
         state: WELL, ALARMED, ANSWERED or CALLED.
         beat: when this was written; seconds of time.monotonic().
-        expected: until when it said that it would be busy (`expect_long`); seconds of time.monotonic(), or 0.
+        expected: until when it is busy, as it said (`expect_long`); seconds of time.monotonic(), or 0.
         waited: how long it had waited in a collective, in seconds; 0 when it was in none.
         limit: the timeout of that collective, in seconds.
-        signal: which signal makes the process show its stacks; 0 without one.
+        signal: the signal that makes the process print its stacks; 0 without one.
         text: where it was.
         strategy: a number for the strategy in which it waited; 0 for none.
-        is_leaf: whether that has all ranks of the job.
+        is_whole: whether that strategy has all ranks of the job.
     """
 
     rank: int
@@ -50,11 +49,11 @@ class Line:
     signal: int
     text: str
     strategy: int = 0
-    is_leaf: bool = False
+    is_whole: bool = False
 
 
-class Lines:
-    """The lines of the ranks of one node.
+class StatusBoard:
+    """The statuses of the ranks of one node.
 
     Args:
         memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.
@@ -68,17 +67,17 @@ class Lines:
         self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in memory.segments]
         self._mine = self._numbers[self.local_rank]
 
-    def write(self, line: Line) -> None:
-        """Replace this rank's line, but for its state, which only ever rises."""
-        mine, text = self._mine, line.text.encode()[:_LONGEST_TEXT]
+    def write(self, status: RankStatus) -> None:
+        """Replace this rank's status; its state only ever rises."""
+        mine, text = self._mine, status.text.encode()[:_LONGEST_TEXT]
         mine[_VERSION] += 1  # odd: being written
         self._order()
-        mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = line.rank, line.process, line.signal
-        mine[_BEAT], mine[_EXPECTED] = _to_ns(line.beat), _to_ns(line.expected)
-        mine[_WAITED], mine[_LIMIT] = _to_ns(line.waited), _to_ns(line.limit)
-        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), line.strategy, line.is_leaf
+        mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = status.rank, status.process, status.signal
+        mine[_BEAT], mine[_EXPECTED] = _to_ns(status.beat), _to_ns(status.expected)
+        mine[_WAITED], mine[_LIMIT] = _to_ns(status.waited), _to_ns(status.limit)
+        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), status.strategy, status.is_whole
         self._texts[self.local_rank][: len(text)] = text
-        mine[_STATE] = max(mine[_STATE], line.state)
+        mine[_STATE] = max(mine[_STATE], status.state)
         self._order()
         mine[_VERSION] += 1
 
@@ -99,11 +98,11 @@ class Lines:
         """Return until when some rank of the node is busy; seconds of time.monotonic()."""
         return max(numbers[_EXPECTED] for numbers in self._numbers) / 1e9
 
-    def read(self) -> list[Line]:
-        """Return all lines, by local rank; of a rank that writes its line all the time, a line that may be mixed."""
+    def read(self) -> list[RankStatus]:
+        """Return all statuses, by local rank; one that is being written all the time may be mixed."""
         return [self._read(local) for local in range(self.count)]
 
-    def _read(self, local: int) -> Line:
+    def _read(self, local: int) -> RankStatus:
         numbers = self._numbers[local]
         for _ in range(100):
             before = numbers[_VERSION]
@@ -113,7 +112,7 @@ class Lines:
             self._order()
             if before == numbers[_VERSION] and not before & 1:
                 break
-        return Line(
+        return RankStatus(
             found[_RANK],
             found[_PROCESS],
             found[_STATE],

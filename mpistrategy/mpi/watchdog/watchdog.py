@@ -1,8 +1,8 @@
-"""The watchdog: one thread that never calls MPI, and finds out when a collective is late.
+"""The watchdog: one thread that never calls MPI and notices when a collective is late.
 
-It looks now and then where this rank is, and says so in a line that its peers can read.  When the rank has waited in a
-collective for longer than its timeout, or a peer says that it has, the alarm is answered (`watchdog.alarm`):
-records, stacks, roll call, and the end of the job.
+It regularly notes where this rank is, in a status that its peers can read.  When the rank has waited in a collective
+for longer than its timeout, or a peer says that it has, the alarm is answered (`watchdog.alarm`): records, stacks, roll
+call, and the end of the job.
 
 Time in which the whole process stood still (a suspended job, a sleeping machine) does not count.
 """
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import alarm, crossed_waits, local_process
-from mpistrategy.mpi.watchdog.group import Watched
-from mpistrategy.mpi.watchdog.status_board import WELL, Line
+from mpistrategy.mpi.watchdog.group import Group
+from mpistrategy.mpi.watchdog.status_board import WELL, RankStatus
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
@@ -43,7 +43,7 @@ class Watchdog:
         self.rank = rank
         self.size = size
         self.pid = os.getpid()
-        self._watched: dict[Guard, Watched] = {}
+        self._watched: dict[Guard, Group] = {}
         self._expected = 0.0
         #: Until when, for each `expect` that lasts.
         self._busy: list[float] = []
@@ -53,7 +53,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, watched: Watched) -> None:
+    def add(self, watched: Group) -> None:
         """Watch over one more communicator."""
         with self._lock:
             self._watched[watched.guard] = watched
@@ -62,12 +62,12 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
                 self._thread.start()
 
-    def watched(self, guard: Guard) -> Watched | None:
-        """Return what is watched of the communicator of `guard`; None where nothing is."""
+    def watched(self, guard: Guard) -> Group | None:
+        """Return the group of `guard`; None where it is not watched."""
         return self._watched.get(guard)
 
     def remove(self, guard: Guard) -> None:
-        """Watch over the communicator of `guard` no longer; the thread ends after the last one."""
+        """Stop watching the communicator of `guard`; the thread ends after the last one."""
         with self._lock:
             watched = self._watched.pop(guard, None)
             thread = None if self._watched else self._thread
@@ -79,7 +79,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
-        """Tell the peers that this rank is busy for so many seconds; they wait longer, by that much."""
+        """Tell the peers that this rank is busy for so many seconds; they wait that much longer."""
         until = time.monotonic() + seconds
         self._busy.append(until)
         self._set_expected(max(self._busy))
@@ -91,17 +91,17 @@ class Watchdog:
             self._set_expected(max(self._busy, default=time.monotonic()))
 
     def moves_on(self) -> None:
-        """Tell the peers that this rank is at work that nobody could say the end of, and gets on with it."""
+        """Tell the peers that this rank makes progress with work whose end is not known."""
         now = time.monotonic()
         if now > self._expected + _MOVES_SECONDS:
             self._set_expected(now)
 
     def _set_expected(self, until: float) -> None:
         if os.getpid() != self.pid:
-            return  # a child of the rank speaks for itself alone, but sees the lines
+            return  # a forked child sees the board, too, but must not write there
         self._expected = until
         for watched in list(self._watched.values()):
-            watched.lines.expect(until)
+            watched.board.expect(until)
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -115,7 +115,7 @@ class Watchdog:
             last = now
             try:
                 self._look(now)
-            except Exception as error:  # a mistake in here must not end the job, nor keep a hang from being found
+            except Exception as error:  # an error in here must neither end the job nor hide a hang
                 if not self._failed:
                     sys.stderr.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
                 self._failed = True
@@ -135,24 +135,24 @@ class Watchdog:
         everything = list(self._watched.values())
         if not everything:
             return
-        line = self._line(now, everything)
+        status = self._status(now, everything)
         for watched in everything:
             watched.look()
-            watched.lines.write(line)
-            watched.exchange(now)
+            watched.board.write(status)
+            watched.update_nodes(now)
         crossed = crossed_waits.find(everything, self.rank, now)
         if crossed is not None:
             crossed[0].guard.stop_waiting(crossed[1])
         contained = [watched for watched in everything if watched.guard.contains_errors]
         for watched in contained:
             if not watched.guard.is_told_late and (watched.is_alarmed() or self._is_late(now, [watched])):
-                alarm.contain(watched, lambda: self._line(time.monotonic(), everything), self.rank, self.size)
+                alarm.contain(watched, lambda: self._status(time.monotonic(), everything), self.rank, self.size)
         ending = [watched for watched in everything if not watched.guard.contains_errors]
         if any(watched.is_alarmed() for watched in ending) or self._is_late(now, ending):
-            alarm.answer(ending, lambda: self._line(time.monotonic(), everything), self.rank, self.size, self._end)
+            alarm.answer(ending, lambda: self._status(time.monotonic(), everything), self.rank, self.size, self._end)
         self._remind(now, everything)
 
-    def _is_late(self, now: float, everything: list[Watched]) -> bool:
+    def _is_late(self, now: float, everything: list[Group]) -> bool:
         if any(watched.has_failed for watched in everything):
             return True
         late = [watched for watched in everything if watched.is_late(now, self._resumed)]
@@ -161,28 +161,32 @@ class Watchdog:
         limit = min(watched.limit for watched in late)
         return not any(watched.is_excused(now, limit) for watched in everything)
 
-    def _line(self, now: float, everything: list[Watched]) -> Line:
+    def _status(self, now: float, everything: list[Group]) -> RankStatus:
         longest = max(everything, key=lambda watched: watched.waited(now, self._resumed) / watched.limit)
         text = local_process.now_doing(watched.guard for watched in everything)
         waited, limit = longest.waited(now, self._resumed), longest.limit
         alone = crossed_waits.only_wait(everything, now)
-        where, is_leaf = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
-        return Line(self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, is_leaf)
+        where, is_whole = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
+        return RankStatus(
+            self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, is_whole
+        )
 
-    def _remind(self, now: float, everything: list[Watched]) -> None:
-        """Say once that this rank has come to its end and waits: others may be at work, which is nobody's fault."""
+    def _remind(self, now: float, everything: list[Group]) -> None:
+        """Say once that this rank has ended and waits for the others, which may still be at work."""
         waiting = [watched for watched in everything if watched.guard.leaving]
         if self._reminded or not any(now - watched.guard.since > watched.guard.timeout for watched in waiting):
             return
         self._reminded = True
         widest = max(waiting, key=lambda watched: len(watched.ranks))
-        others = [line for line in widest.lines.read() if line.rank != self.rank and "at its end" not in line.text]
-        told = "".join(f"\n  rank {line.rank}: {line.text}" for line in others)
+        others = [
+            status for status in widest.board.read() if status.rank != self.rank and "at its end" not in status.text
+        ]
+        told = "".join(f"\n  rank {status.rank}: {status.text}" for status in others)
         sys.stderr.write(f"[rank {self.rank}/{self.size}] has come to its end and waits for the other ranks.{told}\n")
 
 
 _watchdog: Watchdog | None = None
-#: The signal that makes this process show its stacks, whatever it is doing; 0 without one.
+#: The signal that makes this process print its stacks, whatever it is doing; 0 without one.
 stack_signal = 0
 
 
@@ -200,7 +204,7 @@ def in_this_process() -> Watchdog | None:
 
 
 def forget(guard: Guard) -> None:
-    """Watch over the communicator of `guard` no longer."""
+    """Stop watching the communicator of `guard`."""
     if _watchdog is not None and _watchdog.pid == os.getpid():  # the files are not a forked child's
         _watchdog.remove(guard)
 

@@ -18,9 +18,9 @@ from mpistrategy.mpi.contract.flight_recorder import LEFT, LENGTH, values_in_wor
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.mpi.watchdog import local_process, status_board
-from mpistrategy.mpi.watchdog.group import Watched
+from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
-from mpistrategy.mpi.watchdog.status_board import Lines
+from mpistrategy.mpi.watchdog.status_board import StatusBoard
 from mpistrategy.mpi.watchdog.watchdog import Watchdog
 
 Launch = Callable[..., launching.Finished]
@@ -426,7 +426,7 @@ def test_a_watchdog_that_has_failed_once_still_looks(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(local_process, "now_doing", now_doing)
     watching = Watchdog(0, 2)
-    watching.add(Watched(guard, Lines(private_memory(status_board.BYTES)), 0, 1, RunDirectory("")))
+    watching.add(Group(guard, StatusBoard(private_memory(status_board.BYTES)), 0, 1, RunDirectory("")))
     assert looked.wait(10)
     watching.remove(guard)
     assert capfd.readouterr().err.count("watchdog has failed: ValueError('a mistake')") == 1

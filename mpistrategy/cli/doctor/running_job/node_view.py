@@ -18,7 +18,7 @@ import numpy as np
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import FOLDER, SharedMemory
 from mpistrategy.mpi.watchdog import local_process
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, CALLED, Line, Lines
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, CALLED, RankStatus, StatusBoard
 
 _MOST_RANKS = 1024
 _MAPPING = re.compile(
@@ -76,7 +76,7 @@ def _view(processes: list[int]) -> View:
     return View((), tuple(processes), trouble or "its watchdogs have said nothing yet")
 
 
-def lines_in(block: bytes) -> list[Line]:
+def lines_in(block: bytes) -> list[RankStatus]:
     """Return the lines in a copy of the memory that ranks share; how many ranks these are is found out."""
     pages = len(block) // 4096
     for ranks in range(1, min(pages, _MOST_RANKS) + 1):
@@ -85,7 +85,7 @@ def lines_in(block: bytes) -> list[Line]:
         size = len(block) // ranks
         segments = tuple(np.frombuffer(block, np.uint8, BYTES, rank * size).copy() for rank in range(ranks))
         with suppress(ValueError, OverflowError):
-            lines = Lines(SharedMemory(segments)).read()
+            lines = StatusBoard(SharedMemory(segments)).read()
             if all(_is_line(line) for line in lines) and len({line.rank for line in lines}) == ranks:
                 rest = {line.process for line in lines}
                 if ranks == len(rest) and not _has_more(block, size):
@@ -98,13 +98,13 @@ def _has_more(block: bytes, size: int) -> bool:
     for parts in range(2, min(size // 4096, _MOST_RANKS) + 1):
         if size % parts == 0 and (size // parts) % 4096 == 0:
             start = size // parts
-            line = Lines(SharedMemory((np.frombuffer(block, np.uint8, BYTES, start).copy(),))).read()[0]
+            line = StatusBoard(SharedMemory((np.frombuffer(block, np.uint8, BYTES, start).copy(),))).read()[0]
             if _is_line(line):
                 return True
     return False
 
 
-def _is_line(line: Line) -> bool:
+def _is_line(line: RankStatus) -> bool:
     return (
         0 <= line.rank < 2**24
         and 0 < line.process < 2**22
@@ -116,7 +116,7 @@ def _is_line(line: Line) -> bool:
     )
 
 
-def _seen(line: Line, told_by: int) -> Seen:
+def _seen(line: RankStatus, told_by: int) -> Seen:
     age = max(0.0, time.monotonic() - line.beat)
     # The watchdog writes once a second: nobody writes an older line any more.
     silent = local_process.why_silent(line.process) if age > 3 and line.state < ANSWERED else ""
