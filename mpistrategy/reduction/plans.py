@@ -302,6 +302,8 @@ def repeated(
             guard.fail_after_agreement(signature.call, error)
             raise
         if out is not None:
+            if not nested and results[0] is out:
+                return out
             for target, result in zip(where.take(out), results, strict=True):
                 if result is not target:
                     target[...] = result

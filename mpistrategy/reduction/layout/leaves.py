@@ -104,13 +104,14 @@ def direct_targets(
     None in the place of a leaf means that its result must be copied there at the end (everywhere, unless `useful`);
     None altogether, that `out` needs the checks of the general way.
     """
+    if where.single:
+        return _direct_target(out, arrays[0], dtypes[0], useful)
     if out is value:
         targets: Sequence[Any] = where.take(out)
         if {*map(type, targets)} != {np.ndarray} or [*map(_dtype_of, targets)] != dtypes:
             return None
     else:
-        alike = where.single and type(out) is np.ndarray
-        if not alike and (not _plain(out) or nest.flatten(out)[1].text != where.text):
+        if not _plain(out) or nest.flatten(out)[1].text != where.text:
             return None
         targets = where.take(out)
         for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
@@ -123,11 +124,22 @@ def direct_targets(
     if not useful:
         return [None] * len(targets)
     sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
-    # Arrays that own their memory share none with each other; a single one in place has nobody to share it with.
-    alone = not sources and (len(targets) == 1 or all(target.base is None for target in targets))
+    # Arrays that own their memory share none with each other.
+    alone = not sources and all(target.base is None for target in targets)
     if alone or _apart([*targets, *sources]):
         return [target if is_buffer(target) else None for target in targets]
     return [None] * len(targets)
+
+
+def _direct_target(out: Any, array: Array, dtype: np.dtype[Any], useful: bool) -> list[Array | None] | None:
+    """Do what `direct_targets` does for a single array, which goes through here in every call."""
+    if type(out) is not np.ndarray or out.dtype != dtype or out.shape != array.shape or not out.dtype.isnative:
+        return None
+    flags = out.flags
+    if not flags.writeable:
+        return None
+    is_direct = useful and flags.c_contiguous and flags.aligned
+    return [out] if is_direct and (out is array or not np.may_share_memory(out, array)) else [None]
 
 
 def _apart(arrays: Sequence[Array]) -> bool:

@@ -74,18 +74,18 @@ class CommunicatorRoute:
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
         memory, self._memory = self._memory, []
+        if self._count == 1:
+            target = memory[0].reshape(-1)
+            if target.size:
+                self._quiet(self._reduce_pairs, ((self._source(self.packs[0], arrays[0], target), target),))
+            return memory
         results: list[Array] = [np.empty(0)] * self._count
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack, taken in zip(self.packs, memory, strict=True):
             source = target = taken.reshape(-1)
             if len(pack.members) == 1:
                 index = pack.members[0].index
-                results[index], array = taken, arrays[index]
-                flags = array.flags
-                if array.dtype == pack.dtype and flags.c_contiguous and flags.aligned:
-                    source = array.reshape(-1)
-                else:
-                    np.copyto(taken, array, casting="unsafe")
+                results[index], source = taken, self._source(pack, arrays[index], target)
             else:
                 chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
                 np.concatenate(chosen, axis=None, out=target, casting="unsafe")
@@ -98,6 +98,14 @@ class CommunicatorRoute:
         for index in self._lone:
             results[index] = results[index].copy()
         return results
+
+    def _source(self, pack: Pack, array: Array, target: Array) -> Array:
+        """Return a lone array, flat, where it can travel as it is; else `target`, into which it has been copied."""
+        flags = array.flags
+        if array.dtype == pack.dtype and flags.c_contiguous and flags.aligned:
+            return array.reshape(-1)
+        np.copyto(target, array.reshape(-1), casting="unsafe")
+        return target
 
     def _all_reduce(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         self._communicator.allreduce_many(pairs, self._text, self._divisors[pairs[0][1].dtype], self._nbytes)
