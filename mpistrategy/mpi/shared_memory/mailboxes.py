@@ -32,11 +32,15 @@ class MailboxSlot(NamedTuple):
         mine: this rank's sequence number and digest.
         peers: those of the other ranks.
         payloads: the data of every rank, by local rank, as uint8.
+        exchange: ``exchange(sequence, digest)`` shows the peers what this rank has written, and waits for them; returns
+            whether all digests are equal: if not, perhaps before all peers are there.  `sequence` is one more than that
+            of the exchange before.
     """
 
     mine: memoryview
     peers: tuple[memoryview, ...]
     payloads: tuple[Array, ...]
+    exchange: Callable[[int, int], bool]
 
 
 class Mailboxes:
@@ -68,43 +72,40 @@ class Mailboxes:
     def _slot(self, memory: SharedMemory, start: int) -> MailboxSlot:
         numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
         payloads = tuple(segment[start + _NUMBERS :][: self.payload_bytes] for segment in memory.segments)
-        return MailboxSlot(numbers.pop(self.local_rank), tuple(numbers), payloads)
+        mine, peers = numbers.pop(self.local_rank), tuple(numbers)
+        return MailboxSlot(mine, peers, payloads, self._exchange_in(mine, peers))
 
-    def exchange(self, sequence: int, mine: memoryview, peers: Sequence[memoryview], digest: int) -> bool:
-        """Show the peers what this rank has written, wait for them, and return whether all digests are equal.
+    def _exchange_in(self, mine: memoryview, peers: Sequence[memoryview]) -> Callable[[int, int], bool]:
+        """Return `MailboxSlot.exchange`, with all that it needs at hand: attributes take a tenth of a small sum."""
+        waiting, fence = self.waiting, self.fence
 
-        Args:
-            sequence: one more than that of the exchange before.
-            mine, peers: those of the slot with that number.
-            digest: of this rank's call.
-        """
-        self.sequence = sequence
-        mine[1] = digest
-        fence = self.fence
-        if fence is not None:
-            fence()
-        mine[0] = sequence
-        equal = True
-        for peer in peers:
-            if peer[0] != sequence:
-                self.waiting.until(peer, sequence)
+        def exchange(sequence: int, digest: int) -> bool:
+            self.sequence = sequence
+            mine[1] = digest
             if fence is not None:
                 fence()
-            if peer[1] != digest:
-                equal = False
-        return equal
+            mine[0] = sequence
+            for peer in peers:
+                if peer[0] != sequence:
+                    waiting.until(peer, sequence)
+                if fence is not None:
+                    fence()
+                if peer[1] != digest:
+                    return False
+            return True
+
+        return exchange
 
     def all_equal(self, digest: int) -> bool:
-        """Wait for every rank; return whether all digests are equal."""
+        """Return `MailboxSlot.exchange` of the next exchange."""
         sequence = self.sequence + 1
-        slot = self.slots[sequence & 1]
-        return self.exchange(sequence, slot.mine, slot.peers, digest)
+        return self.slots[sequence & 1].exchange(sequence, digest)
 
     def start(self, digest: int) -> None:
         """Show the peers this rank's digest, and do not wait for theirs."""
         self.sequence += 1
         self._digest = digest
-        self.exchange(self.sequence, self.slots[self.sequence & 1].mine, (), digest)
+        self._exchange_in(self.slots[self.sequence & 1].mine, ())(self.sequence, digest)
 
     def finished(self) -> bool | None:
         """Return whether all digests are equal after `start`, or None while ranks are missing."""

@@ -143,12 +143,12 @@ _Agreed = tuple[Guard, int, Signature]
 def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
     """Return the all-reduce of one array."""
     mailboxes, pack, op, (guard, digest, signature) = route.mailboxes, route.packs[0], route.op, agreed
-    exchange, me = mailboxes.exchange, mailboxes.local_rank
+    me = mailboxes.local_rank
     dtype, shape = pack.dtype, pack.members[0].shape
     slots = []
     for slot, (parts,) in zip(mailboxes.slots, route.parts, strict=True):
         shaped = [part.reshape(shape) for part in parts]
-        slots.append((slot.mine, slot.peers, shaped[me], shaped[0], shaped[1], shaped[2:]))
+        slots.append((slot.exchange, shaped[me], shaped[0], shaped[1], shaped[2:]))
     combine, quiet = route.combine, route.quiet
     divides = divisor_of(dtype, op, mailboxes.size) != 1
     divide, operand = division(mailboxes.size, dtype)
@@ -163,9 +163,9 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
         else:
             return MISFIT
         sequence = mailboxes.sequence + 1
-        mine, peers, place, first, second, others = slots[sequence & 1]
+        exchange, place, first, second, others = slots[sequence & 1]
         place[...] = value
-        if not exchange(sequence, mine, peers, digest):
+        if not exchange(sequence, digest):
             guard.resolve(signature)
         total = quiet(combine, first, second) if total is None else quiet(combine, first, second, out=total)
         for other in others:
@@ -183,12 +183,12 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
     return run
 
 
-def _slots_of_one(route: MailboxRoute) -> list[tuple[memoryview, tuple[memoryview, ...], Any, Any, Any, list[Any]]]:
-    """Return for each slot its mailboxes, and where one number of this rank, of ranks 0 and 1, and of the others is."""
+def _slots_of_one(route: MailboxRoute) -> list[tuple[Callable[[int, int], bool], Any, Any, Any, list[Any]]]:
+    """Return for each slot its exchange, and where one number of this rank, of ranks 0 and 1, and of the others is."""
     slots = []
     for slot, (parts,) in zip(route.mailboxes.slots, route.parts, strict=True):
         numbers = [part.data for part in parts]
-        slots.append((slot.mine, slot.peers, numbers[route.mailboxes.local_rank], numbers[0], numbers[1], numbers[2:]))
+        slots.append((slot.exchange, numbers[route.mailboxes.local_rank], numbers[0], numbers[1], numbers[2:]))
     return slots
 
 
@@ -198,7 +198,7 @@ def _lone_element(route: MailboxRoute, agreed: _Agreed) -> Run:
     Python adds float32 as float64, and what is rounded to float32 after each sum is what NumPy gives.
     """
     mailboxes, pack, (guard, digest, signature) = route.mailboxes, route.packs[0], agreed
-    exchange, slots = mailboxes.exchange, _slots_of_one(route)
+    slots = _slots_of_one(route)
     dtype, shape = pack.dtype, pack.members[0].shape
     divisor = divisor_of(dtype, route.op, mailboxes.size)
     empty, at = np.empty, (0,) * len(shape)
@@ -212,9 +212,9 @@ def _lone_element(route: MailboxRoute, agreed: _Agreed) -> Run:
         else:
             return MISFIT
         sequence = mailboxes.sequence + 1
-        mine, peers, place, first, second, others = slots[sequence & 1]
+        exchange, place, first, second, others = slots[sequence & 1]
         place[0] = value.item()
-        if not exchange(sequence, mine, peers, digest):
+        if not exchange(sequence, digest):
             guard.resolve(signature)
         rounded[0] = first[0] + second[0]
         for other in others:
@@ -230,16 +230,16 @@ def _lone_element(route: MailboxRoute, agreed: _Agreed) -> Run:
 def _number(route: MailboxRoute, agreed: _Agreed) -> Run:
     """Return the sum or the mean of one Python float; Python's own arithmetic gives the same bits."""
     mailboxes, slots, (guard, digest, signature) = route.mailboxes, _slots_of_one(route), agreed
-    exchange, result = mailboxes.exchange, np.float64
+    result = np.float64
     divisor = divisor_of(route.packs[0].dtype, route.op, mailboxes.size)
 
     def run(value: Any, out: Any) -> Any:
         if out is not None:
             return MISFIT
         sequence = mailboxes.sequence + 1
-        mine, peers, place, first, second, others = slots[sequence & 1]
+        exchange, place, first, second, others = slots[sequence & 1]
         place[0] = value
-        if not exchange(sequence, mine, peers, digest):
+        if not exchange(sequence, digest):
             guard.resolve(signature)
         total = first[0] + second[0]
         for other in others:
@@ -252,12 +252,12 @@ def _number(route: MailboxRoute, agreed: _Agreed) -> Run:
 def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
     """Return the all-reduce of a few numbers of one Python or NumPy type."""
     mailboxes, pack, op, (guard, digest, signature) = route.mailboxes, route.packs[0], route.op, agreed
-    exchange, me = mailboxes.exchange, mailboxes.local_rank
+    me = mailboxes.local_rank
     dtype = pack.dtype
     write = struct.Struct(f"{pack.size}{dtype.char if dtype.char != 'l' else 'q'}").pack_into
     slots = []
     for slot, (parts,) in zip(mailboxes.slots, route.parts, strict=True):
-        slots.append((slot.mine, slot.peers, parts[me].data.cast("B"), parts))
+        slots.append((slot.exchange, parts[me].data.cast("B"), parts))
     build, total_of = where.build, route.total
     is_mean_of_integers = op is ReduceOp.MEAN and dtype.kind in "iu"
     # A run is only called with dictionaries whose keys come in the same order.
@@ -267,12 +267,12 @@ def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
         if out is not None:
             return MISFIT
         sequence = mailboxes.sequence + 1
-        mine, peers, place, parts = slots[sequence & 1]
+        exchange, place, parts = slots[sequence & 1]
         try:
             write(place, 0, *take(value))
         except (struct.error, OverflowError):  # an int that has no such dtype
             return MISFIT
-        if not exchange(sequence, mine, peers, digest):
+        if not exchange(sequence, digest):
             guard.resolve(signature)
         total = total_of(parts)
         if is_mean_of_integers:
