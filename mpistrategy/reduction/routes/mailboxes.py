@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import COMBINE, Array, division, mean_dtype, quiet_runner
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
-from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, sum_of_arrays_of_one, sum_of_numbers
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divisor_of, finish
 from mpistrategy.reduction.layout.leaves import Leaves
@@ -88,10 +89,10 @@ class MailboxRoute:
                 results[index] = view.copy() if view.size == 1 else view  # a lone number must not keep a pack alive
         return results
 
-    def total(self, parts: Sequence[Array], out: Array | None = None) -> Array:
-        """Return the combination of the ranks' parts in rank order, in `out` or in new memory."""
+    def total(self, parts: Sequence[Array]) -> Array:
+        """Return the combination of the ranks' parts in rank order, divided, in new memory."""
         combine, quiet = self.combine, self.quiet
-        total: Array = quiet(combine, parts[0], parts[1], out=out)
+        total: Array = quiet(combine, parts[0], parts[1])
         for part in parts[2:]:
             quiet(combine, total, part, out=total)
         if total.dtype in self._divisions:
@@ -130,10 +131,14 @@ def repeated_in_mailboxes(
         return None
     pack, digest, (kind,) = route.packs[0], guard.digest(signature), kinds
     agreed, adds = (guard, digest, signature), route.op in (ReduceOp.SUM, ReduceOp.MEAN)
+    mailboxes, differs = route.mailboxes, partial(guard.resolve, signature)
+    divisor = divisor_of(pack.dtype, route.op, mailboxes.size)
     if where.single and kind is np.ndarray and not pack.converts:
-        return (_lone_element if adds and pack.size == 1 and pack.dtype.char in "fd" else _array)(route, agreed)
+        if adds and pack.size == 1 and pack.dtype.char in "fd":
+            return sum_of_arrays_of_one(mailboxes, digest, differs, divisor, pack.dtype, pack.members[0].shape, MISFIT)
+        return _array(route, agreed)
     if where.single and kind in (float, np.float64) and adds:
-        return _number(route, agreed)
+        return sum_of_numbers(mailboxes, digest, differs, divisor, MISFIT)
     return _numbers(route, agreed, where) if kind in NUMBERS else None
 
 
@@ -183,72 +188,6 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
     return run
 
 
-def _slots_of_one(route: MailboxRoute) -> list[tuple[Callable[[int, int], bool], Any, Any, Any, list[Any]]]:
-    """Return for each slot its exchange, and where one number of this rank, of ranks 0 and 1, and of the others is."""
-    slots = []
-    for slot, (parts,) in zip(route.mailboxes.slots, route.parts, strict=True):
-        numbers = [part.data for part in parts]
-        slots.append((slot.exchange, numbers[route.mailboxes.local_rank], numbers[0], numbers[1], numbers[2:]))
-    return slots
-
-
-def _lone_element(route: MailboxRoute, agreed: _Agreed) -> Run:
-    """Return the sum or the mean of an array of one float; that of a loss is made in every step.
-
-    Python adds float32 as float64, and what is rounded to float32 after each sum is what NumPy gives.
-    """
-    mailboxes, pack, (guard, digest, signature) = route.mailboxes, route.packs[0], agreed
-    slots = _slots_of_one(route)
-    dtype, shape = pack.dtype, pack.members[0].shape
-    divisor = divisor_of(dtype, route.op, mailboxes.size)
-    empty, at = np.empty, (0,) * len(shape)
-    rounded: Any = np.empty(1, dtype).data  # memory warns of no overflow
-
-    def run(value: Array, out: Array | None) -> Any:
-        if out is None:
-            result = empty(shape, dtype)
-        elif type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and out.flags.writeable:
-            result = out
-        else:
-            return MISFIT
-        sequence = mailboxes.sequence + 1
-        exchange, place, first, second, others = slots[sequence & 1]
-        place[0] = value.item()
-        if not exchange(sequence, digest):
-            guard.resolve(signature)
-        rounded[0] = first[0] + second[0]
-        for other in others:
-            rounded[0] += other[0]
-        if divisor != 1:
-            rounded[0] /= divisor
-        result[at] = rounded[0]
-        return result
-
-    return run
-
-
-def _number(route: MailboxRoute, agreed: _Agreed) -> Run:
-    """Return the sum or the mean of one Python float; Python's own arithmetic gives the same bits."""
-    mailboxes, slots, (guard, digest, signature) = route.mailboxes, _slots_of_one(route), agreed
-    result = np.float64
-    divisor = divisor_of(route.packs[0].dtype, route.op, mailboxes.size)
-
-    def run(value: Any, out: Any) -> Any:
-        if out is not None:
-            return MISFIT
-        sequence = mailboxes.sequence + 1
-        exchange, place, first, second, others = slots[sequence & 1]
-        place[0] = value
-        if not exchange(sequence, digest):
-            guard.resolve(signature)
-        total = first[0] + second[0]
-        for other in others:
-            total += other[0]
-        return result(total if divisor == 1 else total / divisor)
-
-    return run
-
-
 def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
     """Return the all-reduce of a few numbers of one Python or NumPy type."""
     mailboxes, pack, op, (guard, digest, signature) = route.mailboxes, route.packs[0], route.op, agreed
@@ -257,8 +196,10 @@ def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
     write = struct.Struct(f"{pack.size}{dtype.char if dtype.char != 'l' else 'q'}").pack_into
     slots = []
     for slot, (parts,) in zip(mailboxes.slots, route.parts, strict=True):
-        slots.append((slot.exchange, parts[me].data.cast("B"), parts))
-    build, total_of = where.build, route.total
+        slots.append((slot.exchange, parts[me].data.cast("B"), parts[0], parts[1], parts[2:]))
+    build, combine, quiet = where.build, route.combine, route.quiet
+    divides = divisor_of(dtype, op, mailboxes.size) != 1
+    divide, operand = division(mailboxes.size, dtype)
     is_mean_of_integers = op is ReduceOp.MEAN and dtype.kind in "iu"
     # A run is only called with dictionaries whose keys come in the same order.
     take: Callable[[Any], Any] = dict.values if where.in_order else where.take
@@ -267,14 +208,18 @@ def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
         if out is not None:
             return MISFIT
         sequence = mailboxes.sequence + 1
-        exchange, place, parts = slots[sequence & 1]
+        exchange, place, first, second, others = slots[sequence & 1]
         try:
             write(place, 0, *take(value))
         except (struct.error, OverflowError):  # an int that has no such dtype
             return MISFIT
         if not exchange(sequence, digest):
             guard.resolve(signature)
-        total = total_of(parts)
+        total = quiet(combine, first, second)
+        for other in others:
+            quiet(combine, total, other, out=total)
+        if divides:
+            quiet(divide, total, operand, total)
         if is_mean_of_integers:
             total = finish(total, dtype, op, mailboxes.size)
         return build(total.flat)  # whose elements are made in half the time of the array's own
