@@ -109,6 +109,7 @@ class StepPlan:
         strategy: the strategy that keeps them.
         text: names them when ranks compare their calls.
         layouts: their dtypes and shapes.
+        named: these, and the variables without gradients.
         has_slots: whether their slots have been made.
         prepared: the step of ordinary gradients; None where there is none.
         counter: the step counter that `prepared` increments.
@@ -120,6 +121,7 @@ class StepPlan:
     strategy: Strategy
     text: str
     layouts: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...] = field(init=False)
+    named: tuple[Variable, ...] = ()
     has_slots: bool = False
     prepared: SlicedStep | PlainStep | None = None
     counter: Variable | None = None
@@ -171,13 +173,14 @@ class StepPlans:
         """
         pairs = _listed(grads_and_vars, where)
         try:
-            # The plan keeps the variables alive, so no other object gets their ids.
+            # The plan keeps all of them alive, so no other object gets their ids.
             key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
         except (TypeError, ValueError):
             key = ()
         plan = self._known.get(key)
         if plan is None or plan.strategy is not strategy:
             plan = _new_plan(pairs, strategy, where)
+            plan.named = tuple(var for _, var in pairs)
             while len(self._known) >= self._MOST:
                 del self._known[next(iter(self._known))]
             self._known[key] = plan
