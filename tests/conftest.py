@@ -382,8 +382,9 @@ def comm(request: pytest.FixtureRequest) -> Iterator[MPI.Intracomm]:
 def launch(tmp_path: Path) -> Callable[..., launching.Finished]:
     """Start an MPI job: ``launch(n, what, timeout=60, env=None)``.
 
-    `what` is a program's source (str), its file (Path), or a list of arguments for python. Only in the
-    session on one rank: others would each start one.
+    `what` is a program's source (str), its file (Path), or a list of arguments for python. It runs in the
+    test's own folder: a report that another job leaves elsewhere is nothing to it. Only in the session on
+    one rank: others would each start one.
     """
     if MPI.COMM_WORLD.size > 1:
         pytest.skip("starts MPI jobs of its own: runs in the session on 1 rank")
@@ -391,6 +392,7 @@ def launch(tmp_path: Path) -> Callable[..., launching.Finished]:
     def start(ranks: int, what: str | Path | Sequence[str | Path], **options: Any) -> launching.Finished:
         if isinstance(what, str):
             what = launching.program(what, tmp_path)
+        options.setdefault("cwd", tmp_path)
         return launching.launch(ranks, [what] if isinstance(what, Path) else what, **options)
 
     return start
