@@ -179,11 +179,13 @@ class Item:
 
     number: int
     fixturenames: tuple[str, ...]
+    path: Path
 
 
 def test_parts_together_are_all_tests(request: pytest.FixtureRequest) -> None:
     conftest: Any = next(p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "_keep_part"))
-    everything = [Item(number, ("launch", "tmp_path") if number % 3 else ("comm",)) for number in range(20)]
+    kinds = ("comm",), ("launch", "tmp_path"), ("launch", "tmp_path")
+    everything = [Item(number, kinds[number % 3], Path(f"file {number // 2}")) for number in range(60)]
     dropped: list[Item] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
 
@@ -197,9 +199,11 @@ def test_parts_together_are_all_tests(request: pytest.FixtureRequest) -> None:
 
     for parts in (2, 3, 5):
         kept = [part(f"{number}/{parts}") for number in range(1, parts + 1)]
-        assert sorted(item.number for items in kept for item in items) == list(range(20))
+        assert sorted(item.number for items in kept for item in items) == list(range(60))
         assert {item.fixturenames[0] for item in kept[-1]} == {"comm"}
-        assert max(map(len, kept[:-1])) - min(map(len, kept[:-1])) <= 1
+        starters = [sum(item.fixturenames[0] == "launch" for item in items) for items in kept[:-1]]
+        assert max(starters) - min(starters) <= 1
+        assert len(kept[-1]) > sum(map(len, kept[:-1])) - sum(starters) > 0  # some files without jobs, and no more
     for wrong in ("0/3", "4/3", "1/1", "1/0", "1", "-1/2", "two/3", "1/3 "):
         with pytest.raises(pytest.UsageError, match="--part takes I/N"):
             part(wrong)

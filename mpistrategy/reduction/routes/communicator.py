@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -49,7 +50,8 @@ class CommunicatorRoute:
         self._nbytes = sum(pack.nbytes for pack in packs)
         self._count = sum(len(pack.members) for pack in packs)
         self._reduce_pairs = reduce_pairs or self._all_reduce
-        self._quiet = quiet_runner()
+        if set(self._divisors.values()) - {1}:  # of a quotient NumPy may warn
+            self._reduce_pairs = partial(quiet_runner(), self._reduce_pairs)
         self._lone = [m.index for p in packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
         #: Memory for each pack, between `bring` and `run`.
         self._memory: list[Array] = []
@@ -77,7 +79,7 @@ class CommunicatorRoute:
         if self._count == 1:
             target = memory[0].reshape(-1)
             if target.size:
-                self._quiet(self._reduce_pairs, ((self._source(self.packs[0], arrays[0], target), target),))
+                self._reduce_pairs(((self._source(self.packs[0], arrays[0], target), target),))
             return memory
         results: list[Array] = [np.empty(0)] * self._count
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
@@ -94,7 +96,7 @@ class CommunicatorRoute:
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for those in pairs.values():
-            self._quiet(self._reduce_pairs, those)
+            self._reduce_pairs(those)
         for index in self._lone:
             results[index] = results[index].copy()
         return results
