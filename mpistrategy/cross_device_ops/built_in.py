@@ -175,12 +175,16 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 plans.append((target, dense, arrays, plan))
         destination, settings = _in_words(targets), self.settings(options)
         call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
-        results: list[Any] = [None] * len(values) if batch is None else batch.run(communicator, call)
+        results: list[Any] = [None] * len(values)
+        # Plans first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
         for target, dense, arrays, plan in plans:
             totals = plan.run(arrays)
             if target.includes(communicator.rank):
                 for i, total in zip(dense, totals, strict=True):
                     results[i] = total
+        if batch is not None:
+            on_devices = batch.run(communicator, call)
+            results = [total if found is None else found for total, found in zip(results, on_devices, strict=True)]
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self.reduce_slices(communicator, value, op, call)

@@ -103,12 +103,18 @@ def test_the_staged_path_is_right_for_all_boundaries_of_chunks(chunk: int, size:
 
 
 def test_arrays_on_the_host_and_on_the_device_may_be_mixed(strategy: Any, cupy: Any) -> None:
-    value = {"loss": 1.5, "host": np.ones(3), "device": cupy.asarray(np.ones(2))}
-    found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
-    assert isinstance(found["loss"], np.float64)
-    assert isinstance(found["host"], np.ndarray)
-    assert type(found["device"]) is cupy.ndarray
-    assert found["device"].get().tolist() == [SIZE, SIZE]
+    """The first call also chooses the path of the GPUs, between the check and the sums."""
+    for factor in (1.0, 10.0):
+        mine = factor * (RANK + 1)
+        value = {"loss": mine, "host": np.full(3, mine), "device": cupy.asarray(np.full(2, mine))}
+        found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))  # noqa: B023
+        every = factor * SIZE * (SIZE + 1) / 2
+        assert isinstance(found["loss"], np.float64)
+        assert found["loss"] == every
+        assert isinstance(found["host"], np.ndarray)
+        assert found["host"].tolist() == [every] * 3
+        assert type(found["device"]) is cupy.ndarray
+        assert found["device"].get().tolist() == [every] * 2
 
 
 @pytest.mark.skipif(SIZE == 1, reason="needs two ranks")
