@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, Mirrored
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, current_communicator, mirrored
@@ -25,7 +25,6 @@ from mpistrategy.reduction.inputs import checked_value, own_component
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
-from mpistrategy.reduction.layout.finish import divisor_of
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
@@ -80,13 +79,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         packs = packing.plan(layouts, options.bytes_per_pack, self.num_packs, host_wire_dtype)
         names = [self.route(communicator, pack.nbytes, pack.dtype, op.on_the_wire) for pack in packs]
 
-        def reduce_pairs(pairs: Sequence[tuple[Array, Array]]) -> None:
-            for source, target in pairs:
-                brought = None if source is target else source
-                self.reduce_buffer(communicator, target, op.on_the_wire, destination, brought)
-                divide_by(divisor_of(target.dtype, op, communicator.size), target)
+        def reduce_pair(source: Array, target: Array) -> None:
+            brought = None if source is target else source
+            self.reduce_buffer(communicator, target, op.on_the_wire, destination, brought)
 
-        return Plan(communicator, layouts, op, CommunicatorRoute(communicator, packs, op, names, reduce_pairs))
+        return Plan(communicator, layouts, op, CommunicatorRoute(communicator, packs, op, names, reduce_pair))
 
     def reduce_buffer(
         self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sum_of_rows
@@ -19,7 +19,7 @@ from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
-from mpistrategy.reduction.layout.finish import divisor_of, finish
+from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
@@ -39,12 +39,10 @@ def ordered_route(
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
 
-    def reduce_pairs(pairs: Sequence[tuple[Array, Array]]) -> None:
-        for source, target in pairs:
-            gather_and_combine(communicator, source, target, op.on_the_wire, EVERY_RANK)
-            divide_by(divisor_of(target.dtype, op, communicator.size), target)
+    def reduce_pair(source: Array, target: Array) -> None:
+        gather_and_combine(communicator, source, target, op.on_the_wire, EVERY_RANK)
 
-    route = CommunicatorRoute(communicator, packs, op, [*map(_name_of_route, names)], reduce_pairs)
+    route = CommunicatorRoute(communicator, packs, op, [*map(_name_of_route, names)], reduce_pair)
     return with_result_buffers(communicator, op, route, names, combine_ordered)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.tuning.thresholds import RouteName
@@ -21,8 +21,8 @@ from mpistrategy.reduction.routes.base import Targets
 #: A number that is a view of a larger pack would keep all of it.
 _FEW_ELEMENTS = 64
 
-#: Writes the combination of each source into its target: pairs of flat arrays of one dtype.
-ReducePairs = Callable[[Sequence[tuple[Array, Array]]], None]
+#: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
+ReducePair = Callable[[Array, Array], None]
 
 
 class CommunicatorRoute:
@@ -31,7 +31,7 @@ class CommunicatorRoute:
     Args:
         communicator: the ranks.
         packs: the buffers.
-        reduce_pairs: combines them; None means `Communicator.allreduce_many`, which divides, too.
+        reduce_pair: combines one of them; None means `Communicator.allreduce_many` for all together.
         op: how.
         names: the name of the way that each pack takes.
     """
@@ -42,14 +42,14 @@ class CommunicatorRoute:
         packs: tuple[Pack, ...],
         op: ReduceOp,
         names: Sequence[str],
-        reduce_pairs: ReducePairs | None = None,
+        reduce_pair: ReducePair | None = None,
     ) -> None:
         self.packs = packs
         self._communicator, self._text, self._names = communicator, op.on_the_wire, names
         self._divisors = {pack.dtype: divisor_of(pack.dtype, op, communicator.size) for pack in packs}
         self._nbytes = sum(pack.nbytes for pack in packs)
         self._count = sum(len(pack.members) for pack in packs)
-        self._reduce_pairs = reduce_pairs or self._all_reduce
+        self._reduce_pairs = self._all_reduce if reduce_pair is None else partial(self._reduce_each, reduce_pair)
         if set(self._divisors.values()) - {1}:  # of a quotient NumPy may warn
             self._reduce_pairs = partial(quiet_runner(), self._reduce_pairs)
         self._lone = [m.index for p in packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
@@ -111,6 +111,11 @@ class CommunicatorRoute:
 
     def _all_reduce(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         self._communicator.allreduce_many(pairs, self._text, self._divisors[pairs[0][1].dtype], self._nbytes)
+
+    def _reduce_each(self, reduce_pair: ReducePair, pairs: Sequence[tuple[Array, Array]]) -> None:
+        for source, target in pairs:
+            reduce_pair(source, target)
+            divide_by(self._divisors[target.dtype], target)
 
     def describe(self) -> Sequence[str]:
         """Return the name of the way that each pack takes."""
