@@ -11,7 +11,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route, Targets
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 from mpistrategy.reduction.routes.result_buffers import with_result_buffers
 
@@ -75,4 +75,6 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
         return MailboxRoute(communicator.mailboxes, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
+    if names == ["mpi"] and len(packs[0].members) == 1 and packs[0].size:
+        return OneArrayRoute(communicator, packs[0], op)
     return with_result_buffers(communicator, op, CommunicatorRoute(communicator, packs, op, names), names)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.tuning.thresholds import RouteName
@@ -120,6 +120,49 @@ class CommunicatorRoute:
     def describe(self) -> Sequence[str]:
         """Return the name of the way that each pack takes."""
         return self._names
+
+
+class OneArrayRoute:
+    """What `CommunicatorRoute` does with one array that MPI reduces in one call, in half the steps of Python.
+
+    Args:
+        communicator: the ranks.
+        pack: the array.
+        op: how they are combined.
+    """
+
+    def __init__(self, communicator: Communicator, pack: Pack, op: ReduceOp) -> None:
+        self.packs: tuple[Pack, ...] = (pack,)
+        self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op.on_the_wire
+        self._new = partial(
+            np.empty if pack.nbytes < LEAST_POOLED else communicator.pool.take, shape=self._shape, dtype=self._dtype
+        )
+        self._allreduce, self._quiet = communicator.allreduce, quiet_runner()
+        divisor = divisor_of(pack.dtype, op, communicator.size)
+        self._division = None if divisor == 1 else division(divisor, pack.dtype)
+        self._target: Any = None
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Take memory for the result: the target, or new memory."""
+        given = None if targets is None else targets[0]
+        is_target = given is not None and given.dtype == self._dtype
+        self._target = given if is_target else self._new()
+
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the combination, in the memory that was taken."""
+        target, self._target, source = self._target, None, arrays[0]
+        if source.dtype != self._dtype:
+            np.copyto(target, source, casting="unsafe")
+            source = target
+        self._allreduce(target, self._text, source)
+        if self._division is not None:
+            divide, operand = self._division
+            self._quiet(divide, target, operand, target)
+        return [target]
+
+    def describe(self) -> Sequence[str]:
+        """Return the name of the way."""
+        return ("mpi",)
 
 
 def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
