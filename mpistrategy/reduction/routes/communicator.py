@@ -123,7 +123,7 @@ class CommunicatorRoute:
 
 
 class OneArrayRoute:
-    """What `CommunicatorRoute` does with one array that MPI reduces in one call, in half the steps of Python.
+    """What `CommunicatorRoute` does with one array that MPI's Allreduce takes by itself, in half the steps of Python.
 
     Args:
         communicator: the ranks.
