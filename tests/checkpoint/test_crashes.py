@@ -269,7 +269,7 @@ def test_two_saves_to_one_place_without_locks(
 
 # Another job that saves here, and waits until it is told to go on, or is killed.
 OTHER = """
-import os, sys
+import os, sys, time
 import mpistrategy as ms
 
 folder = sys.argv[1]
@@ -278,6 +278,8 @@ with ms.OneDeviceStrategy("CPU:0").scope():
 manager = ms.CheckpointManager(ms.Checkpoint(x=x), os.path.join(folder, "m"))
 manager.save(1)
 saving = ms.Checkpoint(x=x).save(os.path.join(folder, "c"), wait=False)
+while not saving.is_written:  # its thread would change the folder while the test looks
+    time.sleep(0.001)
 print("at work", flush=True)
 sys.stdin.read()
 """
