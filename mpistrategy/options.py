@@ -7,9 +7,12 @@ import math
 import numbers
 import os
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class VariableSynchronization(enum.Enum):
@@ -52,6 +55,10 @@ class ReduceOp(enum.Enum):
     def on_the_wire(self) -> str:
         """The operation between ranks: a mean is sent as a sum."""
         return "SUM" if self is ReduceOp.MEAN else self.value
+
+    def divisor(self, dtype: np.dtype[Any], count: int) -> int:
+        """Return what a sum of `count` values is divided by in its dtype on the wire; means of integers differ."""
+        return count if self is ReduceOp.MEAN and dtype.kind not in "iu" else 1
 
     @classmethod
     def parse(cls, value: Any, where: str) -> ReduceOp:

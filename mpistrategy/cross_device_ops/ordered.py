@@ -21,10 +21,9 @@ from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import ChooseRoute
+from mpistrategy.reduction.plan import ChooseRoute, with_result_buffers
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
-from mpistrategy.reduction.routes.result_buffers import with_result_buffers
 
 #: So much of a buffer is exchanged at a time where the ranks do not share memory; as much is needed besides.
 _PIECE_BYTES = 8 * 2**20

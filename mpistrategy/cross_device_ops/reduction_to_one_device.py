@@ -17,7 +17,6 @@ from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
-from mpistrategy.reduction.layout.finish import divisor_of
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.routes.base import Targets
@@ -134,7 +133,7 @@ class _Accumulation:
             call.agree("accumulated")
             _send_out(communicator, buffer, self._root, self._destination)
             with np.errstate(all="ignore"):
-                divide_by(divisor_of(buffer.dtype, self._op, communicator.size), buffer)
+                divide_by(self._op.divisor(buffer.dtype, communicator.size), buffer)
             for index, view in pack.views(buffer):
                 results[index] = view
         return results

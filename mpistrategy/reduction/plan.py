@@ -12,8 +12,9 @@ from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
+from mpistrategy.reduction.routes.in_place import combine
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
-from mpistrategy.reduction.routes.result_buffers import with_result_buffers
+from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferRoute
 
 #: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit).
 ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float], Route]
@@ -31,25 +32,26 @@ class Plan:
         route: how they travel.
 
     Attributes:
+        route, op, layouts, dtypes: as given.
         bring: does what comes before the ranks agree on the call.
         run: returns the results after that; the arguments of both are those of `Route.run`.
     """
 
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
-        self.route, self.bring, self._op, self._size = route, route.bring, op, communicator.size
-        self._dtypes = [dtype for dtype, _ in layouts]
+        self.route, self.bring, self.op, self._size = route, route.bring, op, communicator.size
+        self.layouts, self.dtypes = layouts, [dtype for dtype, _ in layouts]
         # What the route returns is the result where it has its own dtype, and no integers are divided.
         is_exact = all(
             dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
-            for dtype in self._dtypes
+            for dtype in self.dtypes
         )
         self.run = route.run if is_exact else self._run_and_finish
 
     def _run_and_finish(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         results = self.route.run(arrays, targets)
         return [
-            finish(result, dtype, self._op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
-            for result, dtype in zip(results, self._dtypes, strict=True)
+            finish(result, dtype, self.op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
+            for result, dtype in zip(results, self.dtypes, strict=True)
         ]
 
 
@@ -78,3 +80,13 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
     if names == ["mpi"] and len(packs[0].members) == 1 and packs[0].size:
         return OneArrayRoute(communicator, packs[0], op)
     return with_result_buffers(communicator, op, CommunicatorRoute(communicator, packs, op, names), names)
+
+
+def with_result_buffers(
+    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination = combine
+) -> Route:
+    """Return the route through result buffers where `names` say that all packs are pipelined, else `route`."""
+    is_pipelined = {*names} == {"pipelined"} and any(pack.size for pack in route.packs)
+    if is_pipelined and communicator.result_buffers is not None:
+        return ResultBufferRoute(communicator, op, route, combination)
+    return route

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Site, outside
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -37,7 +37,6 @@ from mpistrategy.reduction.routes.mailboxes import (
     Run,
     repeated_in_mailboxes,
 )
-from mpistrategy.reduction.sites import SitePlans, Sites
 from mpistrategy.reduction.weights import Weighted, weighted_mean
 
 WHERE = "ReplicaContext.all_reduce"
@@ -50,6 +49,33 @@ _KINDS = "fiuc"
 _NO_KEY = (TypeError, RecursionError, MpiStrategyError)
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+
+
+class SitePlans:
+    """The plans of one call site.
+
+    Args:
+        site: where the calls are made.
+
+    Attributes:
+        text: what the ranks compare.
+        known: the plans, by operation, kind and layouts.
+        kind, op, dtype, shape, names, kinds, run: the latest all-reduce of one array, one number or a dictionary of
+            numbers, and of what: its keys, and the types of the numbers.
+    """
+
+    __slots__ = ("dtype", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
+
+    def __init__(self, site: Site) -> None:
+        self.text = site.place
+        self.known: dict[Any, Run | None] = {}
+        self.kind: type | None = None
+        self.op: Any = None
+        self.dtype: Any = None
+        self.shape: Any = None
+        self.names: list[str] | None = None
+        self.kinds: list[type] | None = None
+        self.run: Run | None = None
 
 
 class Plans:
@@ -67,7 +93,9 @@ class Plans:
     def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
         self._communicator = communicator
         self._guard = communicator.guard
-        self._places = Sites(communicator.guard)
+        self._tree = CallTree(SitePlans)
+        #: Of calls that are made in another thread, by the text of their call site.
+        self._elsewhere: dict[str, SitePlans] = {}
         #: The dtypes and shapes of long lists of arrays.
         self._long: dict[Any, list[_LongLayouts]] = {}
         self.serve(algorithm, options)
@@ -86,14 +114,15 @@ class Plans:
         served = algorithm.has_plans and options.wire is None
         self._options = options
         self.settings = algorithm.settings(options) if served else None
-        self._places.clear()
+        self._tree.clear()
+        self._elsewhere.clear()
         self._long.clear()
 
     def _runner(self) -> Callable[[Any, Any, Any, FrameType | None, Any], Any]:
         """Return `run`: a function with all that it needs at hand, since attributes take a tenth of a small sum."""
         guard, find, call, failed = self._guard, self._find, self._call, self._failed
-        callers: dict[int, Any] = self._places.callers
-        place_of = self._places.of
+        callers: dict[int, Any] = self._tree.root.callers  # the innermost frames of the places, by instruction
+        place_of = self._place_of
         append, next_number, take_back = guard.record.append, guard.record.next_number, guard.record.take_back
 
         def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
@@ -150,6 +179,19 @@ class Plans:
             return result
 
         return run
+
+    def _place_of(self, frame: FrameType | None, step: Any) -> SitePlans:
+        """Return the plans of the call site of `frame`, in a step function with the code `step`.
+
+        A frame of this package, or None, makes none of its own: the call was made elsewhere, at the guard's site.
+        """
+        site = self._guard.site
+        if site is None and outside(frame) is not None:
+            return self._tree.find(frame, step)
+        site = site or UNKNOWN
+        if len(self._elsewhere) >= _REMEMBERED:
+            self._elsewhere.clear()
+        return self._elsewhere.setdefault(site.place, SitePlans(site))
 
     def _failed(self, known: Run, error: BaseException) -> None:
         """Tell the other ranks of an error in `known`."""
@@ -233,10 +275,10 @@ class Plans:
         weighted = type(value) is Weighted
         if weighted:
             value = value.value
-        leaves, structure = nest.flatten(value)
         where = leaves_of(value)
-        if self.settings is None or not leaves or where is None or not _only_text_keys(value):
+        if self.settings is None or where is None or not _only_text_keys(value):
             return None
+        leaves = where.take(value)
         kinds = {*map(type, leaves)}
         arrays = leaves if kinds == {np.ndarray} else arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
@@ -246,26 +288,18 @@ class Plans:
             values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
             settings = self.settings or ""
             return plan_of(self._communicator, layouts, op, self._options.bytes_per_pack, usual_route), Signature(
-                "reduce", op.value, structure.text, values, EVERY_RANK_TEXT, settings, "", WHERE, place
+                "reduce", op.value, where.text, values, EVERY_RANK_TEXT, settings, "", WHERE, place
             )
 
         if weighted:
             return weighted_mean(self._communicator, where, op, arrays, plan_and_signature)
-        layouts = layouts_of(arrays)
-        plan, signature = plan_and_signature(op, layouts)
-        short = isinstance(plan.route, MailboxRoute) and repeated_in_mailboxes(
-            plan.route, self._guard, signature, where, kinds
-        )
-        if short:
-            short.__dict__["in_mailboxes"] = True
-        run = short or repeated(plan, self._guard, signature, where, layouts, kinds)
+        plan, signature = plan_and_signature(op, layouts_of(arrays))
+        run = repeated(plan, self._guard, signature, where, kinds)
         run.__dict__["signature"] = signature  # the flight record keeps it, and may have to say what it does
         return run
 
 
-def repeated(
-    plan: Plan, guard: Guard, signature: Signature, where: Leaves, layouts: tuple[Layout, ...], kinds: set[type]
-) -> Run:
+def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kinds: set[type]) -> Run:
     """Return a ``run(value, out)``: the whole call for nests of arrays that a plan was made for.
 
     It returns MISFIT, before anything has been sent, for a `value` or an `out` of another kind.
@@ -275,18 +309,20 @@ def repeated(
         guard: the communicator's.
         signature: of the call.
         where: how to reach the leaves.
-        layouts: those of the arrays.
         kinds: the types of the leaves.
     """
+    route = plan.route
+    if isinstance(route, MailboxRoute) and (short := repeated_in_mailboxes(route, guard, signature, where, kinds)):
+        short.__dict__["in_mailboxes"] = True
+        return short
     digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
-    is_mean = signature.op == ReduceOp.MEAN.value
-    dtypes = [mean_dtype(dtype) if is_mean else dtype for dtype, _ in layouts]
-    some_go_alone = any(len(pack.members) == 1 for pack in plan.route.packs)
+    dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
+    some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
     bring, reduce = plan.bring, plan.run
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value) if nested else (value,)
-        arrays = leaves if only_arrays else arrays_of(leaves, layouts)
+        arrays = leaves if only_arrays else arrays_of(leaves, plan.layouts)
         if arrays is None:
             return MISFIT
         targets: Targets = None

@@ -28,7 +28,7 @@ from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
 from mpistrategy.reduction.routes.gpu_batch import in_kind, write
-from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, own_weight, plan_of_weights
+from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, exchange_of_weights
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16
@@ -210,22 +210,15 @@ class Reducer:
         mine = gpu_of(self.communicator.devices, self.communicator.rank)
         check_device([array for array in arrays if is_on_device(array)], mine, where)
         mean = WeightedMean(weight, op, where)
-        weights = self._weights_of_all(call, mean.weight)
+        exchange = exchange_of_weights(self.communicator)
+        weights = exchange(mean.weight, lambda: call.agree(EXCHANGE, sparingly=True))
+        call.expect_more()  # the values come next
         call.wait_as(options.timeout_seconds)
         parts = mean.contributions(arrays, weights)
         means = mean.finish(
             self._algorithm.all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options), arrays
         )
         return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
-
-    def _weights_of_all(self, call: Call, weight: float) -> Array:
-        """Return each rank's weight, in rank order, as float64: the ranks learn them before they meet the values."""
-        plan, weights = plan_of_weights(self.communicator), (own_weight(self.communicator, weight),)
-        plan.bring(weights)
-        call.agree(EXCHANGE, sparingly=True)
-        (everybodys,) = plan.run(weights)
-        call.expect_more()  # the values come next
-        return everybodys
 
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
         """Return the reduction of one array on every rank; inside `call`, in any context."""

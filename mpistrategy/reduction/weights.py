@@ -99,16 +99,19 @@ class WeightedMean:
             ]
 
 
-def plan_of_weights(communicator: Communicator) -> Plan:
-    """Return the plan of what `own_weight` returns: all ranks' weights, in rank order."""
-    return plan_of(communicator, ((np.dtype(np.float64), (communicator.size,)),), ReduceOp.SUM, 0, usual_route)
+def exchange_of_weights(communicator: Communicator) -> Callable[[float, Callable[[], object]], Array]:
+    """Return ``exchange(weight, agree)``: each rank's weight, in rank order, as float64; `agree` compares the calls."""
+    rank, size = communicator.rank, communicator.size
+    plan = plan_of(communicator, ((np.dtype(np.float64), (size,)),), ReduceOp.SUM, 0, usual_route)
 
+    def exchange(weight: float, agree: Callable[[], object]) -> Array:
+        weights = np.zeros(size)
+        weights[rank] = weight
+        plan.bring((weights,))
+        agree()
+        return plan.run((weights,))[0]
 
-def own_weight(communicator: Communicator, weight: float) -> Array:
-    """Return what a rank brings to the exchange of the weights."""
-    weights = np.zeros(communicator.size)
-    weights[communicator.rank] = weight
-    return weights
+    return exchange
 
 
 def weighted_mean(
@@ -128,7 +131,7 @@ def weighted_mean(
     plan, signature = plan_and_signature(
         ReduceOp.SUM, tuple((wire_dtype(dtype), array.shape) for dtype, array in zip(dtypes, arrays, strict=True))
     )
-    weights = plan_of_weights(communicator)
+    exchange = exchange_of_weights(communicator)
     first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
     digests = guard.digest(first), guard.digest(signature)
 
@@ -143,14 +146,7 @@ def weighted_mean(
             out is not None and direct_targets(out, weighted.value, where, arrays, dtypes, False) is None
         ):
             return MISFIT
-        mine = (own_weight(communicator, mean.weight),)
-        weights.bring(mine)
-        guard.compare_digest(digests[0], first)
-        try:
-            (everybodys,) = weights.run(mine)
-        except BaseException as error:
-            guard.fail_after_agreement(signature.call, error)
-            raise
+        everybodys = exchange(mean.weight, lambda: guard.compare_digest(digests[0], first))
         parts = mean.contributions(arrays, everybodys)
         plan.bring(parts)
         guard.compare_digest(digests[1], signature)

@@ -548,7 +548,7 @@ def test_more_kinds_of_values_than_are_remembered(strategy: ms.Strategy) -> None
         assert quick(strategy, "SUM", np.ones((1 + number % 5, 1 + number))).sum() == SIZE * (1 + number % 5) * (
             1 + number
         )
-    waiting, places = [*strategy.extended.reducer.plans._places.callers.values()], []
+    waiting, places = [*strategy.extended.reducer.plans._tree.root.callers.values()], []
     while waiting:
         node = waiting.pop()
         waiting += [*node.callers.values(), *([node.following] if node.following is not None else [])]

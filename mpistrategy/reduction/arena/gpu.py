@@ -15,7 +15,6 @@ from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory, device_paths
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.finish import divisor_of
 from mpistrategy.reduction.routes.in_place import Replicas
 
 
@@ -76,7 +75,7 @@ class BucketReduction:
                 if travels is not mine:
                     travels[...] = mine
                 path.allreduce(communicator, travels, op.on_the_wire)
-                divide_by(divisor_of(travels.dtype, op, self._ranks.size), travels)
+                divide_by(op.divisor(travels.dtype, self._ranks.size), travels)
                 if travels is not target:
                     target[...] = travels  # converted on the way
 

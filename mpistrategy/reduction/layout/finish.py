@@ -11,11 +11,6 @@ from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype
 from mpistrategy.options import ReduceOp
 
 
-def divisor_of(dtype: np.dtype[Any], op: ReduceOp, count: int) -> int:
-    """Return what a route divides sums of this dtype of the wire by: means of integers have another dtype."""
-    return count if op is ReduceOp.MEAN and dtype.kind not in "iu" else 1
-
-
 def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int) -> Array:
     """Turn a sum in the wire dtype into the result: divide for MEAN, and round once to the result's dtype."""
     if op is ReduceOp.MEAN:

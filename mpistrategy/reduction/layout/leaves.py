@@ -37,19 +37,22 @@ class Leaves:
 
 
 def leaves_of(value: Any) -> Leaves | None:
-    """Return how to reach the leaves of nests like `value`; None unless it is made of dict, list and tuple alone."""
+    """Return how to reach the leaves of nests like `value`; None without any, and for other containers."""
     if not _plain(value):
         return None
-    structure = nest.flatten(value)[1]
     kind = type(value)
     if kind not in _CONTAINERS:
-        return Leaves(_alone, _first, True, structure.text)
+        return Leaves(_alone, _first, True, nest.LEAF.text)
+    structure = nest.flatten(value)[1]
+    if structure.num_leaves == 0:
+        return None
+    text = structure.text
     children: Iterable[Any] = value.values() if kind is dict else value
     if any(type(child) in _CONTAINERS for child in children):
         build = _builder(value)
-        return Leaves(_taker(value), lambda results: build(iter(results)), False, structure.text)
+        return Leaves(_taker(value), lambda results: build(iter(results)), False, text)
     if kind is not dict:
-        return Leaves(tuple if kind is list else _itself, kind, False, structure.text)
+        return Leaves(tuple if kind is list else _itself, kind, False, text)
     names, sorted_names = list(value), nest.sorted_keys(value)
     in_order = names == sorted_names
     take: Callable[[Any], Sequence[Any]] = (
@@ -57,9 +60,9 @@ def leaves_of(value: Any) -> Leaves | None:
     )
     if in_order:
         # Without `strict`, which takes a third of the time of a few numbers.
-        return Leaves(take, lambda results: dict(zip(names, results)), False, structure.text, True)  # noqa: B905
+        return Leaves(take, lambda results: dict(zip(names, results)), False, text, True)  # noqa: B905
     places = itemgetter(*(sorted_names.index(name) for name in names))
-    return Leaves(take, lambda results: dict(zip(names, places([*results]), strict=True)), False, structure.text)
+    return Leaves(take, lambda results: dict(zip(names, places([*results]), strict=True)), False, text)
 
 
 def _taker(value: Any) -> Callable[[Any], list[Any]]:

@@ -14,7 +14,6 @@ from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.finish import divisor_of
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
 from mpistrategy.reduction.routes.base import Targets
 
@@ -46,7 +45,7 @@ class CommunicatorRoute:
     ) -> None:
         self.packs = packs
         self._communicator, self._text, self._names = communicator, op.on_the_wire, names
-        self._divisors = {pack.dtype: divisor_of(pack.dtype, op, communicator.size) for pack in packs}
+        self._divisors = {pack.dtype: op.divisor(pack.dtype, communicator.size) for pack in packs}
         self._nbytes = sum(pack.nbytes for pack in packs)
         self._count = sum(len(pack.members) for pack in packs)
         self._reduce_pairs = self._all_reduce if reduce_pair is None else partial(self._reduce_each, reduce_pair)
@@ -138,7 +137,7 @@ class OneArrayRoute:
             np.empty if pack.nbytes < LEAST_POOLED else communicator.pool.take, shape=self._shape, dtype=self._dtype
         )
         self._allreduce, self._quiet = communicator.allreduce, quiet_runner()
-        divisor = divisor_of(pack.dtype, op, communicator.size)
+        divisor = op.divisor(pack.dtype, communicator.size)
         self._division = None if divisor == 1 else division(divisor, pack.dtype)
         self._target: Any = None
 

@@ -21,7 +21,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, sum_of_arrays_of_one, sum_of_numbers
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.finish import divisor_of, finish
+from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.leaves import Leaves
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
 from mpistrategy.reduction.routes.base import Targets
@@ -60,7 +60,7 @@ class MailboxRoute:
         self._divisions = {
             pack.dtype: division(divisor, pack.dtype)
             for pack in self.packs
-            if (divisor := divisor_of(pack.dtype, op, mailboxes.size)) != 1
+            if (divisor := op.divisor(pack.dtype, mailboxes.size)) != 1
         }
         #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
         self.parts = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
@@ -132,7 +132,7 @@ def repeated_in_mailboxes(
     pack, digest, (kind,) = route.packs[0], guard.digest(signature), kinds
     agreed, adds = (guard, digest, signature), route.op in (ReduceOp.SUM, ReduceOp.MEAN)
     mailboxes, differs = route.mailboxes, partial(guard.resolve, signature)
-    divisor = divisor_of(pack.dtype, route.op, mailboxes.size)
+    divisor = route.op.divisor(pack.dtype, mailboxes.size)
     if where.single and kind is np.ndarray and not pack.converts:
         if adds and pack.size == 1 and pack.dtype.char in "fd":
             return sum_of_arrays_of_one(mailboxes, digest, differs, divisor, pack.dtype, pack.members[0].shape, MISFIT)
@@ -155,7 +155,7 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
         shaped = [part.reshape(shape) for part in parts]
         slots.append((slot.exchange, shaped[me], shaped[0], shaped[1], shaped[2:]))
     combine, quiet = route.combine, route.quiet
-    divides = divisor_of(dtype, op, mailboxes.size) != 1
+    divides = op.divisor(dtype, mailboxes.size) != 1
     divide, operand = division(mailboxes.size, dtype)
     result_dtype = mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
     empty, is_scalar, is_exact = np.empty, shape == (), result_dtype == dtype
@@ -198,7 +198,7 @@ def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
     for slot, (parts,) in zip(mailboxes.slots, route.parts, strict=True):
         slots.append((slot.exchange, parts[me].data.cast("B"), parts[0], parts[1], parts[2:]))
     build, combine, quiet = where.build, route.combine, route.quiet
-    divides = divisor_of(dtype, op, mailboxes.size) != 1
+    divides = op.divisor(dtype, mailboxes.size) != 1
     divide, operand = division(mailboxes.size, dtype)
     is_mean_of_integers = op is ReduceOp.MEAN and dtype.kind in "iu"
     # A run is only called with dictionaries whose keys come in the same order.

@@ -17,23 +17,11 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.finish import divisor_of
 from mpistrategy.reduction.layout.packing import Pack
 from mpistrategy.reduction.routes.base import Route, Targets
-from mpistrategy.reduction.routes.in_place import combine
 
 #: `mpistrategy.reduction.routes.in_place.combine`, or what does the same in another order.
 Combination = Callable[[Sequence[Array], Sequence[Array], str, int, tuple[int, int]], None]
-
-
-def with_result_buffers(
-    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination = combine
-) -> Route:
-    """Return the route through result buffers where `names` say that all packs are pipelined, else `route`."""
-    is_pipelined = {*names} == {"pipelined"} and any(pack.size for pack in route.packs)
-    if is_pipelined and communicator.result_buffers is not None:
-        return ResultBufferRoute(communicator, op, route, combination)
-    return route
 
 
 class ResultBufferRoute:
@@ -63,7 +51,7 @@ class ResultBufferRoute:
                 if (len(pack.members) > 1 or pack.nbytes < communicator.thresholds.pack_bytes) == small:
                     own = share(pack.size, communicator.local_rank, communicator.size, pack.dtype.itemsize)
                     others = [slice(*part) for part in ((0, own[0]), (own[1], pack.size)) if part[0] < part[1]]
-                    divisor = divisor_of(pack.dtype, op, communicator.size)
+                    divisor = op.divisor(pack.dtype, communicator.size)
                     self._slots.append(_PackSlot(pack, divisor, len(self._sizes), start, own, others))
                     start += aligned(pack.nbytes)
             if start:

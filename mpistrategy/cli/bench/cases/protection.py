@@ -40,7 +40,7 @@ class _Unrecorded(Plans):
     """Writes nothing into the flight record."""
 
     def _runner(self) -> Callable[[Any, Any, Any, FrameType | None, Any], Any]:
-        guard, callers, places, find, call = self._guard, self._places.callers, self._places, self._find, self._call
+        guard, callers, find, call = self._guard, self._tree.root.callers, self._find, self._call
 
         def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
             assert guard.current is None
@@ -48,7 +48,7 @@ class _Unrecorded(Plans):
             code, node = frame.f_code, callers.get(frame.f_lasti)
             place = node.found if node is not None and node.code is code and code is step else None
             if place is None:
-                place = places.of(frame, step)
+                place = self._place_of(frame, step)
             known = place.run
             if reduce_op is not place.op or value.dtype is not place.dtype or value.shape != place.shape:
                 known = find(place, reduce_op, value)
