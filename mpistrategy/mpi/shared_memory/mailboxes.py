@@ -54,6 +54,7 @@ class Mailboxes:
         waiting: how to wait for a peer.
 
     Attributes:
+        fence: keeps reads and writes in order; None where the processor does that itself.
         sequence: the number of exchanges so far; the same on every rank whenever none is under way.
         slots: an exchange uses the slot of its sequence number modulo 2.
         allgather_text: returns every rank's text; for the guard's reports.
@@ -79,7 +80,7 @@ class Mailboxes:
 
     def _exchange_in(self, mine: memoryview, peers: Sequence[memoryview]) -> Callable[[int, int], bool]:
         """Return `MailboxSlot.exchange`, with all that it needs at hand: attributes take a tenth of a small sum."""
-        waiting, fence = self.waiting, self.fence
+        fence, meet = self.fence, self.meet
 
         def exchange(sequence: int, digest: int) -> bool:
             self.sequence = sequence
@@ -88,15 +89,22 @@ class Mailboxes:
                 fence()
             mine[0] = sequence
             for peer in peers:
-                if peer[0] != sequence:
-                    waiting.until(peer, sequence)
-                if fence is not None:
-                    fence()
-                if peer[1] != digest:
-                    return False
+                if peer[0] != sequence or peer[1] != digest or fence is not None:
+                    return meet(peers, sequence, digest)
             return True
 
         return exchange
+
+    def meet(self, peers: Sequence[memoryview], sequence: int, digest: int) -> bool:
+        """Wait for the peers after this rank has shown its own numbers; return `MailboxSlot.exchange`'s result."""
+        for peer in peers:
+            if peer[0] != sequence:
+                self.waiting.until(peer, sequence)
+            if self.fence is not None:
+                self.fence()
+            if peer[1] != digest:
+                return False
+        return True
 
     def all_equal(self, digest: int) -> bool:
         """Return `MailboxSlot.exchange` of the next exchange."""
@@ -126,8 +134,9 @@ class Mailboxes:
         return numbers
 
 
-# One float of each rank, such as a loss in every step: here the exchange is written out, since to call it would take a
-# tenth of the time.  Both functions stand for ``run(value, out)`` of `mpistrategy.reduction.routes.mailboxes`.
+# One float of each rank, such as a loss in every step: here the exchange is written out, without the fence that some
+# processors need, since to call it would take a tenth of the time.  Both functions stand for ``run(value, out)`` of
+# `mpistrategy.reduction.routes.mailboxes`.
 
 
 def sum_of_numbers(
@@ -142,7 +151,7 @@ def sum_of_numbers(
         divisor: of the sum.
         misfit: is returned, and nothing is sent, where a result is to be written somewhere.
     """
-    waiting, fence, result = mailboxes.waiting, mailboxes.fence, np.float64
+    meet, result = mailboxes.meet, np.float64
     slots = _slots_of_one(mailboxes, np.dtype(np.float64))
 
     def run(value: Any, out: Any) -> Any:
@@ -153,17 +162,11 @@ def sum_of_numbers(
         place[0] = value
         mailboxes.sequence = sequence
         mine[1] = digest
-        if fence is not None:
-            fence()
         mine[0] = sequence
         for peer in peers:
-            if peer[0] != sequence:
-                waiting.until(peer, sequence)
-            if peer[1] != digest:
-                differs()
+            if peer[0] != sequence or peer[1] != digest:
+                meet(peers, sequence, digest) or differs()
                 break
-        if fence is not None:
-            fence()
         total = first[0] + second[0]
         for other in others:
             total += other[0]
@@ -185,7 +188,7 @@ def sum_of_arrays_of_one(
 
     Python adds float32 as float64, and what is rounded to float32 after each sum is what NumPy gives.
     """
-    waiting, fence, slots = mailboxes.waiting, mailboxes.fence, _slots_of_one(mailboxes, dtype)
+    meet, slots = mailboxes.meet, _slots_of_one(mailboxes, dtype)
     empty, at = np.empty, (0,) * len(shape)
     rounded: Any = np.empty(1, dtype).data  # memory warns of no overflow
 
@@ -201,17 +204,11 @@ def sum_of_arrays_of_one(
         place[0] = value.item()
         mailboxes.sequence = sequence
         mine[1] = digest
-        if fence is not None:
-            fence()
         mine[0] = sequence
         for peer in peers:
-            if peer[0] != sequence:
-                waiting.until(peer, sequence)
-            if peer[1] != digest:
-                differs()
+            if peer[0] != sequence or peer[1] != digest:
+                meet(peers, sequence, digest) or differs()
                 break
-        if fence is not None:
-            fence()
         rounded[0] = first[0] + second[0]
         for other in others:
             rounded[0] += other[0]

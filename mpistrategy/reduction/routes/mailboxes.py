@@ -132,6 +132,7 @@ def repeated_in_mailboxes(
     pack, digest, (kind,) = route.packs[0], guard.digest(signature), kinds
     agreed, adds = (guard, digest, signature), route.op in (ReduceOp.SUM, ReduceOp.MEAN)
     mailboxes, differs = route.mailboxes, partial(guard.resolve, signature)
+    adds = adds and mailboxes.fence is None
     divisor = route.op.divisor(pack.dtype, mailboxes.size)
     if where.single and kind is np.ndarray and not pack.converts:
         if adds and pack.size == 1 and pack.dtype.char in "fd":
