@@ -26,7 +26,7 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.inputs import arrays_of, as_leaf
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
-from mpistrategy.reduction.layout.leaves import Leaves, direct_targets, leaves_of
+from mpistrategy.reduction.layout.leaves import Leaves, direct_target, direct_targets, leaves_of
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Targets
@@ -318,7 +318,7 @@ def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kind
     digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
     dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
     some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
-    bring, reduce = plan.bring, plan.run
+    bring, reduce, targets_of = plan.bring, plan.run, direct_targets if nested else direct_target
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value) if nested else (value,)
@@ -327,7 +327,7 @@ def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kind
             return MISFIT
         targets: Targets = None
         if out is not None:
-            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
+            targets = targets_of(out, value, where, arrays, dtypes, some_go_alone)
             if targets is None:
                 return MISFIT
         bring(arrays, targets)

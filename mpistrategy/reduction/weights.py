@@ -15,7 +15,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_leaf
 from mpistrategy.reduction.layout.finish import divide
-from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
+from mpistrategy.reduction.layout.leaves import Leaves, direct_target, direct_targets
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
@@ -131,7 +131,7 @@ def weighted_mean(
     plan, signature = plan_and_signature(
         ReduceOp.SUM, tuple((wire_dtype(dtype), array.shape) for dtype, array in zip(dtypes, arrays, strict=True))
     )
-    exchange = exchange_of_weights(communicator)
+    exchange, targets_of = exchange_of_weights(communicator), direct_target if where.single else direct_targets
     first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
     digests = guard.digest(first), guard.digest(signature)
 
@@ -143,7 +143,7 @@ def weighted_mean(
         except MpiStrategyError:
             return MISFIT
         if arrays is None or (
-            out is not None and direct_targets(out, weighted.value, where, arrays, dtypes, False) is None
+            out is not None and targets_of(out, weighted.value, where, arrays, dtypes, False) is None
         ):
             return MISFIT
         everybodys = exchange(mean.weight, lambda: guard.compare_digest(digests[0], first))

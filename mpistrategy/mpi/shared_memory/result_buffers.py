@@ -96,7 +96,7 @@ class ResultBuffers:
         """
         self._calls += 1
         everybodys = self._chosen[self._mailboxes.sequence & 1]
-        if any(chosen[0] == _DECLINED for chosen in everybodys):
+        if _DECLINED in [chosen[0] for chosen in everybodys]:
             return None
         found = []
         for at, nbytes in enumerate(sizes):

@@ -107,8 +107,6 @@ def direct_targets(
     None in the place of a leaf means that its result must be copied there at the end (everywhere, unless `useful`);
     None altogether, that `out` needs the checks of the general way.
     """
-    if where.single:
-        return _direct_target(out, arrays[0], dtypes[0], useful)
     if out is value:
         targets: Sequence[Any] = where.take(out)
         if {*map(type, targets)} != {np.ndarray} or [*map(_dtype_of, targets)] != dtypes:
@@ -134,8 +132,11 @@ def direct_targets(
     return [None] * len(targets)
 
 
-def _direct_target(out: Any, array: Array, dtype: np.dtype[Any], useful: bool) -> list[Array | None] | None:
-    """Do what `direct_targets` does for a single array, which goes through here in every call."""
+def direct_target(
+    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: list[np.dtype[Any]], useful: bool
+) -> list[Array | None] | None:
+    """Do what `direct_targets` does for a single array, in fewer steps."""
+    array, dtype = arrays[0], dtypes[0]
     if type(out) is not np.ndarray or out.dtype != dtype or out.shape != array.shape or not out.dtype.isnative:
         return None
     flags = out.flags

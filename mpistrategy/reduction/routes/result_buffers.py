@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class ResultBufferRoute:
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Copy this rank's arrays into result buffers; if one rank wants the results elsewhere, none does."""
         self._mine, self._sources = None, []  # those before are free when their results are
-        if targets is not None and any(target is not None for target in targets):
+        if targets is not None and {*map(type, targets)} != {NoneType}:
             self._buffers.decline()
         else:
             self._mine = self._buffers.take(self._sizes)
