@@ -20,11 +20,19 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.restoring import combined
 from mpistrategy.checkpoint.storage.files import Folder, OpenFile, check_is_trusted, reading
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.plain_values import MOST_AXES, MOST_BYTES, byte_count, dtype_of, shown
-from mpistrategy.checkpoint.storage.shards import NAMES, Stored, open_shard, parsed
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Manifest, open_shard, parse, read_text
+from mpistrategy.checkpoint.storage.shards import (
+    MOST_AXES,
+    MOST_BYTES,
+    NAMES,
+    Stored,
+    byte_count,
+    combined,
+    dtype_of,
+    parsed,
+    shown,
+)
 from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiStrategyError, OptionError
 
 _WHERE = "Checkpoint.arrays"

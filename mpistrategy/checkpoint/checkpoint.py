@@ -10,6 +10,7 @@ from typing import Any
 from mpistrategy import context
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.arrays import arrays_of, arrays_of_file
+from mpistrategy.checkpoint.kinds import KINDS
 from mpistrategy.checkpoint.restoring import Restored, restore
 from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State, strategy_of
@@ -75,7 +76,7 @@ class Checkpoint:
     @property
     def strategy(self) -> Strategy:
         """The strategy whose ranks save together: the one in whose scope this was made, else that of the variables."""
-        return strategy_of(self.objects, self._made_in)
+        return strategy_of(self.objects, self._made_in, KINDS)
 
     def save(self, directory: str | os.PathLike[str], *, wait: bool = True, overwrite: bool = False) -> Saving:
         """Write a checkpoint: the folder `directory`, which appears when it is complete.  Collective.
@@ -121,7 +122,7 @@ class Checkpoint:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
-            state = State(self.objects, strategy, call.where)
+            state = State(self.objects, strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
             state.check_generators(communicator)
@@ -164,7 +165,7 @@ class Checkpoint:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
-            state = State(self.objects, strategy, call.where)
+            state = State(self.objects, strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("restore", destination=path, options=f"{partial=}")
             state.check_generators(communicator)

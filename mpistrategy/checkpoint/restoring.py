@@ -3,6 +3,9 @@
 Each rank reads some of the shards and compares their checksums.  Then each array that was saved once is sent by the
 rank that has read it.  Of an ON_READ variable each rank gets its own copy back on the same number of ranks, else its
 part of the combined copies.
+
+`Fit` compares what the checkpoint has with the objects, path by path, and lists everything that does not fit.  All of
+this is the same on all ranks, except for values of which each rank has its own.
 """
 
 from __future__ import annotations
@@ -10,21 +13,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.checkpoint.fitting import Fit
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.checkpoint.kinds import BY_NAME, KINDS
 from mpistrategy.checkpoint.kinds.variables import store
 from mpistrategy.checkpoint.saving import REPLACED
-from mpistrategy.checkpoint.state import State
+from mpistrategy.checkpoint.state import Restore, State
 from mpistrategy.checkpoint.storage.files import Folder, reading
-from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Item, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.plain_values import dtype_of
-from mpistrategy.checkpoint.storage.shards import open_shard
+from mpistrategy.checkpoint.storage.manifest import (
+    ABSENT,
+    NAME,
+    ONE,
+    OWN,
+    Item,
+    Manifest,
+    from_json,
+    open_shard,
+    parse,
+    read_text,
+)
+from mpistrategy.checkpoint.storage.shards import combined, dtype_of, dtype_text
 from mpistrategy.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointMissingError, MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import VariableAggregation, VariableSynchronization
@@ -35,6 +48,11 @@ from mpistrategy.variables.variable import Variable
 
 #: The longest text of a value in a note; buckets of gradients are long lists.
 _LONGEST_NOTE = 500
+#: What kinds raise over items that no save has written.
+_UNSOUND = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
+_REPLACEABLE = {kind.name for kind in KINDS if kind.is_replaceable}
+#: The longest text about one problem, and how many problems are shown.
+_LONGEST, _MOST_PROBLEMS = 1000, 10
 
 
 @dataclass(frozen=True)
@@ -180,6 +198,146 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]}..."
 
 
+class Fit:
+    """How these objects are restored from this checkpoint.
+
+    Args:
+        manifest: what the checkpoint has.
+        state: the objects.
+        strategy: the ranks.
+        partial: restore what is on both sides, and leave the rest.
+
+    Attributes:
+        manifest, strategy: as given.
+        here: `state`.
+        rank: this rank.
+        same_ranks: whether as many ranks saved as there are now.
+        problems: what does not fit, in words; the other attributes are valid only if there is none.
+        more_problems: how many more problems there are.
+        left_out: with `partial`, the names that are on one side only.
+        fetched: the paths of the arrays that are needed, each with the variable that it goes into; None for an array
+            that goes into `staged`.
+        shared: the paths among them of which each rank gets its own or, on another number of ranks, a part.
+        prepare: functions that make missing variables; collective.
+        staged: the arrays that were fetched, by path.
+    """
+
+    def __init__(self, manifest: Manifest, state: State, strategy: Strategy, partial: bool) -> None:
+        self.manifest = manifest
+        self.here = state
+        self.strategy = strategy
+        communicator = strategy.extended.communicator
+        self.rank, self.same_ranks = communicator.rank, communicator.size == manifest.ranks
+        self._partial = partial
+        self._lasting = _holders_of_lasting(state)
+        self.problems: list[str] = []
+        self.more_problems = 0
+        self.left_out: list[str] = []
+        self.fetched: dict[str, Callable[[], Variable] | None] = {}
+        self.shared: set[str] = set()
+        self.prepare: list[Callable[[], None]] = []
+        self.staged: dict[str, Array] = {}
+
+    def restore_of(self, path: str, value: Any, *, fresh: bool = False) -> Restore:
+        """Return what restores the object at `path`.
+
+        Args:
+            path: where it is, in the checkpoint and among the objects.
+            value: the object, or `ABSENT`.
+            fresh: make new arrays; do not write into those that are here.
+        """
+        item = self.manifest.items.get(path)
+        if item is None:
+            return self.missing(path, value)
+        kind = BY_NAME.get(item.kind)
+        if kind is None:
+            return self.problem(path, f"the checkpoint has something of an unknown kind, {item.kind[:40]!r}")
+        try:
+            return kind.restore(self, path, item, value, fresh)
+        except _UNSOUND as error:
+            return self.problem(path, f"{type(error).__name__}: {error}")
+
+    def problem(self, path: str, text: str) -> Restore:
+        """Note what does not fit; the text may come from a checkpoint."""
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(printable(f"{path}: {text}", "")[:_LONGEST])
+        else:
+            self.more_problems += 1
+        return lambda: None
+
+    def missing(self, path: str, value: Any) -> Restore:
+        """Note an object that the checkpoint does not have."""
+        if value is ABSENT:
+            return self.problem(path, "the checkpoint names it and does not have it")
+        if not self._partial:
+            return self.problem(path, f"{_named(value)} here, nothing in the checkpoint")
+        self.left_out.append(path)
+        return lambda: value
+
+    def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
+        """Return `holds`, whether the checkpoint has what is here; note a problem if it is False."""
+        if not holds:
+            shape = f" {item.dtype}{list(item.shape)}" if item.is_array else ""
+            self.problem(path, f"{item.kind}{shape} in the checkpoint, {_named(value)} here")
+        return holds
+
+    def has_layout(self, item: Item, array: Array) -> bool:
+        """Return whether an item is an array of this dtype and shape."""
+        return item.is_array and dtype_text(array.dtype, "") == item.dtype and array.shape == item.shape
+
+    def knows_own(self, path: str, item: Item) -> bool:
+        """Return whether this rank's copy is known; note a problem if not."""
+        if item.copies != OWN or self.same_ranks:
+            return True
+        self.problem(path, self.of_its_own(item))
+        return False
+
+    def own_value(self, path: str, item: Item) -> Any:
+        """Return this rank's value; None, and a problem is noted, if it is not known."""
+        if item.copies == ONE:
+            return from_json(item.values[0])
+        return from_json(item.values[self.rank]) if self.knows_own(path, item) else None
+
+    def of_its_own(self, item: Item) -> str:
+        """Return why per-rank data cannot be restored here."""
+        now = self.strategy.num_replicas_in_sync
+        return (
+            f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own; now there are {now}; "
+            "keep it in an ON_READ Variable, whose aggregation says what becomes of it, or make it equal on all ranks"
+        )
+
+    def is_replaceable(self, path: str, value: Any) -> bool:
+        """Return whether the object at `path` may become another object: nothing in it is changed in place."""
+        here = self.here.items.get(path)
+        return (value is ABSENT or here is None or here.kind in _REPLACEABLE) and path not in self._lasting
+
+    def is_lasting(self, path: str) -> bool:
+        """Return whether a restore must not remove the object at `path`."""
+        item = self.here.items.get(path)
+        return item is not None and (item.kind not in _REPLACEABLE or path in self._lasting)
+
+
+def _holders_of_lasting(state: State) -> set[str]:
+    """Return the paths of what holds objects that must be there, and cannot be made anew."""
+    found: set[str] = set()
+    for path, item in state.items.items():
+        above = path.rpartition("/")[0]
+        while item.kind not in _REPLACEABLE and above and above not in found:
+            found.add(above)
+            above = above.rpartition("/")[0]
+    return found
+
+
+def _named(value: Any) -> str:
+    if value is ABSENT:
+        return "nothing"
+    if isinstance(value, Variable):
+        return f"variable {dtype_text(value.dtype, '')}{list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype.str}{list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 class _Copies:
     """The copies in the shards that the ranks have read, and what each rank gets.  All methods are collective."""
 
@@ -238,17 +396,3 @@ class _Copies:
     def _together(self, path: str, item: Item) -> Array:
         copies = 1 if item.copies == "ONLY_FIRST_REPLICA" else self._manifest.ranks
         return combined((self._sent(path, item, shard) for shard in range(copies)), item.copies, copies)
-
-
-def combined(copies: Any, how: str, count: int) -> Array:
-    """Return the combined copies of a variable, added in rank order; integers wrap around, as everywhere."""
-    total, dtype = None, np.dtype(bool)
-    for copy in copies:
-        if total is None:
-            total, dtype = copy.astype(wire_dtype(copy.dtype)), copy.dtype
-        else:
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.add(total, copy, out=total)
-    assert total is not None
-    with np.errstate(over="ignore"):
-        return np.asarray(total / count if how == "MEAN" else total).astype(dtype)

@@ -28,8 +28,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.state import State, summary
 from mpistrategy.checkpoint.storage.files import Folder, make_folders, writing
 from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Item, Manifest, Shard, shard_name
-from mpistrategy.checkpoint.storage.plain_values import check_can_be_read
-from mpistrategy.checkpoint.storage.shards import pieces_of
+from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of
 from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.job.launcher import version
