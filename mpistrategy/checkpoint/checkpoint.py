@@ -72,6 +72,7 @@ class Checkpoint:
         self.objects = objects
         self._made_in: Strategy = context.current_strategy()
         self._pending: Saving | None = None
+        self._layout: tuple[Any, dict[str, Any]] = (None, {})
 
     @property
     def strategy(self) -> Strategy:
@@ -126,7 +127,7 @@ class Checkpoint:
             call.structure = state.structure()
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
             state.check_generators(communicator)
-            saving = Saving(strategy, path, bool(overwrite))
+            saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
             cleaning.enter_context(saving.cleaned_up())
             saving.begin(state, call, prepare, wait=bool(wait))
             if wait:
@@ -169,7 +170,7 @@ class Checkpoint:
             call.structure = state.structure()
             call.agree("restore", destination=path, options=f"{partial=}")
             state.check_generators(communicator)
-            return restore(self.objects, state, strategy, path, bool(partial), call)
+            return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
 
     def wait(self) -> None:
         """Finish a save with ``wait=False``, if there is one.  Collective."""
@@ -177,6 +178,14 @@ class Checkpoint:
             pending, self._pending = self._pending, None
             if not pending.has_failed:
                 pending.wait()
+
+    def _layout_of(self, strategy: Strategy) -> dict[str, Any]:
+        """Return `strategy.layout()`; ask for it again only when something in it has changed."""
+        extended = strategy.extended
+        changes = (extended.reducer.changes, len(extended.bucket_orders), extended.communicator.thresholds)
+        if self._layout[0] != (strategy, changes):
+            self._layout = (strategy, changes), strategy.layout()
+        return self._layout[1]
 
     def _commit_pending(self, call: Call, cleaning: contextlib.ExitStack) -> None:
         """Finish the previous save before the next one."""

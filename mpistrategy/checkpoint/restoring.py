@@ -40,9 +40,9 @@ from mpistrategy.checkpoint.storage.manifest import (
 from mpistrategy.checkpoint.storage.shards import combined, dtype_of, dtype_text
 from mpistrategy.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointMissingError, MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.own_files import is_trusted, printable
-from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
@@ -77,10 +77,10 @@ class Restored:
 
 
 def restore(
-    objects: dict[str, Any], state: State, strategy: Strategy, path: str, partial: bool, call: Call
+    objects: dict[str, Any], state: State, layout: dict[str, Any], path: str, partial: bool, call: Call
 ) -> Restored:
-    """Restore `objects`, whose state is `state`, from the checkpoint at `path`.  Collective."""
-    communicator = strategy.extended.communicator
+    """Restore `objects` from the checkpoint at `path`; `layout` is `Strategy.layout()` now.  Collective."""
+    communicator = state.strategy.extended.communicator
     call.expect_more()
     told = ""
     if communicator.rank == 0:
@@ -91,14 +91,14 @@ def restore(
     call.expect_more()
     manifest = parse(text.encode("latin-1"), path)
     with _sound(call.where, path):
-        fit = Fit(manifest, state, strategy, partial)
+        fit = Fit(manifest, state, communicator, partial)
         changes = {name: fit.restore_of(name, value) for name, value in objects.items()}
         for missing in [other for other in manifest.names if other not in objects]:
             if partial:
                 fit.left_out.append(missing)
             else:
                 fit.problem(missing, f"{manifest.items[missing].kind} in the checkpoint, nothing here")
-        notes, layout = tuple(_notes(manifest, strategy)), _printable(manifest.layout)
+        notes, saved_layout = tuple(_notes(manifest, layout)), _printable(manifest.layout)
     if fit.problems:
         raise _mismatch(call.where, path, fit)
     with reading(call.where, path), Folder.parent_of(path) as parent, parent.trusted_folder(name) as folder:
@@ -107,7 +107,7 @@ def restore(
     call.agree("read shards", patiently=True)
     for prepare in fit.prepare:
         prepare()
-    copies = _Copies(manifest, shards, strategy)
+    copies = _Copies(manifest, shards, communicator)
     for item_path, target in fit.fetched.items():
         if target is None:
             fit.staged[item_path] = (copies.part_of if item_path in fit.shared else copies.of_array)(item_path)
@@ -118,7 +118,7 @@ def restore(
     objects.update(restored)
     call.agree("restore a checkpoint")
     left_out = tuple(printable(each, "") for each in fit.left_out)
-    return Restored(path, manifest.ranks, manifest.written_by, layout, notes, left_out)
+    return Restored(path, manifest.ranks, manifest.written_by, saved_layout, notes, left_out)
 
 
 @contextlib.contextmanager
@@ -174,8 +174,8 @@ def _mismatch(where: str, path: str, fit: Fit) -> CheckpointMismatchError:
     )
 
 
-def _notes(manifest: Manifest, strategy: Strategy) -> list[str]:
-    now, notes = strategy.layout(), []
+def _notes(manifest: Manifest, now: dict[str, Any]) -> list[str]:
+    notes = []
     for key, then in manifest.layout.items():
         # Gradient buckets are often made after a checkpoint was restored.
         if key == "source" or now.get(key) == then or (key == "gradient_buckets" and not now[key]):
@@ -204,11 +204,12 @@ class Fit:
     Args:
         manifest: what the checkpoint has.
         state: the objects.
-        strategy: the ranks.
+        communicator: the ranks.
         partial: restore what is on both sides, and leave the rest.
 
     Attributes:
-        manifest, strategy: as given.
+        manifest: as given.
+        strategy: whose ranks they are.
         here: `state`.
         rank: this rank.
         same_ranks: whether as many ranks saved as there are now.
@@ -222,11 +223,10 @@ class Fit:
         staged: the arrays that were fetched, by path.
     """
 
-    def __init__(self, manifest: Manifest, state: State, strategy: Strategy, partial: bool) -> None:
+    def __init__(self, manifest: Manifest, state: State, communicator: Communicator, partial: bool) -> None:
         self.manifest = manifest
         self.here = state
-        self.strategy = strategy
-        communicator = strategy.extended.communicator
+        self.strategy = state.strategy
         self.rank, self.same_ranks = communicator.rank, communicator.size == manifest.ranks
         self._partial = partial
         self._lasting = _holders_of_lasting(state)
@@ -341,10 +341,10 @@ def _named(value: Any) -> str:
 class _Copies:
     """The copies in the shards that the ranks have read, and what each rank gets.  All methods are collective."""
 
-    def __init__(self, manifest: Manifest, shards: dict[int, dict[str, Array]], strategy: Strategy) -> None:
+    def __init__(self, manifest: Manifest, shards: dict[int, dict[str, Array]], communicator: Communicator) -> None:
         self._manifest = manifest
         self._shards = shards
-        self._communicator = strategy.extended.communicator
+        self._communicator = communicator
 
     def of_array(self, path: str) -> Array:
         """Return this rank's array: the only one, its own, or the combined copies."""

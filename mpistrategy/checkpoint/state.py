@@ -226,8 +226,8 @@ class State:
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
         if array is None:
-            array = np.frombuffer(repr(self.values[path]).encode(), np.uint8)
-        elif array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
+            return int.from_bytes(checksum_of(repr(self.values[path]).encode()).digest()[:8], "little")
+        if array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
             array = np.frombuffer(array.tobytes(), np.uint8)
         return digest(array)
 
