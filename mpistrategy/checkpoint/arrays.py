@@ -39,7 +39,7 @@ _WHERE = "Checkpoint.arrays"
 _DTYPES = {name: text for text, name in NAMES.items()}
 #: The longest chain of symbolic links; Linux follows as many.
 _MOST_LINKS = 40
-#: So many elements are combined at a time.
+#: The most elements that are combined at a time.
 _PIECE_ELEMENTS = 2**20
 #: The longest header of a NumPy file that NumPy reads.
 _LONGEST_HEADER = 2**16
@@ -51,7 +51,7 @@ _LOCAL_HEADER_BYTES, _ENCRYPTED = 30, 1
 #: Memory is reserved only when it is written to.  Linux's number, if Python does not have it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FLAGS, _PROTECTION = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-#: So many bytes of a file are copied, to align arrays that are not aligned in it (often in .npz files).
+#: The most bytes of a file that are copied to align arrays that are not aligned in it (often in .npz files).
 _MOST_COPIED_BYTES = 2**28
 
 _mmap = ctypes.CDLL(None, use_errno=True).mmap

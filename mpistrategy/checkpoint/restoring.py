@@ -1,11 +1,11 @@
 """Reading a checkpoint: everything is read and checked on all ranks before the first object changes.
 
 Each rank reads some of the shards and compares their checksums.  Then each array that was saved once is sent by the
-rank that has read it.  Of an ON_READ variable each rank gets its own copy back on the same number of ranks, else its
-part of the combined copies.
+rank that has read it.  Of an ON_READ variable each rank gets its own copy back; on another number of ranks, its part
+of the combined copies.
 
-`Fit` compares what the checkpoint has with the objects, path by path, and lists everything that does not fit.  All of
-this is the same on all ranks, except for values of which each rank has its own.
+`Fit` compares the checkpoint with the objects, path by path, and lists everything that does not fit.  The comparison is
+the same on all ranks, except for per-rank values.
 """
 
 from __future__ import annotations

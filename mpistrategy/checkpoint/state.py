@@ -2,8 +2,8 @@
 
 The table has an item for each path.  It says kinds, dtypes and shapes, and must be equal on all ranks; beside it are
 this rank's arrays and values.
-For arrays, numbers and generators the ranks compare what they have: what is equal everywhere is saved once, the rest
-once for each rank.
+The ranks compare their arrays, numbers and generators: those that are equal everywhere are saved once, others once for
+each rank.
 
 To keep something new in checkpoints, write one Kind and enter it in the table in `mpistrategy.checkpoint.kinds`.
 """
@@ -30,7 +30,7 @@ from mpistrategy.variables.mirrored_check import digest
 from mpistrategy.variables.variable import Variable
 
 _DEEPEST = 100
-#: So many generators are named in an error.
+#: The most generators that an error names.
 _MOST_NAMED = 3
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, numbers, strings, random generators, "

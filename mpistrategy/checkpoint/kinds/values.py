@@ -1,4 +1,4 @@
-"""Plain values and arrays: a rank's own.  Those that are equal on all ranks are saved once, others for each rank."""
+"""Plain values and arrays.  Those that are equal on all ranks are saved once, others once for each rank."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
 _SUM = COMBINED[0]
-#: So many variables of an optimizer are named; the others are counted.
+#: The most variables of an optimizer that are named; the others are counted.
 _MOST_NAMED = 3
 
 
@@ -55,8 +55,8 @@ class OneVariable(Kind):
 class Accumulator(Kind):
     """A gradient accumulator: the sums, and how many steps they are of.
 
-    At the end of a group of steps the optimizer gets the total of all ranks' sums.  So the sums are kept like an
-    ON_READ variable with aggregation SUM: on another number of ranks, each gets a part of the total.
+    At the end of a group of steps the optimizer gets the total of all ranks' sums.  So the sums are saved as an ON_READ
+    variable with aggregation SUM is: on another number of ranks, each rank gets a part of the total.
     """
 
     name = "accumulator"
