@@ -31,9 +31,9 @@ from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Item, Manife
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of
 from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.observers import Interval
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.job.launcher import version
-from mpistrategy.telemetry.spans import span
 
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
@@ -172,7 +172,10 @@ class Saving:
         assert self._folder is not None
         name = shard_name(self._communicator.rank)
         try:
-            with span("write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
+            with (
+                Interval("span", "write a checkpoint"),
+                writing("Checkpoint.save", os.path.join(self._folder.path, name)),
+            ):
                 self._shard = Shard(*self._folder.write(name, pieces_of(self._arrays)))
         except BaseException as error:
             self._error = error

@@ -26,7 +26,7 @@ MOST_FILES = {
     "general": 12,
     "assign_add": 12,
     "apply_gradients": 14,
-    "save": 25,
+    "save": 24,
     "restore": 25,
 }
 
