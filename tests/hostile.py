@@ -25,8 +25,7 @@ import numpy as np
 
 import mpistrategy as ms
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, shard_name
-from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN
+from mpistrategy.checkpoint.storage.manifest import ABSENT, NAME, NOT_PLAIN, shard_name
 
 #: Nothing may take longer: a second, with slack for a busy machine.
 MOST_SECONDS = 5.0

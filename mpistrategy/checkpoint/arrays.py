@@ -20,18 +20,26 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.restoring import combined
 from mpistrategy.checkpoint.storage.files import Folder, OpenFile, check_is_trusted, reading
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.plain_values import MOST_AXES, MOST_BYTES, byte_count, dtype_of, shown
-from mpistrategy.checkpoint.storage.shards import NAMES, Stored, open_shard, parsed
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Manifest, open_shard, parse, read_text
+from mpistrategy.checkpoint.storage.shards import (
+    MOST_AXES,
+    MOST_BYTES,
+    NAMES,
+    Stored,
+    byte_count,
+    combined,
+    dtype_of,
+    parsed,
+    shown,
+)
 from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiStrategyError, OptionError
 
 _WHERE = "Checkpoint.arrays"
 _DTYPES = {name: text for text, name in NAMES.items()}
 #: The longest chain of symbolic links; Linux follows as many.
 _MOST_LINKS = 40
-#: So many elements are combined at a time.
+#: The most elements that are combined at a time.
 _PIECE_ELEMENTS = 2**20
 #: The longest header of a NumPy file that NumPy reads.
 _LONGEST_HEADER = 2**16
@@ -43,7 +51,7 @@ _LOCAL_HEADER_BYTES, _ENCRYPTED = 30, 1
 #: Memory is reserved only when it is written to.  Linux's number, if Python does not have it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FLAGS, _PROTECTION = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-#: So many bytes of a file are copied, to align arrays that are not aligned in it (often in .npz files).
+#: The most bytes of a file that are copied to align arrays that are not aligned in it (often in .npz files).
 _MOST_COPIED_BYTES = 2**28
 
 _mmap = ctypes.CDLL(None, use_errno=True).mmap

@@ -10,6 +10,7 @@ from typing import Any
 from mpistrategy import context
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.arrays import arrays_of, arrays_of_file
+from mpistrategy.checkpoint.kinds import KINDS
 from mpistrategy.checkpoint.restoring import Restored, restore
 from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State, strategy_of
@@ -71,11 +72,12 @@ class Checkpoint:
         self.objects = objects
         self._made_in: Strategy = context.current_strategy()
         self._pending: Saving | None = None
+        self._layout: tuple[Any, dict[str, Any]] = (None, {})
 
     @property
     def strategy(self) -> Strategy:
         """The strategy whose ranks save together: the one in whose scope this was made, else that of the variables."""
-        return strategy_of(self.objects, self._made_in)
+        return strategy_of(self.objects, self._made_in, KINDS)
 
     def save(self, directory: str | os.PathLike[str], *, wait: bool = True, overwrite: bool = False) -> Saving:
         """Write a checkpoint: the folder `directory`, which appears when it is complete.  Collective.
@@ -121,11 +123,11 @@ class Checkpoint:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
-            state = State(self.objects, strategy, call.where)
+            state = State(self.objects, strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
             state.check_generators(communicator)
-            saving = Saving(strategy, path, bool(overwrite))
+            saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
             cleaning.enter_context(saving.cleaned_up())
             saving.begin(state, call, prepare, wait=bool(wait))
             if wait:
@@ -164,11 +166,11 @@ class Checkpoint:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
-            state = State(self.objects, strategy, call.where)
+            state = State(self.objects, strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("restore", destination=path, options=f"{partial=}")
             state.check_generators(communicator)
-            return restore(self.objects, state, strategy, path, bool(partial), call)
+            return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
 
     def wait(self) -> None:
         """Finish a save with ``wait=False``, if there is one.  Collective."""
@@ -176,6 +178,14 @@ class Checkpoint:
             pending, self._pending = self._pending, None
             if not pending.has_failed:
                 pending.wait()
+
+    def _layout_of(self, strategy: Strategy) -> dict[str, Any]:
+        """Return `strategy.layout()`; ask for it again only when something in it has changed."""
+        extended = strategy.extended
+        changes = (extended.reducer.changes, len(extended.bucket_orders), extended.communicator.thresholds)
+        if self._layout[0] != (strategy, changes):
+            self._layout = (strategy, changes), strategy.layout()
+        return self._layout[1]
 
     def _commit_pending(self, call: Call, cleaning: contextlib.ExitStack) -> None:
         """Finish the previous save before the next one."""

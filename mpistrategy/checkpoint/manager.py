@@ -195,7 +195,7 @@ class CheckpointManager:
                 return json.dumps([_steps_in(folder), skipped])
 
     def _make_ready(self) -> None:
-        """Lock the folder, once, and remove what ended jobs left incomplete."""
+        """Lock the folder once, and remove incomplete checkpoints of ended jobs."""
         if self._is_ready and (self._lock is None or self._lock.descriptor >= 0):  # a forked child has no lock
             return
         make_folders(self.directory)

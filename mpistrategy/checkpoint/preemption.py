@@ -1,8 +1,8 @@
 """PreemptionCheckpointHandler: a job that is told to stop saves a checkpoint and ends, to be started again.
 
-A signal to one rank is enough.  Its handler does nothing but raise this rank's flag (`contract.guard`), which
-the others see in the next comparison of their calls: in the same call, and so in the same step.  When that step is done
-they all save it, and end with status 75, by which a batch script knows that it shall requeue the job.
+A signal to one rank is enough.  Its handler only raises this rank's flag (`contract.guard`).  All ranks see the flag in
+the next comparison of their calls, so in the same step.  After that step they save a checkpoint and end with status 75,
+which asks the batch script to requeue the job.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ class TerminationConfig:
     """How a `PreemptionCheckpointHandler` is told to stop, and what it does then.
 
     Attributes:
-        termination_watcher_fn: asked after every step, on each rank: True when the job is to stop.  It must return at
-            once.  For clusters that do not send a signal but leave a file, say.
-        exit_fn: called on all ranks once the checkpoint is saved; None for ``sys.exit(75)``.  If it returns, the
-            program goes on.
-        grace_period: how many seconds there are between the signal and the end of the job.  The job does not go on
-            training for so long, as TensorFlow's does; the message at the end says how many of them were needed.
-        signals: names or numbers of the signals that say so.
+        termination_watcher_fn: called after every step, on each rank; returns True if the job must stop.  It must
+            return at once.  For clusters that write a file instead of sending a signal.
+        exit_fn: called on all ranks after the checkpoint is saved; None calls ``sys.exit(75)``.  If it returns, the
+            program continues.
+        grace_period: the seconds between the signal and the end of the job.  Unlike in TensorFlow, training does not
+            continue during it; the message at the end says how many seconds were used.
+        signals: names or numbers of the signals that tell the job to stop.
 
     Raises:
-        OptionError, OptionTypeError: for what is no function, no signal, one that cannot be caught, and no time.
+        OptionError, OptionTypeError: for something else than a function or None, a negative grace period, an unknown
+            signal, and one that cannot be caught.
     """
 
     termination_watcher_fn: Callable[[], Any] | None = None
@@ -90,25 +91,25 @@ def _signal(given: Any) -> signal.Signals:
 
 
 class PreemptionCheckpointHandler:
-    """Runs steps until the job is told to stop; then all ranks save the same step, and end with status 75.
+    """Runs steps until the job is told to stop; then all ranks save the same step and end with status 75.
 
-    Made by all ranks in their main threads, before the first step.  It restores the newest checkpoint that is whole.
-    From then on SIGTERM and SIGUSR2 do not end a rank: it finishes its step, in whatever it is, and so do the others.
+    Make it on all ranks, in the main threads, before the first step.  It restores the newest complete checkpoint.  From
+    then on SIGTERM and SIGUSR2 do not end a rank: all ranks finish the current step first.
 
     Args:
-        checkpoint_or_checkpoint_manager: what saves.  The numbers of its checkpoints are those of `total_run_calls`.
+        checkpoint_or_checkpoint_manager: what saves.  Its checkpoints are numbered by `total_run_calls`.
         checkpoint_dir: with a Checkpoint, the folder; its last two checkpoints are kept.
-        termination_config: how it is told to stop, and what it does then; None for signals, and status 75.
-        steps_between_checks: the ranks tell each other of signals when they compare their calls, which most steps do;
-            of those that do not, so many are made before the ranks meet for it.
+        termination_config: how the job is told to stop, and what it does then; None: by signals, with status 75.
+        steps_between_checks: ranks learn of a signal when they compare their calls, as most steps do.  After this many
+            steps without a comparison, `run` makes one.
 
     Attributes:
         checkpoint_manager: what saves.
 
     Raises:
-        OptionTypeError, OptionError: for what is none of that.
-        ContextError: in another thread than the main one, which cannot catch signals.
-        Exception: all that `CheckpointManager.restore` raises, on every rank.
+        OptionTypeError, OptionError: for invalid arguments.
+        ContextError: outside the main thread, because only that one can catch signals.
+        Exception: what `CheckpointManager.restore` raises, on every rank.
 
     >>> import tempfile, mpistrategy as ms
     >>> strategy = ms.OneDeviceStrategy("CPU:0")
@@ -159,25 +160,25 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps were made, those before the last restart included."""
+        """The number of steps made, including those before the last restart."""
         return self._runs
 
     @property
     def is_told(self) -> bool:
-        """Whether this very rank was told to stop; the others may not know it yet."""
+        """Whether this rank was told to stop; the other ranks may not know it yet."""
         return self._told is not None
 
     def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Make one step: ``distributed_train_function(*args, **kwargs)``, in cross-replica context.  Collective.
 
-        When a rank was told to stop, the ranks save this step once it is done, and end.
+        If a rank was told to stop, all ranks save a checkpoint after this step and end.
 
         Returns:
             What the function returns.
 
         Raises:
-            SystemExit: on every rank, after the checkpoint was saved; unless there is an `exit_fn`.
-            Exception: what the function raises, and what `CheckpointManager.save` does.
+            SystemExit: on every rank, after the checkpoint is saved, unless there is an `exit_fn`.
+            Exception: what the function or `CheckpointManager.save` raises.
             ContextError: in a step function.
         """
         if not callable(distributed_train_function):
@@ -192,10 +193,10 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self) -> None:
-        """Save and end when a rank was told to stop, whatever `steps_between_checks` says.  Collective.
+        """Save and end if a rank was told to stop, whatever `steps_between_checks` is.  Collective.
 
-        `run` does so after its step; this is for what takes long between two steps, and can be made again from the
-        checkpoint: an evaluation, say.
+        `run` does this after its step.  Call it in long work between two steps that can be repeated from the
+        checkpoint, such as an evaluation.
 
         Raises:
             Exception: as `run`.
@@ -205,10 +206,10 @@ class PreemptionCheckpointHandler:
         self._look(f"{_WHERE}.save_checkpoint_if_preempted", met=False)
 
     def close(self) -> None:
-        """Give the signals back to who had them before; of this rank alone.  Closing the strategy does so, too.
+        """Restore the previous signal handlers of this rank.  Rank-local.  Closing the strategy does this, too.
 
-        Only the main thread can: after a call in another one the next of these signals gives them back, and then ends
-        the rank as it would have before.
+        Only the main thread can restore them.  After a call in another thread, the next of these signals restores them
+        and is then handled by them.
         """
         if threading.current_thread() is threading.main_thread():
             self._give_back()
@@ -223,7 +224,7 @@ class PreemptionCheckpointHandler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, SystemExit):  # the process ends; signals that are ignored stay so
+        if not isinstance(error, SystemExit):  # the process ends; ignored signals stay ignored
             self.close()
 
     def __repr__(self) -> str:
@@ -233,7 +234,7 @@ class PreemptionCheckpointHandler:
 
     def _catch(self) -> None:
         if isinstance(self._communicator, SimulatedCommunicator):
-            return  # the process and its signals belong to whoever simulates
+            return  # simulated ranks share a process: its signals are not theirs
         _watch_forks()
         _catching[self] = self._guard
         self._guard.at_close.append(self.close)
@@ -243,7 +244,7 @@ class PreemptionCheckpointHandler:
 
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
-            if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else somebody else has it now
+            if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else another handler was set later
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous.clear()
 
@@ -252,7 +253,7 @@ class PreemptionCheckpointHandler:
             self._give_back()
             signal.raise_signal(number)
             return
-        # No more than that: whatever this interrupts may be half done.
+        # Do nothing else: the interrupted code may be half done.
         self._told = self._told or (signal.Signals(number).name, time.monotonic())
         self._raise_flag()
 
@@ -299,7 +300,7 @@ class PreemptionCheckpointHandler:
             (self._config.exit_fn or _exit)()
         except SystemExit:
             self._guard.all_leave = True
-            # Some launchers end the other ranks as soon as one has ended; each has to come to its own status.
+            # Some launchers signal the other ranks once one has ended; each must end with its own status.
             for number in self._previous:
                 signal.signal(number, signal.SIG_IGN)
             raise
@@ -352,13 +353,13 @@ def _check_thread(communicator: Any) -> None:
         )
 
 
-#: Those of this process that catch signals, and whose flags they raise; the last one gets them.
+#: The handlers that catch signals in this process, and the guards whose flags they raise; the last one gets them.
 _catching: dict[PreemptionCheckpointHandler, Guard] = {}
 _watches_forks = False
 
 
 def _watch_forks() -> None:
-    """Give the signals back in a process that is forked: a worker that loads data must end when it is told to."""
+    """Restore the signal handlers in forked children: a worker that loads data must end when it is told to."""
     global _watches_forks
     if not _watches_forks:
         _watches_forks = True

@@ -28,13 +28,12 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.state import State, summary
 from mpistrategy.checkpoint.storage.files import Folder, make_folders, writing
 from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Item, Manifest, Shard, shard_name
-from mpistrategy.checkpoint.storage.plain_values import check_can_be_read
-from mpistrategy.checkpoint.storage.shards import pieces_of
+from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of
 from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.observers import Interval
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.job.launcher import version
-from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.telemetry.spans import span
 
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
@@ -44,9 +43,10 @@ class Saving:
     """A checkpoint that is being written; what `Checkpoint.save` returns.
 
     Args:
-        strategy: the ranks.
+        communicator: the ranks.
         path: the folder.
         overwrite: whether to replace an existing checkpoint.
+        layout: `Strategy.layout()`.
 
     Attributes:
         path: the folder.
@@ -54,12 +54,11 @@ class Saving:
         has_failed: whether it has failed.
     """
 
-    def __init__(self, strategy: Strategy, path: str, overwrite: bool) -> None:
+    def __init__(self, communicator: Communicator, path: str, overwrite: bool, layout: dict[str, Any]) -> None:
         self.path = path
         self.is_committed = False
         self.has_failed = False
-        self._strategy = strategy
-        self._communicator = strategy.extended.communicator
+        self._communicator = communicator
         self._overwrite = overwrite
         self._parent: Folder | None = None
         self._folder: Folder | None = None
@@ -70,7 +69,7 @@ class Saving:
         self._items: dict[str, Item] = {}
         self._values: dict[str, Any] = {}
         self._arrays: dict[str, Array] = {}
-        self._layout = strategy.layout()
+        self._layout = layout
 
     # ------------------------------------------------------------------------------------------- the steps
 
@@ -173,7 +172,10 @@ class Saving:
         assert self._folder is not None
         name = shard_name(self._communicator.rank)
         try:
-            with span("write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
+            with (
+                Interval("span", "write a checkpoint"),
+                writing("Checkpoint.save", os.path.join(self._folder.path, name)),
+            ):
                 self._shard = Shard(*self._folder.write(name, pieces_of(self._arrays)))
         except BaseException as error:
             self._error = error

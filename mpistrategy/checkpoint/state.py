@@ -1,25 +1,27 @@
-"""The state of objects as a flat table: an item for each path.
+"""The state of objects as a flat table, and `Kind`: how one kind of object is entered into it, and restored.
 
-The table says kinds, dtypes and shapes, and must be equal on all ranks; beside it are this rank's arrays and values.
-For arrays, numbers and generators the ranks compare what they have: what is equal everywhere is saved once, the rest
-once for each rank.
+The table has an item for each path.  It says kinds, dtypes and shapes, and must be equal on all ranks; beside it are
+this rank's arrays and values.
+The ranks compare their arrays, numbers and generators: those that are equal everywhere are saved once, others once for
+each rank.
+
+To keep something new in checkpoints, write one Kind and enter it in the table in `mpistrategy.checkpoint.kinds`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.kinds import BY_NAME, KINDS
-from mpistrategy.checkpoint.kinds.base import UNDECIDED, Kind
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
-from mpistrategy.checkpoint.storage.plain_values import dtype_text
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, Manifest
+from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.process_objects import Created
@@ -28,13 +30,103 @@ from mpistrategy.variables.mirrored_check import digest
 from mpistrategy.variables.variable import Variable
 
 _DEEPEST = 100
-#: So many generators are named in an error.
+#: The most generators that an error names.
 _MOST_NAMED = 3
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, numbers, strings, random generators, "
     "strategy.rng(seed), iterators of distributed datasets, dicts, lists and tuples of these, and objects with "
     "state_dict() and load_state_dict()"
 )
+
+#: Copies of an item before the ranks have compared them: kept once if they are equal, else one for each rank.
+UNDECIDED = "?"
+
+#: Returns the value of an object after restoring: the object, changed in place, or another one.
+Restore = Callable[[], Any]
+
+
+class Fitting(Protocol):
+    """What kinds use of `mpistrategy.checkpoint.restoring.Fit`, a checkpoint beside the objects."""
+
+    manifest: Manifest
+    strategy: Strategy
+    rank: int
+    same_ranks: bool
+    problems: list[str]
+    fetched: dict[str, Callable[[], Variable] | None]
+    shared: set[str]
+    prepare: list[Callable[[], None]]
+    staged: dict[str, Array]
+
+    @property
+    def here(self) -> State: ...
+    def restore_of(self, path: str, value: Any, *, fresh: bool = False) -> Restore: ...
+    def problem(self, path: str, text: str) -> Restore: ...
+    def missing(self, path: str, value: Any) -> Restore: ...
+    def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool: ...
+    def has_layout(self, item: Item, array: Array) -> bool: ...
+    def knows_own(self, path: str, item: Item) -> bool: ...
+    def own_value(self, path: str, item: Item) -> Any: ...
+    def of_its_own(self, item: Item) -> str: ...
+    def is_replaceable(self, path: str, value: Any) -> bool: ...
+    def is_lasting(self, path: str) -> bool: ...
+
+
+class Kind(ABC):
+    """One kind of object in checkpoints.
+
+    Attributes:
+        name: the kind of its items in the manifest.
+        types: its classes; subclasses count unless `is_exact`.
+        is_exact: whether only these very classes are meant.
+        is_replaceable: whether a restore may make a new object; else the object must be there and is changed in place.
+    """
+
+    name: ClassVar[str]
+    types: ClassVar[tuple[type, ...]] = ()
+    is_exact: ClassVar[bool] = False
+    is_replaceable: ClassVar[bool] = False
+
+    def owns(self, value: Any) -> bool:
+        """Return whether an object is of this kind."""
+        return type(value) in self.types if self.is_exact else isinstance(value, self.types)
+
+    @abstractmethod
+    def add(self, entries: State, path: str, value: Any) -> None:
+        """Enter an object into the table; raise for one that cannot be saved."""
+
+    @abstractmethod
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        """Note what does not fit and which arrays are needed; return what restores the object.  Changes nothing.
+
+        Args:
+            fit: where problems and arrays are noted.
+            path: where the object is.
+            item: what the checkpoint has at `path`.
+            value: the object; `ABSENT` if there is none.
+            fresh: make new arrays; do not write into those that are here.
+        """
+
+    def identity(self, value: Any, number: str) -> str:
+        """Return words for the object, equal on all ranks for the same object and different for another; "" for none.
+
+        Args:
+            value: the object.
+            number: its number among those of its class that this program made, if they are counted: "1 of 2".
+        """
+        return f"{type(value).__name__} {number}" if number else ""
+
+    def variables(self, value: Any) -> Iterable[Variable]:
+        """Return the variables that belong to an object."""
+        return members_of(value) or ()
+
+
+def members_of(value: Any) -> tuple[Variable, ...] | None:
+    """Return the variables of an object with an attribute `variables`, such as a metric; None for other objects."""
+    members = getattr(value, "variables", None)
+    if isinstance(members, (list, tuple)) and members and all(isinstance(member, Variable) for member in members):
+        return tuple(members)
+    return None
 
 
 class State:
@@ -44,6 +136,7 @@ class State:
         objects: by name.
         strategy: whose ranks share them.
         where: the public name, for errors.
+        kinds: the table of kinds.
 
     Attributes:
         strategy, where: as given.
@@ -59,9 +152,10 @@ class State:
         DTypeError: for arrays of objects.
     """
 
-    def __init__(self, objects: Mapping[str, Any], strategy: Strategy, where: str) -> None:
+    def __init__(self, objects: Mapping[str, Any], strategy: Strategy, where: str, kinds: Sequence[Kind]) -> None:
         self.strategy = strategy
         self.where = where
+        self._kinds = kinds
         self.items: dict[str, Item] = {}
         self.live: dict[str, Any] = {}
         self.variables: dict[str, Variable] = {}
@@ -79,7 +173,7 @@ class State:
         depth = path.count("/")
         if depth > _DEEPEST:
             raise OptionError.at(self.where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
-        kind = kind_of(value)
+        kind = kind_of(value, self._kinds)
         if kind is None:
             raise OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)
         self.live[path] = value
@@ -132,8 +226,8 @@ class State:
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
         if array is None:
-            array = np.frombuffer(repr(self.values[path]).encode(), np.uint8)
-        elif array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
+            return int.from_bytes(checksum_of(repr(self.values[path]).encode()).digest()[:8], "little")
+        if array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
             array = np.frombuffer(array.tobytes(), np.uint8)
         return digest(array)
 
@@ -166,8 +260,10 @@ class State:
             for paths in made.values()
             for number, (_, path) in enumerate(sorted(paths), 1)
         }
-        kinds = {path: BY_NAME[self.items[path].kind] for path in objects}
-        found = {path: kinds[path].identity(value, numbers.get(path, "")) for path, value in objects.items()}
+        kinds = {kind.name: kind for kind in self._kinds}
+        found = {
+            path: kinds[self.items[path].kind].identity(value, numbers.get(path, "")) for path, value in objects.items()
+        }
         return {path: text for path, text in found.items() if text}
 
     def check_generators(self, communicator: Communicator) -> None:
@@ -202,27 +298,28 @@ def summary(digests: Mapping[str, int]) -> str:
     return str(checksum_of(json.dumps(list(digests.values())).encode()).hexdigest())
 
 
-def kind_of(value: Any) -> Kind | None:
-    """Return the kind of an object; None for one that cannot be saved."""
-    for kind in KINDS:
+def kind_of(value: Any, kinds: Sequence[Kind]) -> Kind | None:
+    """Return the first kind that owns an object; None for one that cannot be saved."""
+    for kind in kinds:
         if kind.owns(value):
             return kind
     return None
 
 
-def strategy_of(objects: Mapping[str, Any], made_in: Strategy) -> Strategy:
+def strategy_of(objects: Mapping[str, Any], made_in: Strategy, kinds: Sequence[Kind]) -> Strategy:
     """Return the strategy whose ranks share these objects: `made_in` unless that is the default strategy."""
     if not made_in.is_default:
         return made_in
-    found: dict[int, Strategy] = {id(var.strategy): var.strategy for var in _variables_in(list(objects.values()), 0)}
+    variables = _variables_in(list(objects.values()), kinds, 0)
+    found: dict[int, Strategy] = {id(var.strategy): var.strategy for var in variables}
     shared = [strategy for strategy in found.values() if not strategy.extended.is_local]
     return (shared or [*found.values(), made_in])[0]
 
 
-def _variables_in(values: Sequence[Any], depth: int) -> Iterator[Variable]:
+def _variables_in(values: Sequence[Any], kinds: Sequence[Kind], depth: int) -> Iterator[Variable]:
     for value in values:
         if type(value) in (dict, list, tuple):
             if depth < _DEEPEST:
-                yield from _variables_in(list(value.values()) if type(value) is dict else value, depth + 1)
-        elif (kind := kind_of(value)) is not None:
+                yield from _variables_in(list(value.values()) if type(value) is dict else value, kinds, depth + 1)
+        elif (kind := kind_of(value, kinds)) is not None:
             yield from kind.variables(value)

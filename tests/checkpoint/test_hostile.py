@@ -21,8 +21,7 @@ from replicas import RANK, SIZE, outcomes, still_works
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.checkpoint.storage.files import Folder, checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, parse, shard_name
-from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
+from mpistrategy.checkpoint.storage.manifest import NAME, NOT_PLAIN, from_json, parse, shard_name, to_json
 from mpistrategy.checkpoint.storage.shards import Stored, parsed, pieces_of
 
 

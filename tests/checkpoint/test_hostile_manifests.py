@@ -20,11 +20,10 @@ import pytest
 import mpistrategy as ms
 from mpistrategy.checkpoint import arrays as checkpoint_arrays
 from mpistrategy.checkpoint.kinds import generators
-from mpistrategy.checkpoint.storage import plain_values
+from mpistrategy.checkpoint.storage import shards
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, Item, Manifest, Shard, parse, shard_name
-from mpistrategy.checkpoint.storage.plain_values import loads, to_json
-from mpistrategy.checkpoint.storage.shards import pieces_of
+from mpistrategy.checkpoint.storage.manifest import NAME, Item, Manifest, Shard, parse, shard_name, to_json
+from mpistrategy.checkpoint.storage.shards import loads, pieces_of
 
 pytestmark = pytest.mark.one_rank
 
@@ -281,7 +280,7 @@ def list_of(unit: str, count: int) -> bytes:
 def test_what_a_short_text_takes_in_memory(unit: str) -> None:
     """As many of these as are read at all."""
     count = 2**22
-    while plain_values._too_much(text := list_of(unit, count)):
+    while shards._too_much(text := list_of(unit, count)):
         count = count * 3 // 4
     assert peak_of(lambda: loads(text, "x")) < 2**26 + 10 * len(text)
     with pytest.raises(ms.errors.CheckpointDamagedError, match=r"at most \d+"):

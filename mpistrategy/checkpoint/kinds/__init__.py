@@ -4,7 +4,7 @@ The first kind that owns an object saves it.  So kinds that ask for methods stan
 """
 
 from mpistrategy.checkpoint.kinds import containers, generators, values, variables
-from mpistrategy.checkpoint.kinds.base import Kind
+from mpistrategy.checkpoint.state import Kind
 
 KINDS: tuple[Kind, ...] = (
     values.Plain(),

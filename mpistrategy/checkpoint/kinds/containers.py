@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mpistrategy.checkpoint.kinds.base import UNDECIDED, Entries, Fitting, Kind, Restore, members_of
-from mpistrategy.checkpoint.storage.manifest import Item
-from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN, below, shown, to_json
+from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, members_of
+from mpistrategy.checkpoint.storage.manifest import ABSENT, NOT_PLAIN, Item, below, to_json
+from mpistrategy.checkpoint.storage.shards import shown
 from mpistrategy.errors import OptionTypeError
 
 _KEYS = (str, int)
@@ -23,7 +23,7 @@ class Container(Kind):
     is_exact = True
     is_replaceable = True
 
-    def add(self, entries: Entries, path: str, value: Any) -> None:
+    def add(self, entries: State, path: str, value: Any) -> None:
         plain = to_json(value)
         if plain is not NOT_PLAIN:
             entries.add_value(path, "plain", UNDECIDED, plain)
@@ -36,7 +36,7 @@ class Container(Kind):
         """Yield the elements with their keys."""
         yield from enumerate(value)
 
-    def _add_item(self, entries: Entries, path: str, value: Any) -> None:
+    def _add_item(self, entries: State, path: str, value: Any) -> None:
         entries.items[path] = Item(self.name, more=len(value))
 
     def _expect(self, fit: Fitting, path: str, item: Item, value: Any) -> bool:
@@ -52,7 +52,7 @@ class Dict(Container):
     def children(self, value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
 
-    def _add_item(self, entries: Entries, path: str, value: Any) -> None:
+    def _add_item(self, entries: State, path: str, value: Any) -> None:
         keys = list(value)
         if not all(type(key) in _KEYS for key in keys) or len(set(map(str, keys))) < len(keys):
             raise OptionTypeError.at(
@@ -123,7 +123,7 @@ class Stateful(Kind):
     def owns(self, value: Any) -> bool:
         return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
-    def add(self, entries: Entries, path: str, value: Any) -> None:
+    def add(self, entries: State, path: str, value: Any) -> None:
         entries.items[path] = Item(self.name)
         entries.add(below(path, "state"), value.state_dict())
 
@@ -150,7 +150,7 @@ class WithVariables(Kind):
     def owns(self, value: Any) -> bool:
         return members_of(value) is not None
 
-    def add(self, entries: Entries, path: str, value: Any) -> None:
+    def add(self, entries: State, path: str, value: Any) -> None:
         members = members_of(value) or ()
         entries.items[path] = Item(self.name, more=len(members))
         for number, member in enumerate(members):

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.checkpoint.kinds.base import UNDECIDED, Entries, Fitting, Kind, Restore
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
-from mpistrategy.checkpoint.storage.plain_values import from_json, shown, to_json
+from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, from_json, to_json
+from mpistrategy.checkpoint.storage.shards import shown
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.input.iterators import DistributedIterator
 from mpistrategy.strategy.random_streams import Streams
@@ -40,7 +40,7 @@ class Generator(Kind):
     name = "rng"
     types = (np.random.Generator, np.random.RandomState)
 
-    def add(self, entries: Entries, path: str, value: Any) -> None:
+    def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_value(path, self.name, UNDECIDED, to_json(state_of(value)))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
@@ -67,7 +67,7 @@ class RankStreams(Kind):
     name = "streams"
     types = (Streams,)
 
-    def add(self, entries: Entries, path: str, value: Streams) -> None:
+    def add(self, entries: State, path: str, value: Streams) -> None:
         entries.add_value(path, self.name, OWN, to_json(state_of_streams(value)))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
@@ -96,7 +96,7 @@ class Position(Kind):
     def owns(self, value: Any) -> bool:
         return isinstance(value, DistributedIterator) and value.walk is not None
 
-    def add(self, entries: Entries, path: str, value: DistributedIterator) -> None:
+    def add(self, entries: State, path: str, value: DistributedIterator) -> None:
         walk = value.walk
         assert walk is not None
         more = {"of": walk.of, "any_ranks": walk.any_ranks}

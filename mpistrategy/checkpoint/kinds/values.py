@@ -1,4 +1,4 @@
-"""Plain values and arrays: a rank's own.  Those that are equal on all ranks are saved once, others for each rank."""
+"""Plain values and arrays.  Those that are equal on all ranks are saved once, others once for each rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpistrategy.arrays.convert import host_array, is_on_device, placed_as
-from mpistrategy.checkpoint.kinds.base import UNDECIDED, Entries, Fitting, Kind, Restore
-from mpistrategy.checkpoint.storage.manifest import Item
-from mpistrategy.checkpoint.storage.plain_values import ABSENT, to_json
+from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
+from mpistrategy.checkpoint.storage.manifest import ABSENT, Item, to_json
 
 
 class Plain(Kind):
@@ -20,7 +19,7 @@ class Plain(Kind):
     is_exact = True
     is_replaceable = True
 
-    def add(self, entries: Entries, path: str, value: Any) -> None:
+    def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_value(path, self.name, UNDECIDED, to_json(value))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
@@ -52,7 +51,7 @@ class AnyArray(Kind):
     def owns(self, value: Any) -> bool:
         return super().owns(value) or is_on_device(value)
 
-    def add(self, entries: Entries, path: str, value: Any) -> None:
+    def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_array(path, self.name, UNDECIDED, host_array(value))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:

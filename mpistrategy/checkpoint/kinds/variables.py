@@ -14,17 +14,9 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays.convert import host_array, on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.kinds.base import UNDECIDED, Entries, Fitting, Kind, Restore
-from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, Item
-from mpistrategy.checkpoint.storage.plain_values import (
-    ABSENT,
-    below,
-    dtype_of,
-    dtype_text,
-    from_json,
-    is_numeric,
-    to_json,
-)
+from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
+from mpistrategy.checkpoint.storage.manifest import ABSENT, COMBINED, ONE, Item, below, from_json, to_json
+from mpistrategy.checkpoint.storage.shards import dtype_of, dtype_text, is_numeric
 from mpistrategy.errors import AggregationError, OptionError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.training.gradients import GradientAccumulator
@@ -32,7 +24,7 @@ from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
 _SUM = COMBINED[0]
-#: So many variables of an optimizer are named; the others are counted.
+#: The most variables of an optimizer that are named; the others are counted.
 _MOST_NAMED = 3
 
 
@@ -42,7 +34,7 @@ class OneVariable(Kind):
     name = "variable"
     types = (Variable,)
 
-    def add(self, entries: Entries, path: str, value: Variable) -> None:
+    def add(self, entries: State, path: str, value: Variable) -> None:
         _add_variable(entries, path, value)
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
@@ -63,14 +55,14 @@ class OneVariable(Kind):
 class Accumulator(Kind):
     """A gradient accumulator: the sums, and how many steps they are of.
 
-    At the end of a group of steps the optimizer gets the total of all ranks' sums.  So the sums are kept like an
-    ON_READ variable with aggregation SUM: on another number of ranks, each gets a part of the total.
+    At the end of a group of steps the optimizer gets the total of all ranks' sums.  So the sums are saved as an ON_READ
+    variable with aggregation SUM is: on another number of ranks, each rank gets a part of the total.
     """
 
     name = "accumulator"
     types = (GradientAccumulator,)
 
-    def add(self, entries: Entries, path: str, value: GradientAccumulator) -> None:
+    def add(self, entries: State, path: str, value: GradientAccumulator) -> None:
         count, dtypes = value.position
         names = [dtype_text(dtype, entries.where) for dtype in dtypes]
         entries.items[path] = Item(self.name, more={"steps": value.steps, "count": count, "dtypes": names})
@@ -106,11 +98,11 @@ class AnyOptimizer(Kind):
     name = "optimizer"
     types = (Optimizer,)
 
-    def add(self, entries: Entries, path: str, value: Optimizer) -> None:
+    def add(self, entries: State, path: str, value: Optimizer) -> None:
         entries.items[path] = Item(self.name)  # reserves its position in the table
         entries.add_last(lambda: self._add(entries, path, value))  # the variables may be entered after it
 
-    def _add(self, entries: Entries, path: str, optimizer: Optimizer) -> None:
+    def _add(self, entries: State, path: str, optimizer: Optimizer) -> None:
         slotted = optimizer.slotted()
         more = {
             "class": type(optimizer).__name__,
@@ -249,13 +241,13 @@ class _OptimizerFit:
                     store(slot, np.full(slot.shape, optimizer.slot_values[name], slot.dtype))
 
 
-def _add_variable(entries: Entries, path: str, var: Variable) -> None:
+def _add_variable(entries: State, path: str, var: Variable) -> None:
     copies = _copies_of(entries, var)
     entries.variables[path] = var
     entries.add_array(path, OneVariable.name, copies, host_array(var.local_view))
 
 
-def _copies_of(entries: Entries, var: Variable) -> str:
+def _copies_of(entries: State, var: Variable) -> str:
     shared = entries.strategy.extended
     if var.strategy is not entries.strategy and not var.strategy.extended.is_local:
         raise OptionError.at(

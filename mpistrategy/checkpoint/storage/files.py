@@ -115,7 +115,7 @@ class Folder:
         """Make a folder with a unique name; return its name."""
         name = f"{prefix}{secrets.token_hex(8)}"
         _before("mkdir", name)
-        # Until it is complete, only for the user, also in a group's folder: who can open it can lock it.
+        # Until it is complete, only the user may open it, also in a group's folder: who can open it can lock it.
         os.mkdir(name, 0o700, dir_fd=self.descriptor)
         return name
 

@@ -3,6 +3,10 @@
 It is one JSON object on two lines.  The first line has the format and the checksum of the second line, which has the
 rest.  Everything is checked before it is used.  Names of files are made from numbers, so that a forged manifest cannot
 name other files.
+
+Plain values are restored exactly: ints of any size, all bits of floats, tuples as tuples.  A type that JSON does not
+have is an object with one key, which names the type; a dict is a list of pairs, so that its keys cannot be mistaken for
+such a name.
 """
 
 from __future__ import annotations
@@ -10,11 +14,16 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpistrategy.checkpoint.storage.files import Folder, checksum_of
-from mpistrategy.checkpoint.storage.plain_values import (
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.checkpoint.storage.files import Folder, OpenFile, checksum_of
+from mpistrategy.checkpoint.storage.shards import (
     LONGEST_TEXT,
     MOST_AXES,
     MOST_BYTES,
@@ -23,10 +32,17 @@ from mpistrategy.checkpoint.storage.plain_values import (
     is_numeric,
     is_possible,
     loads,
+    parsed,
 )
-from mpistrategy.errors import CheckpointDamagedError
+from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError
 from mpistrategy.own_files import printable
 
+#: Returned for a value that is not plain; None is plain.
+NOT_PLAIN = object()
+#: Stands for an object that is not there; None is a value.
+ABSENT = object()
+#: The deepest nest of plain values.
+_DEEPEST = 100
 NAME = "manifest.json"
 FORMAT, VERSION = "mpistrategy checkpoint", 1
 #: How copies are saved: one for all ranks; one for each rank; one for each rank, combined on another number of ranks.
@@ -51,7 +67,7 @@ class Item:
     """One item of a checkpoint: an array, a value, or an object that only holds other items.
 
     Attributes:
-        kind: the name of its `mpistrategy.checkpoint.kinds.base.Kind`.
+        kind: the name of its `mpistrategy.checkpoint.state.Kind`.
         copies: `ONE`, `OWN` or one of `COMBINED`; "" for an object that only holds others.
         dtype, shape: of an array.
         shard: the shard that has the only copy of an array.
@@ -216,3 +232,151 @@ def _require(holds: bool, what: str) -> None:
 def bad(where: str, found: str) -> CheckpointDamagedError:
     """Return the error for a damaged checkpoint."""
     return CheckpointDamagedError.at("a checkpoint", found=f"{found}, at {where!r}", expected="a whole checkpoint")
+
+
+# ------------------------------------------------------------------------------------------------ plain values
+
+
+def to_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else `NOT_PLAIN`.
+
+    Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would lose their class.
+    `inside` has the ids of the containers around the value.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return {"float": value.hex()}
+    if type(value) is complex:
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if type(value) is bytes:
+        return {"bytes": value.hex()}
+    if len(inside) > _DEEPEST or id(value) in inside:
+        return NOT_PLAIN
+    inside = (*inside, id(value))
+    if type(value) in (list, tuple):
+        items = [to_json(item, inside) for item in value]
+        if any(item is NOT_PLAIN for item in items):
+            return NOT_PLAIN
+        return items if type(value) is list else {"tuple": items}
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
+        pairs = [[key, to_json(item, inside)] for key, item in value.items()]
+        return NOT_PLAIN if any(item is NOT_PLAIN for _, item in pairs) else {"dict": pairs}
+    return NOT_PLAIN
+
+
+def from_json(value: Any) -> Any:
+    """Return the value that `to_json` was given.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: for JSON that it does not return.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return float.fromhex(inner)
+    if kind == "complex":
+        real, imaginary = inner
+        return complex(float.fromhex(real), float.fromhex(imaginary))
+    if kind == "bytes":
+        return bytes.fromhex(inner)
+    if kind == "tuple":
+        return tuple(from_json(item) for item in inner)
+    if kind == "dict":
+        return {key: from_json(item) for key, item in inner}
+    raise ValueError(f"a value of kind {kind!r}")
+
+
+def below(path: str, key: Any) -> str:
+    """Return the path of the element `key` of the object at `path`."""
+    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
+
+
+# ------------------------------------------------------------------------------------------------ reading a checkpoint
+
+
+class OpenShard:
+    """An open shard with the arrays that the manifest names; its checksum is compared later.
+
+    Args:
+        file: the open file.
+        checksum: of all its bytes, as the manifest says.
+        items: the arrays in it, as the manifest says.
+
+    Attributes:
+        items: as given.
+        stored: their entries in the header.
+
+    Raises:
+        CheckpointDamagedError: if one is missing or has another size.
+    """
+
+    def __init__(self, file: OpenFile, checksum: str, items: Mapping[str, Item]) -> None:
+        self.file = file
+        self.stored = parsed(file.read, file.size, file.path)
+        self._checksum = checksum
+        self.items = items
+        for path, item in items.items():
+            nbytes = byte_count(item.shape, dtype_of(item.dtype))
+            if path not in self.stored or self.stored[path].nbytes != nbytes:
+                raise bad(file.path, f"no {nbytes} bytes for {path[:80]!r}")
+
+    def check(self) -> None:
+        """Read all bytes; raise CheckpointDamagedError if the checksum is wrong."""
+        self.read(())
+
+    def read(self, wanted: Iterable[str]) -> dict[str, Array]:
+        """Return arrays in native byte order, and do `check`; other arrays take no memory.
+
+        Raises:
+            CheckpointDamagedError: as `check`.
+            CheckpointReadError: if there is not enough memory.
+        """
+        places = sorted((self.stored[path].start, path) for path in wanted)
+        arrays = {path: self._room_for(path) for _, path in places}
+        buffers = [(start, arrays[path].reshape(-1).view(np.uint8)) for start, path in places if arrays[path].nbytes]
+        checksum, begin, place = checksum_of(), 0, 0
+        for piece in self.file.pieces(0, self.file.size):
+            checksum.update(piece)
+            end, data = begin + len(piece), np.frombuffer(piece, np.uint8)
+            while place < len(buffers) and buffers[place][0] < end:
+                start, buffer = buffers[place]
+                first, last = max(start, begin), min(start + buffer.size, end)
+                buffer[first - start : last - start] = data[first - begin : last - begin]
+                if start + buffer.size > end:
+                    break  # the rest is in the next piece
+                place += 1
+            begin = end
+        if checksum.hexdigest() != self._checksum:
+            raise bad(self.file.path, "a file with another checksum than it was written with")
+        return {path: array.astype(array.dtype.newbyteorder("="), copy=False) for path, array in arrays.items()}
+
+    def _room_for(self, path: str) -> Array:
+        item = self.items[path]
+        try:
+            return np.empty(item.shape, dtype_of(item.dtype))
+        except MemoryError as error:
+            raise CheckpointReadError.at(
+                "a checkpoint",
+                found=f"no memory for {path[:80]!r}, {item.dtype}{list(item.shape)}",
+                expected="enough memory",
+            ) from error
+
+
+@contextmanager
+def open_shard(folder: Folder, manifest: Manifest, rank: int) -> Iterator[OpenShard]:
+    """Open one shard.
+
+    Raises:
+        CheckpointDamagedError: if the file has another size or other arrays than the manifest says.
+    """
+    name, shard = shard_name(rank), manifest.shards[rank]
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(folder.file(name, shard.nbytes, MOST_BYTES))
+        except FileNotFoundError as error:
+            raise bad(f"{folder.path}/{name}", "a missing file") from error
+        yield OpenShard(file, shard.checksum, manifest.arrays_in(rank))

@@ -4,34 +4,37 @@ Eight bytes have the length of a JSON header.  The header has the dtype, shape a
 the arrays follow.  Nothing in it is executed.  An array of a dtype that safetensors does not have is stored as bytes;
 the manifest has the dtype.
 
-A file may be forged: sizes are checked before memory is allocated for them.
+A file may be forged: sizes are checked before memory is allocated for them.  The limits of JSON texts, and the names of
+dtypes, are those of manifests, too.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.storage.files import Folder, OpenFile, checksum_of
-from mpistrategy.checkpoint.storage.manifest import Item, Manifest, bad, shard_name
-from mpistrategy.checkpoint.storage.plain_values import (
-    LONGEST_TEXT,
-    MOST_AXES,
-    MOST_BYTES,
-    byte_count,
-    check_can_be_read,
-    dtype_of,
-    dtype_text,
-    loads,
-    shown,
-)
-from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError
+from mpistrategy.arrays.dtypes import Array, wire_dtype
+from mpistrategy.errors import CheckpointDamagedError, DTypeError, OptionError
 
+#: The largest array, in bytes, and the most axes of a NumPy array.
+MOST_BYTES, MOST_AXES = 2**46, 32 if np.__version__.startswith("1.") else 64
+#: The longest JSON text (a header or a manifest) in bytes, and the most lists and objects, and commas, in it.
+LONGEST_TEXT = 2**26
+_MOST_HOLDERS, _MOST_COMMAS = 2**21, 2**22
+#: About how many bytes an object, a list and an element take when parsed; and how many the whole text may take: a
+#: constant, plus this many times its length.
+_OBJECT_BYTES, _LIST_BYTES, _VALUE_BYTES = 256, 88, 64
+_ROOM_BYTES, _ROOM_TIMES = 2**26, 8
+#: Names of dtypes, NumPy's and those of ml_dtypes.  NumPy would also accept whole structures.
+_NUMPYS = re.compile(r"[<|](?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,8}\])?)")
+_OTHERS = re.compile(r"[a-z][a-z0-9_]{0,30}")
 #: The names of dtypes in safetensors.
 NAMES = {
     "|b1": "BOOL",
@@ -144,88 +147,132 @@ def _damaged(where: str, found: str) -> CheckpointDamagedError:
     return CheckpointDamagedError.at("a checkpoint", found=f"{found} in {where!r}", expected="a file as it was written")
 
 
-# ------------------------------------------------------------------------------------------------ reading a checkpoint
+# ------------------------------------------------------------------------------------------------ JSON text
 
 
-class OpenShard:
-    """An open shard with the arrays that the manifest names; its checksum is compared later.
+def loads(data: bytes, where: str) -> Any:
+    """Return parsed JSON; CheckpointDamagedError if it is invalid, too deep or too large, or has a key twice."""
+    trouble = _too_much(data)
+    if trouble:
+        raise _damaged(where, trouble)
+    try:
+        return json.loads(data.decode(errors="surrogatepass"), object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(where, f"no JSON ({str(error)[:80]})") from error
 
-    Args:
-        file: the open file.
-        checksum: of all its bytes, as the manifest says.
-        items: the arrays in it, as the manifest says.
 
-    Attributes:
-        items: as given.
-        stored: their entries in the header.
+def check_can_be_read(text: bytes, where: str) -> None:
+    """Raise OptionError for a JSON text that `loads` would refuse as too large."""
+    trouble = _too_much(text)
+    if trouble:
+        raise OptionError.at(
+            where, found=trouble, expected="less, to be read again", fix="Keep long lists of numbers in arrays."
+        )
+
+
+def _too_much(text: bytes) -> str:
+    """Return what a JSON text has too much of; "" if it may be parsed.
+
+    Parsed values take more memory than their text: an empty list takes two bytes of text and 56 of memory.
+    """
+    objects, lists, commas = text.count(b"{"), text.count(b"["), text.count(b",")
+    memory = objects * _OBJECT_BYTES + lists * _LIST_BYTES + commas * _VALUE_BYTES
+    for count, most, what in (
+        (len(text), LONGEST_TEXT, "bytes of names and plain values"),
+        (objects + lists, _MOST_HOLDERS, "lists and dicts"),
+        (commas, _MOST_COMMAS, "numbers and words"),
+        (memory, _ROOM_BYTES + _ROOM_TIMES * len(text), "bytes of memory for plain values"),
+    ):
+        if count > most:
+            return f"{count} {what} (at most {most})"
+    return ""
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value's repr."""
+    try:
+        return repr(value)[:80]
+    except (ValueError, RecursionError) as error:  # too many digits, or too deep
+        return f"({error})"
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ dtypes
+
+
+def dtype_text(dtype: np.dtype[Any], where: str) -> str:
+    """Return the name of a dtype in a manifest: ``<f8``, ``|b1``, ``bfloat16``; little-endian whatever the machine.
 
     Raises:
-        CheckpointDamagedError: if one is missing or has another size.
+        DTypeError: for objects, structures and other dtypes that have no such name.
     """
-
-    def __init__(self, file: OpenFile, checksum: str, items: Mapping[str, Item]) -> None:
-        self.file = file
-        self.stored = parsed(file.read, file.size, file.path)
-        self._checksum = checksum
-        self.items = items
-        for path, item in items.items():
-            nbytes = byte_count(item.shape, dtype_of(item.dtype))
-            if path not in self.stored or self.stored[path].nbytes != nbytes:
-                raise bad(file.path, f"no {nbytes} bytes for {path[:80]!r}")
-
-    def check(self) -> None:
-        """Read all bytes; raise CheckpointDamagedError if the checksum is wrong."""
-        self.read(())
-
-    def read(self, wanted: Iterable[str]) -> dict[str, Array]:
-        """Return arrays in native byte order, and do `check`; other arrays take no memory.
-
-        Raises:
-            CheckpointDamagedError: as `check`.
-            CheckpointReadError: if there is not enough memory.
-        """
-        places = sorted((self.stored[path].start, path) for path in wanted)
-        arrays = {path: self._room_for(path) for _, path in places}
-        buffers = [(start, arrays[path].reshape(-1).view(np.uint8)) for start, path in places if arrays[path].nbytes]
-        checksum, begin, place = checksum_of(), 0, 0
-        for piece in self.file.pieces(0, self.file.size):
-            checksum.update(piece)
-            end, data = begin + len(piece), np.frombuffer(piece, np.uint8)
-            while place < len(buffers) and buffers[place][0] < end:
-                start, buffer = buffers[place]
-                first, last = max(start, begin), min(start + buffer.size, end)
-                buffer[first - start : last - start] = data[first - begin : last - begin]
-                if start + buffer.size > end:
-                    break  # the rest is in the next piece
-                place += 1
-            begin = end
-        if checksum.hexdigest() != self._checksum:
-            raise bad(self.file.path, "a file with another checksum than it was written with")
-        return {path: array.astype(array.dtype.newbyteorder("="), copy=False) for path, array in arrays.items()}
-
-    def _room_for(self, path: str) -> Array:
-        item = self.items[path]
-        try:
-            return np.empty(item.shape, dtype_of(item.dtype))
-        except MemoryError as error:
-            raise CheckpointReadError.at(
-                "a checkpoint",
-                found=f"no memory for {path[:80]!r}, {item.dtype}{list(item.shape)}",
-                expected="enough memory",
-            ) from error
+    if dtype.kind in "biufcmMSU":
+        return dtype.newbyteorder("<").str
+    if dtype.type.__module__ == "ml_dtypes":
+        return dtype.name
+    raise DTypeError.at(where, found=f"an array of dtype {dtype}", expected="numbers, bools, strings or times")
 
 
-@contextmanager
-def open_shard(folder: Folder, manifest: Manifest, rank: int) -> Iterator[OpenShard]:
-    """Open one shard.
+def dtype_of(text: Any) -> np.dtype[Any]:
+    """Return the dtype of a name, little-endian.
 
     Raises:
-        CheckpointDamagedError: if the file has another size or other arrays than the manifest says.
+        CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown one.
     """
-    name, shard = shard_name(rank), manifest.shards[rank]
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(folder.file(name, shard.nbytes, MOST_BYTES))
-        except FileNotFoundError as error:
-            raise bad(f"{folder.path}/{name}", "a missing file") from error
-        yield OpenShard(file, shard.checksum, manifest.arrays_in(rank))
+    found = _dtype_of(text) if isinstance(text, str) else None
+    if found is None or dtype_text(found, "") != text:
+        shown = repr(text)[:80] if isinstance(text, str) else f"of type {type(text).__name__}"
+        raise CheckpointDamagedError.at("a checkpoint", found=f"the dtype {shown}", expected="a dtype of numbers")
+    return found
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Return whether it is a dtype of numbers or bools, which can be added."""
+    return dtype.kind not in "mMSU"
+
+
+@functools.lru_cache
+def _dtype_of(text: str) -> np.dtype[Any] | None:
+    try:
+        if _NUMPYS.fullmatch(text):
+            return np.dtype(text)
+        import ml_dtypes
+
+        kind = getattr(ml_dtypes, text) if _OTHERS.fullmatch(text) else None
+        return np.dtype(kind) if isinstance(kind, type) and issubclass(kind, np.generic) else None
+    except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def byte_count(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Return how many bytes an array has."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def is_possible(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
+    """Return whether NumPy can make such an array; an axis of length 0 does not lift the limit for the others."""
+    elements = math.prod(max(count, 1) for count in shape)
+    return len(shape) <= MOST_AXES and elements * max(dtype.itemsize, 1) <= sys.maxsize
+
+
+# ------------------------------------------------------------------------------------------------ copies
+
+
+def combined(copies: Iterable[Array], how: str, count: int) -> Array:
+    """Return the combined copies of a variable, added in rank order; integers wrap around, as everywhere."""
+    total, dtype = None, np.dtype(bool)
+    for copy in copies:
+        if total is None:
+            total, dtype = copy.astype(wire_dtype(copy.dtype)), copy.dtype
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(total, copy, out=total)
+    assert total is not None
+    with np.errstate(over="ignore"):
+        return np.asarray(total / count if how == "MEAN" else total).astype(dtype)

@@ -9,6 +9,7 @@ started yet, and a child of a rank has the environment of its parent.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -277,6 +278,7 @@ class Introduction:
         return json.dumps(asdict(self))
 
 
+@functools.cache
 def version() -> str:
     """Return the version of this package."""
     return str(sys.modules[__name__.partition(".")[0]].__version__)
