@@ -19,7 +19,8 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan
-from mpistrategy.reduction.routes.base import Targets
+from mpistrategy.reduction.routes.base import Description, Targets, grouped
+from mpistrategy.reduction.routes.communicator import described
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -138,9 +139,9 @@ class _Accumulation:
                 results[index] = view
         return results
 
-    def describe(self) -> Sequence[str]:
-        """Return "root", whatever the size."""
-        return ["root"] * len(self.packs)
+    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        """See `Route.describe`."""
+        return [described(ranks, *group) for group in grouped(self.packs, ["root"] * len(self.packs), arrays)]
 
     def _accumulate(
         self, pack: Pack, everyone: list[Array], buffer: Array, arrays: Sequence[Array], where: str
