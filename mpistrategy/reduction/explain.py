@@ -102,7 +102,7 @@ class Explained:
             "node_of": list(communicator.node_of),
             "mpi": communicator.library,
             "shared_memory": communicator.shares_memory,
-            "algorithm": getattr(algorithm, "configuration", type(algorithm).__name__),
+            "algorithm": algorithm.configuration,
             "bytes_per_pack": int(extended.reducer.options.bytes_per_pack),
             "wire": extended.reducer.options.wire,
             "thresholds": communicator.thresholds.sizes(),
@@ -178,7 +178,7 @@ def _of_leaves(
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
     others = [f"{len(slices)} IndexedSlices, {size_in_words(sum(map(_nbytes, slices)))}: gathered on all ranks by MPI"]
     placed = [part for part in parts if is_on_device(part)]
-    word = path_word(options, algorithm.device_path) if placed and algorithm.reduces_on_devices else None
+    word = None if algorithm.device_path is None else path_word(options, algorithm.device_path)
     others = (others if slices else []) + _on_devices(communicator, placed, word, options, algorithm.num_packs)
     mirrored = sum(isinstance(part, Mirrored) for part in parts)
     if mirrored:
