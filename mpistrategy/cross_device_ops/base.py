@@ -170,9 +170,7 @@ class CrossDeviceOps:
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
         """Override: reduce one value.  The arguments have been checked."""
-        raise UnsupportedError.at(
-            f"{type(self).__name__}.reduce", found="no reduce_implementation", expected="one in your subclass"
-        )
+        raise self._without("reduce")
 
     def batch_reduce_implementation(
         self,
@@ -181,11 +179,11 @@ class CrossDeviceOps:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Override: reduce several values.  The arguments have been checked; the pairs are a list of tuples."""
-        raise UnsupportedError.at(
-            f"{type(self).__name__}.batch_reduce",
-            found="no batch_reduce_implementation",
-            expected="one in your subclass",
-        )
+        raise self._without("batch_reduce")
+
+    def _without(self, method: str) -> UnsupportedError:
+        where = f"{type(self).__name__}.{method}"
+        return UnsupportedError.at(where, found=f"no {method}_implementation", expected="one in your subclass")
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Override: send rank 0's value to the destinations."""

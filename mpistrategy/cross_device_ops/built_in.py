@@ -61,7 +61,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
-        # A batch may have several plans, of which one only may use the memory that the ranks share.
         if destination is EVERY_RANK and self.to_every_rank is not None:
             return plan_of(communicator, layouts, op, options.bytes_per_pack, self.to_every_rank)
         packs = packing.plan(layouts, options.bytes_per_pack, self.num_packs, host_wire_dtype)
@@ -130,30 +129,26 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values = [checked_value(value, op, call.where) for value in given]
         self.check_values(values, op, call.where)
         layouts = tuple(map(_layout, values))
-        distinct = list(dict.fromkeys(targets))
+        # Values that go to different ranks are sent to all of them.
+        target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
         batch = None
         if any(map(is_on_device, values)):
-            path = self.device_path if distinct == [EVERY_RANK] else None
+            path = self.device_path if target is EVERY_RANK else None
             batch = DeviceBatch(ranks, values, op, options, path, self.num_packs, call.where)
             values = batch.values
-        plans = []
-        for target in distinct:
-            dense = [i for i, v in enumerate(values) if targets[i] == target and isinstance(v, np.ndarray)]
-            if dense:
-                arrays = [values[i] for i in dense]
-                plan = self.plan(communicator, packing.layouts_of(arrays), op, options, target)
-                plan.bring(arrays)
-                plans.append((target, dense, arrays, plan))
-        destination = "; ".join(target.text for target in (targets if len(distinct) > 1 else distinct))
+        dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
+        arrays = [values[i] for i in dense]
+        plan = self.plan(communicator, packing.layouts_of(arrays), op, options, target)
+        plan.bring(arrays)
+        destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
         settings = self.settings(options)
         call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
         results: list[Any] = [None] * len(values)
-        # Plans first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
-        for target, dense, arrays, plan in plans:
-            totals = plan.run(arrays)
-            if target.includes(communicator.rank):
-                for i, total in zip(dense, totals, strict=True):
-                    results[i] = total
+        # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
+        totals = plan.run(arrays)
+        if target.includes(communicator.rank):
+            for i, total in zip(dense, totals, strict=True):
+                results[i] = total
         if batch is not None:
             on_devices = batch.run(communicator, call)
             results = [total if found is None else found for total, found in zip(results, on_devices, strict=True)]

@@ -25,7 +25,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     Args:
         reduce_to_device: the rank that sums, as a device string such as ``"task:1"``; None means the destination
-            where that is a single rank, else rank 0.
+            where that is a single rank, the same for all values of a batch, else rank 0.
         accumulation_fn: called once for each value on the summing rank, with the list of all ranks' values in rank
             order; returns one array of the same shape.  None means the sum, in the order that the MPI chooses.
             MEAN divides by the number of replicas afterwards, whatever the function did.
