@@ -203,7 +203,7 @@ def described(
     rates, nbytes = ranks.thresholds.rates, nbytes_of(packs)
     nodes, local = max(ranks.node_of) + 1, ranks.node_of.count(ranks.node_of[ranks.rank])
     rounded = two_level.is_rounded(ranks, packs[0].dtype, "SUM")
-    #: What a node sends, and gets, in bytes.
+    # What a node sends, and gets, in bytes.
     sent = 2 * (nodes - 1) / nodes * nbytes / (2 if rounded else 1)
     result: Copies = () if copies or in_place else ((1, "all into the result"),)
     copied = nbytes / rates.copy_bytes_per_second
@@ -213,7 +213,7 @@ def described(
         if nodes == 1
         else rates.message_seconds + sent / rates.link_bytes_per_second
     )
-    by_each = f"each rank sends {{}}{size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)}"
+    by_each = size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)
     way, moved = "stays here, the only replica", ""
     match name:
         case "pipelined":
@@ -243,10 +243,12 @@ def described(
         case "mpi":
             copies += result
             way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.piece_bytes, 'piece')}"
-            moved, seconds = by_each.format("at least "), (seconds or copied) + by_mpi
+            moved = f"each rank sends at least {by_each}"
+            seconds = (seconds or copied) + by_mpi
         case "alltoallv":
             way = f"from rank to rank: each gets 1/{ranks.size} of all values, combines them and sends the result"
-            moved, seconds = by_each.format(""), (seconds or copied) + by_mpi
+            moved = f"each rank sends {by_each}"
+            seconds = (seconds or copied) + by_mpi
         case "root":
             copies += result
             way = "by MPI's Reduce to one rank, and from there by Bcast"
