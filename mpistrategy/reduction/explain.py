@@ -168,7 +168,7 @@ def _of_leaves(
     checked_leaves(values, lambda: nest.leaf_paths(value), False, _WHERE)
     algorithm: Any = reducer.algorithm
     if not algorithm.is_built_in:
-        return [], [f"what {type(algorithm).__name__} does with them is its own business"]
+        return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
     reduced_precision.check(options.wire)
     communicator = reduced_precision.on(reducer.communicator, options.wire)
     parts = [checked_component(each, op, _WHERE) for each in values]
