@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs, by_one_rank
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import checked_num_packs
-from mpistrategy.reduction.plan import usual_route
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
@@ -22,17 +21,9 @@ class MpiAllReduce(PackedCrossDeviceOps):
 
     in_rank_order = True
     has_plans = True
-    device_path = ""
-    to_every_rank = staticmethod(usual_route)
-
-    def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
-        """Return the route of packs."""
-        if destination.only_rank is None:
-            return super().route(communicator, packs, op, destination)
-        return by_one_rank(communicator, packs, op, destination.only_rank, destination)
 
 
-class NcclAllReduce(MpiAllReduce):
+class NcclAllReduce(PackedCrossDeviceOps):
     """Sums arrays in GPU memory with NCCL, on CuPy's current stream; all others as `MpiAllReduce` does.
 
     The call returns when the work is on the stream; what is put on the stream afterwards finds the result.  What NCCL
@@ -73,6 +64,8 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     """
 
     in_rank_order = True
+    device_path = None
+    to_every_rank = None
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")

@@ -1,6 +1,6 @@
 """The pipeline that every built-in algorithm shares: convert, agree, pack, sum, unpack, divide, wrap.
 
-A subclass says only by which plan arrays on the host are reduced.
+A subclass says only by which routes its packs travel, where these are not the usual ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of
+from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 from mpistrategy.reduction.routes.gpu_batch import DeviceBatch, in_kind
@@ -44,8 +44,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     is_built_in = True
     num_packs: float = 0
-    device_path: str | None = None
-    to_every_rank: ChooseRoute | None = None
+    device_path: str | None = ""
+    to_every_rank: ChooseRoute | None = staticmethod(usual_route)
 
     @property
     def configuration(self) -> str:
@@ -67,7 +67,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return Plan(communicator, layouts, op, self.route(communicator, packs, op, destination))
 
     def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
-        """Return the route of packs: each by `Communicator.allreduce`, wherever the result is wanted."""
+        """Return the route of packs: by MPI's Reduce to a single rank, else each by `Communicator.allreduce`."""
+        if destination.only_rank is not None:
+            return by_one_rank(communicator, packs, op, destination.only_rank, destination)
         names = [communicator.route(pack.nbytes, pack.dtype, op.on_the_wire) for pack in packs]
         allreduce, text = communicator.allreduce, op.on_the_wire
         return CommunicatorRoute(communicator, packs, op, names, lambda source, target: allreduce(target, text, source))

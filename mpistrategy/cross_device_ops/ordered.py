@@ -74,6 +74,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     algorithms send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
 
+    device_path = None
     to_every_rank = staticmethod(ordered_route)
 
     def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:

@@ -35,6 +35,9 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         OptionTypeError: for an accumulation_fn that cannot be called.
     """
 
+    device_path = None
+    to_every_rank = None
+
     def __init__(
         self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Array]], Any] | None = None
     ) -> None:
