@@ -1,36 +1,19 @@
-"""MpiAllReduce: one MPI Allreduce for each pack."""
+"""The algorithms that leave sums to the communicator: MpiAllReduce, HierarchicalCopyAllReduce and NcclAllReduce."""
 
 from __future__ import annotations
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
-from mpistrategy.reduction.plan import ChooseRoute, usual_route
+from mpistrategy.reduction.layout.packing import checked_num_packs
+from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 
-class ByMpi(PackedCrossDeviceOps):
-    """Base of the algorithms that leave arrays on the host to MPI as they are."""
-
-    reduces_on_devices = True
-
-    def choose_route(self) -> ChooseRoute:
-        """Return what chooses the route to every rank."""
-        return usual_route
-
-    def reduce_buffer(
-        self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
-    ) -> None:
-        """Replace `buffer` by its combination over the ranks."""
-        if destination.only_rank is None:
-            communicator.allreduce(buffer, op, source)
-        else:
-            if source is not None:
-                buffer[...] = source
-            communicator.reduce(buffer, destination.only_rank, op)
-
-
-class MpiAllReduce(ByMpi):
+class MpiAllReduce(PackedCrossDeviceOps):
     """Sums with MPI Allreduce, or with MPI Reduce where only one rank wants the result.
 
     Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
@@ -38,3 +21,61 @@ class MpiAllReduce(ByMpi):
 
     in_rank_order = True
     has_plans = True
+
+
+class NcclAllReduce(PackedCrossDeviceOps):
+    """Sums arrays in GPU memory with NCCL, on CuPy's current stream; all others as `MpiAllReduce` does.
+
+    The call returns when the work is on the stream; what is put on the stream afterwards finds the result.  What NCCL
+    does not do as the host does goes by way of the host: MIN and MAX of floats (a NaN must win), and products of
+    complex numbers.  Where NCCL cannot be used (CuPy finds none, or two ranks share a GPU) the ranks take
+    the next best way, and rank 0 says so with a FallbackWarning.
+
+    Args:
+        num_packs: arrays in GPU memory are split into about so many packs for each dtype, whatever bytes_per_pack says;
+            0 leaves it to bytes_per_pack.
+
+    Raises:
+        OptionError: for a negative num_packs.
+        OptionTypeError: for one that is no number.
+    """
+
+    in_rank_order = True
+    device_path = "nccl"
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = checked_num_packs(num_packs, "NcclAllReduce")
+
+
+class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
+    """Sums within each node, then between the nodes, and brings the result back within each node.
+
+    Each rank of a node (as many of them as the smallest node has, up to 4) exchanges one slice with its counterparts on
+    the other nodes, in pieces of about 1 MiB, several of them at a time: over the network goes no more than must.
+    `MpiAllReduce` does the same with large values; this one does it with all.  Right for any number of ranks on any
+    node.
+
+    Args:
+        num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
+            bytes_per_pack.
+
+    Raises:
+        OptionError: for a negative num_packs.
+    """
+
+    in_rank_order = True
+    device_path = None
+    to_every_rank = None
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
+
+    def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+        """Return the route of packs: on several nodes the same for all sizes."""
+        if max(communicator.node_of) == 0:
+            return super().route(communicator, packs, op, destination)
+
+        def across(source: Array, target: Array) -> None:
+            allreduce_across(communicator, target, op.on_the_wire, source=source)
+
+        return CommunicatorRoute(communicator, packs, op, ["across"] * len(packs), across)

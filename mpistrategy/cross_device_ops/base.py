@@ -23,7 +23,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout import destinations as placing
 
 
@@ -49,9 +49,33 @@ class CrossDeviceOps:
         cls.in_rank_order = bool(cls.__dict__.get("in_rank_order"))
         cls.has_plans = bool(cls.__dict__.get("has_plans"))
 
-    def settings(self, options: CommunicationOptions) -> str:
-        """Return in words what must be equal on all ranks for their messages to fit together."""
+    @property
+    def configuration(self) -> str:
+        """What must be equal on all ranks for their messages to fit together."""
         return type(self).__name__
+
+    def settings(self, options: CommunicationOptions) -> str:
+        """Return the configuration and the options of one call, as far as they shape the messages."""
+        shown = f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
+        chosen: Any = options.implementation
+        return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
+
+    def _call(self, method: str, value: Any = None) -> tuple[Communicator, Call]:
+        """Return the communicator of this thread's strategy, else of `value`, and the call of a method.
+
+        Raises:
+            ContextError: outside every strategy, for a value that belongs to none.
+        """
+        where = f"{type(self).__name__}.{method}"
+        communicator: Communicator | None = current.current() or getattr(value, "group", None)
+        if communicator is None:
+            raise ContextError.at(
+                where,
+                found="a call outside every strategy",
+                expected="a call inside `with strategy.scope():` or through a strategy",
+                fix="Enter the scope first: the strategy says which ranks take part.",
+            )
+        return communicator, Call(communicator.guard, where)
 
     @collective("reduce", own=own_mirrored("per_replica_value"))
     def reduce(
@@ -77,8 +101,8 @@ class CrossDeviceOps:
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError: for bad input, on every rank.
             CollectiveMismatchError: when the ranks' calls differ.
         """
-        communicator = current_communicator(f"{type(self).__name__}.reduce", per_replica_value)
-        with current.working_on(communicator), Call(communicator.guard, f"{type(self).__name__}.reduce") as call:
+        communicator, call = self._call("reduce", per_replica_value)
+        with current.working_on(communicator), call:
             op = ReduceOp.parse(reduce_op, call.where)
             placing.resolve(destinations, communicator, call.where)
             return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call))
@@ -101,12 +125,11 @@ class CrossDeviceOps:
             EmptyBatchError: when there are no pairs.
             OptionTypeError, OptionError: when `value_destination_pairs` is no sequence of pairs.
         """
-        where = f"{type(self).__name__}.batch_reduce"
         # A generator of pairs can be walked only once: list it before it is needed twice.
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
-        communicator = current_communicator(where, _first_value(value_destination_pairs))
-        with current.working_on(communicator), Call(communicator.guard, where) as call:
+        communicator, call = self._call("batch_reduce", _first_value(value_destination_pairs))
+        with current.working_on(communicator), call:
             op = ReduceOp.parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
@@ -138,8 +161,8 @@ class CrossDeviceOps:
         Returns:
             A Mirrored.
         """
-        communicator = current_communicator(f"{type(self).__name__}.broadcast")
-        with Call(communicator.guard, f"{type(self).__name__}.broadcast") as call:
+        communicator, call = self._call("broadcast")
+        with call:
             placing.resolve(destinations, communicator, call.where)
             return self.broadcast_implementation(tensor, destinations)
 
@@ -147,9 +170,7 @@ class CrossDeviceOps:
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
         """Override: reduce one value.  The arguments have been checked."""
-        raise UnsupportedError.at(
-            f"{type(self).__name__}.reduce", found="no reduce_implementation", expected="one in your subclass"
-        )
+        raise self._without("reduce")
 
     def batch_reduce_implementation(
         self,
@@ -158,16 +179,16 @@ class CrossDeviceOps:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Override: reduce several values.  The arguments have been checked; the pairs are a list of tuples."""
-        raise UnsupportedError.at(
-            f"{type(self).__name__}.batch_reduce",
-            found="no batch_reduce_implementation",
-            expected="one in your subclass",
-        )
+        raise self._without("batch_reduce")
+
+    def _without(self, method: str) -> UnsupportedError:
+        where = f"{type(self).__name__}.{method}"
+        return UnsupportedError.at(where, found=f"no {method}_implementation", expected="one in your subclass")
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Override: send rank 0's value to the destinations."""
-        communicator = current_communicator(f"{type(self).__name__}.broadcast")
-        with Call(communicator.guard, f"{type(self).__name__}.broadcast") as call:
+        communicator, call = self._call("broadcast")
+        with call:
             destination = placing.resolve(destinations, communicator, call.where)
             given = contribution(tensor)
             array = to_array(given, call.where)
@@ -185,23 +206,6 @@ def mirrored(value: Any, destination: placing.Destination, communicator: Communi
     if destination.includes(communicator.rank):
         return Mirrored((value,), destination.text)
     return Mirrored((), destination.text)
-
-
-def current_communicator(where: str, value: Any = None) -> Communicator:
-    """Return the communicator of the strategy this thread works for, else that of `value`.
-
-    Raises:
-        ContextError: outside every strategy, for a value that belongs to none.
-    """
-    communicator: Communicator | None = current.current() or getattr(value, "group", None)
-    if communicator is None:
-        raise ContextError.at(
-            where,
-            found="a call outside every strategy",
-            expected="a call inside `with strategy.scope():` or through a strategy",
-            fix="Enter the scope first: the strategy says which ranks take part.",
-        )
-    return communicator
 
 
 def _first_value(pairs: Any) -> Any:

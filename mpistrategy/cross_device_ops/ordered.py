@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
 from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sum_of_rows
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
-from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import ChooseRoute, with_result_buffers
+from mpistrategy.reduction.plan import with_result_buffers
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 
@@ -37,11 +37,9 @@ def ordered_route(
     """Return the route to every rank: in result buffers of the node, or share by share from rank to rank."""
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
-
-    def reduce_pair(source: Array, target: Array) -> None:
-        gather_and_combine(communicator, source, target, op.on_the_wire, EVERY_RANK)
-
-    route = CommunicatorRoute(communicator, packs, op, [*map(_name_of_route, names)], reduce_pair)
+    shown = [name if name in ("none", "threads") else "alltoallv" for name in names]
+    pair = partial(gather_and_combine, communicator, op.on_the_wire, EVERY_RANK)
+    route = CommunicatorRoute(communicator, packs, op, shown, pair)
     return with_result_buffers(communicator, op, route, names, combine_ordered)
 
 
@@ -76,19 +74,13 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     algorithms send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
 
-    def choose_route(self) -> ChooseRoute:
-        """Return what chooses the route to every rank."""
-        return ordered_route
+    device_path = None
+    to_every_rank = staticmethod(ordered_route)
 
-    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Return the route that `reduce_buffer` takes with a buffer for every rank."""
-        return _name_of_route(communicator.route(nbytes, dtype, op))
-
-    def reduce_buffer(
-        self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
-    ) -> None:
-        """Replace `buffer` by its combination over the ranks."""
-        gather_and_combine(communicator, buffer if source is None else source, buffer, op, destination)
+    def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+        """Return the route of packs: share by share from rank to rank."""
+        pair = partial(gather_and_combine, communicator, op.on_the_wire, destination)
+        return CommunicatorRoute(communicator, packs, op, ["alltoallv"] * len(packs), pair)
 
     def reduce_slices(
         self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
@@ -120,12 +112,8 @@ class OrderedAllReduce(PackedCrossDeviceOps):
                 )
 
 
-def _name_of_route(way: RouteName) -> RouteName:
-    return way if way in ("none", "threads") else "alltoallv"
-
-
 def gather_and_combine(
-    communicator: Communicator, source: Array, target: Array, op: str, destination: Destination
+    communicator: Communicator, op: str, destination: Destination, source: Array, target: Array
 ) -> None:
     """Write the combination of all ranks' `source` into `target`, which may be the same, where it is wanted.
 

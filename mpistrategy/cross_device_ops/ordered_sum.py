@@ -7,12 +7,12 @@ then, nor who brings zeros: they are added exactly, wherever they stand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.reduction.routes.in_place import chunk_elements
 
 
@@ -33,12 +33,29 @@ def combine_ordered(
     if dtype.kind == "c":  # the real and the imaginary parts are numbers of their own
         arrays, begin, end = [reals(array) for array in arrays], 2 * begin, 2 * end
     numbers = [reals(target) for target in targets]
-    step = chunk_elements(len(arrays), numbers[0].itemsize) & ~1  # no complex number is cut in two
-    combination = _Combination(len(arrays), min(step, max(0, end - begin)), numbers[0].dtype, op)
+    kind, adds = numbers[0].dtype, op in ("SUM", "PROD")
+    step = chunk_elements(len(arrays), kind.itemsize) & ~1  # no complex number is cut in two
+    # Two values are combined alike either way, and MIN, MAX and integers in any order.
+    sorts = len(arrays) > 2 and kind.kind == "f" and adds
+    length = min(step, max(0, end - begin)) if sorts else 0
+    rows, wide = np.empty((len(arrays) + 2, length), kind), np.empty(length, summing_dtype(kind))
+    combine: Any = partial(COMBINE[op], dtype=wide.dtype) if sorts else COMBINE[op]
     for start in range(begin, end, step):
         stop = min(start + step, end)
-        total = numbers[0][start:stop]
-        combination.run([array[start:stop] for array in arrays], total)
+        chunks, total = [array[start:stop] for array in arrays], numbers[0][start:stop]
+        result = total
+        if sorts:
+            chunks = _in_order(chunks, [row[: total.size] for row in rows])
+            result = total if kind == wide.dtype else wide[: total.size]
+        if len(chunks) == 1:
+            np.copyto(total, chunks[0])
+        else:
+            combine(chunks[0], chunks[1], out=result)
+        for chunk in chunks[2:]:
+            combine(result, chunk, out=result)
+        if result is not total:
+            np.copyto(total, result, casting="same_kind")
+        use_one_pattern(total, zeros=adds)  # of zeros with different signs MIN and MAX take the same one in any order
         divide_by(divisor, total.view(dtype))
         for number in numbers[1:]:
             number[start:stop] = total
@@ -99,51 +116,15 @@ def sorting_network(count: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-class _Combination:
-    """The combination of chunks of several ranks, with the memory that it takes."""
-
-    def __init__(self, count: int, length: int, dtype: np.dtype[Any], op: str) -> None:
-        assert dtype == host_wire_dtype(dtype)
-        self._op = COMBINE[op]
-        # Of zeros with different signs MIN and MAX take the same one in any order.
-        self._signs_zeros = op in ("SUM", "PROD")
-        # Two values are combined alike either way, and MIN, MAX and integers in any order.
-        self._sorts = count > 2 and dtype.kind == "f" and op in ("SUM", "PROD")
-        self._rows: list[Array] = []
-        self._wide: Array | None = None
-        if self._sorts:
-            self._network = sorting_network(count)
-            self._rows = list(np.empty((count + 2, length), dtype))
-            if summing_dtype(dtype) != dtype:
-                self._wide = np.empty(length, summing_dtype(dtype))
-
-    def run(self, chunks: list[Array], total: Array) -> None:
-        """Write the combination of `chunks` into `total`, which may be the first of them."""
-        if self._sorts:
-            self._add_sorted(chunks, total)
-        elif len(chunks) == 1:
-            np.copyto(total, chunks[0])
-        else:
-            self._op(chunks[0], chunks[1], out=total)
-            for chunk in chunks[2:]:
-                self._op(total, chunk, out=total)
-        use_one_pattern(total, zeros=self._signs_zeros)
-
-    def _add_sorted(self, chunks: list[Array], total: Array) -> None:
-        # Chunks are read where they are: what is compared goes into rows that are free.
-        free = [row[: total.size] for row in self._rows]
-        owned = [False] * len(chunks)
-        for low, high in self._network:
-            less, greater = free.pop(), free.pop()
-            np.minimum(chunks[low], chunks[high], out=less)
-            np.maximum(chunks[low], chunks[high], out=greater)
-            for place, row in ((low, less), (high, greater)):
-                if owned[place]:
-                    free.append(chunks[place])
-                chunks[place], owned[place] = row, True
-        result = total if self._wide is None else self._wide[: total.size]
-        self._op(chunks[0], chunks[1], out=result, dtype=result.dtype)
-        for chunk in chunks[2:]:
-            self._op(result, chunk, out=result)
-        if result is not total:
-            np.copyto(total, result, casting="same_kind")
+def _in_order(chunks: list[Array], free: list[Array]) -> list[Array]:
+    """Return chunks with the values of each element in order; they are read where they are, and written to `free`."""
+    owned = [False] * len(chunks)
+    for low, high in sorting_network(len(chunks)):
+        less, greater = free.pop(), free.pop()
+        np.minimum(chunks[low], chunks[high], out=less)
+        np.maximum(chunks[low], chunks[high], out=greater)
+        for place, row in ((low, less), (high, greater)):
+            if owned[place]:
+                free.append(chunks[place])
+            chunks[place], owned[place] = row, True
+    return chunks

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import devices
-from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
+from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs, by_one_rank
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.tuning.thresholds import RouteName
-from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.layout import packing
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
-from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.plan import Plan
-from mpistrategy.reduction.routes.base import Targets
+from mpistrategy.reduction.layout.packing import Pack
+from mpistrategy.reduction.routes.base import Description, Route, Targets, grouped
+from mpistrategy.reduction.routes.communicator import described
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -27,7 +25,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     Args:
         reduce_to_device: the rank that sums, as a device string such as ``"task:1"``; None means the destination
-            where that is a single rank, else rank 0.
+            where that is a single rank, the same for all values of a batch, else rank 0.
         accumulation_fn: called once for each value on the summing rank, with the list of all ranks' values in rank
             order; returns one array of the same shape.  None means the sum, in the order that the MPI chooses.
             MEAN divides by the number of replicas afterwards, whatever the function did.
@@ -36,6 +34,9 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         DeviceError: for a reduce_to_device that cannot be read.
         OptionTypeError: for an accumulation_fn that cannot be called.
     """
+
+    device_path = None
+    to_every_rank = None
 
     def __init__(
         self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Array]], Any] | None = None
@@ -60,41 +61,14 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super().configuration}, {how} on {self.reduce_to_device}"
 
-    def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Return "root", whatever the size."""
-        return "root"
-
-    def reduce_buffer(
-        self, communicator: Communicator, buffer: Array, op: str, destination: Destination, source: Array | None = None
-    ) -> None:
-        """Replace `buffer` by its combination over the ranks."""
-        if source is not None:
-            buffer[...] = source
-        root = self._root(communicator, destination)
-        communicator.reduce(buffer, root, op)
-        _send_out(communicator, buffer, root, destination)
-
-    def plan(
-        self,
-        communicator: Communicator,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
-        call: Call | None = None,
-    ) -> Plan:
-        """Return how arrays on the host with these layouts are reduced: by MPI, or by the accumulation function."""
-        if self.accumulation_fn is None:
-            return super().plan(communicator, layouts, op, options, destination, call)
-        packs = packing.plan(layouts, options.bytes_per_pack, wire=host_wire_dtype)
-        root = self._root(communicator, destination)
-        route = _Accumulation(communicator, packs, op, self.accumulation_fn, root, destination, call)
-        return Plan(communicator, layouts, op, route)
-
-    def _root(self, communicator: Communicator, destination: Destination) -> int:
+    def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+        """Return the route of packs: combined by MPI, or by the accumulation function."""
+        root = destination.only_rank or 0
         if self.reduce_to_device is not None:
-            return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
-        return destination.only_rank or 0
+            root = ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
+        if self.accumulation_fn is None:
+            return by_one_rank(communicator, packs, op, root, destination)
+        return _Accumulation(communicator, packs, op, self.accumulation_fn, root, destination)
 
 
 class _Accumulation:
@@ -103,16 +77,15 @@ class _Accumulation:
     def __init__(
         self,
         communicator: Communicator,
-        packs: tuple[Pack, ...],
+        packs: Packs,
         op: ReduceOp,
         function: Callable[[list[Array]], Any],
         root: int,
         destination: Destination,
-        call: Call | None,
     ) -> None:
         self.packs = packs
-        self._communicator, self._op, self._function, self._call = communicator, op, function, call
-        self._root, self._destination = root, destination
+        self._communicator, self._op, self._function = communicator, op, function
+        self._root, self._is_sent = root, destination.only_rank != root
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Pack this rank's arrays."""
@@ -120,27 +93,28 @@ class _Accumulation:
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return what the function has made of all ranks' arrays."""
-        communicator, call, results = self._communicator, self._call, [np.empty(0)] * len(arrays)
-        assert call is not None
+        communicator, results = self._communicator, [np.empty(0)] * len(arrays)
         ranks = range(communicator.size if communicator.rank == self._root else 0)
-        for pack, buffer in zip(self.packs, self._buffers, strict=True):
-            everyone = [np.empty_like(buffer) for _ in ranks]
-            communicator.gatherv(buffer, everyone or None, self._root)
-            # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
-            call.expect_more()
-            if everyone:
-                self._accumulate(pack, everyone, buffer, arrays, call.where)
-            call.agree("accumulated")
-            _send_out(communicator, buffer, self._root, self._destination)
-            with np.errstate(all="ignore"):
-                divide_by(self._op.divisor(buffer.dtype, communicator.size), buffer)
-            for index, view in pack.views(buffer):
-                results[index] = view
+        with Call(communicator.guard, "ReductionToOneDevice") as call:
+            for pack, buffer in zip(self.packs, self._buffers, strict=True):
+                everyone = [np.empty_like(buffer) for _ in ranks]
+                communicator.gatherv(buffer, everyone or None, self._root)
+                # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
+                call.expect_more()
+                if everyone:
+                    self._accumulate(pack, everyone, buffer, arrays, call.where)
+                call.agree("accumulated")
+                if self._is_sent:
+                    communicator.bcast(buffer, self._root)
+                with np.errstate(all="ignore"):
+                    divide_by(self._op.divisor(buffer.dtype, communicator.size), buffer)
+                for index, view in pack.views(buffer):
+                    results[index] = view
         return results
 
-    def describe(self) -> Sequence[str]:
-        """Return "root", whatever the size."""
-        return ["root"] * len(self.packs)
+    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        """See `Route.describe`."""
+        return [described(ranks, *group) for group in grouped(self.packs, ["root"] * len(self.packs), arrays)]
 
     def _accumulate(
         self, pack: Pack, everyone: list[Array], buffer: Array, arrays: Sequence[Array], where: str
@@ -162,8 +136,3 @@ class _Accumulation:
                     expected=f"the dtype of each value, {dtype_name(arrays[index].dtype)}",
                 )
             target[...] = result
-
-
-def _send_out(communicator: Communicator, buffer: Array, root: int, destination: Destination) -> None:
-    if destination.only_rank != root:
-        communicator.bcast(buffer, root)

@@ -23,8 +23,12 @@ class Algorithm(Protocol):
     has_plans: bool
     is_built_in: bool
 
+    @property
+    def configuration(self) -> str:
+        """What must be equal on all ranks for their messages to fit together."""
+
     def settings(self, options: CommunicationOptions) -> str:
-        """Return in words what must be equal on all ranks for their messages to fit together."""
+        """Return the configuration and the options of one call, as far as they shape the messages."""
 
     def reduce(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None

@@ -1,62 +1,46 @@
 """`Strategy.explain`: which route a value would take, what is copied and sent on it, and about how long it would take.
 
-Everything is asked of the objects that do the work.  Nothing is sent, nothing is written.
+Everything is asked of the plans that do the work.  Nothing is sent, nothing is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import any_array, is_on_device
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contribution
 from mpistrategy.errors import EmptyBatchError
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Rates
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.explain_ways import (
-    Buffer,
-    Ground,
-    in_words,
-    lines_of,
-    seconds_of,
-    size_in_words,
-    time_in_words,
-)
 from mpistrategy.reduction.inputs import checked_component, checked_leaves
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
-from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import Plan
+from mpistrategy.reduction.layout.destinations import EVERY_RANK
+from mpistrategy.reduction.layout.packing import Member
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.in_place import is_in_place, is_seen_across
+from mpistrategy.reduction.routes.base import Description, nbytes_of, size_in_words
+from mpistrategy.reduction.routes.in_place import describe_replicas
 
+_WHERE = "Strategy.explain"
+_ON_DEVICES = {
+    "alone": "they stay where they are, on the only replica",
+    "mpi": "MPI gets pointers to GPU memory",
+    "staged": "through pinned memory of the host in chunks of 4 MiB, three of them under way",
+    "nccl": "by NCCL, on the current stream",
+    "ipc": "each GPU reads its peers' memory",
+}
 
-class _BuiltIn(Protocol):
-    """An algorithm whose `is_built_in` is True; see `mpistrategy.cross_device_ops.built_in`."""
-
-    num_packs: float
-    device_path: str
-    reduces_on_devices: bool
-
-    def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None: ...
-
-    def plan(
-        self,
-        communicator: Communicator,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
-    ) -> Plan: ...
+#: What is reduced by plans, and the lines about what is not.
+_Found = tuple[list[Description], list[str]]
 
 
 class _Extended(Protocol):
@@ -66,9 +50,6 @@ class _Extended(Protocol):
 
     @property
     def reducer(self) -> Reducer: ...
-
-
-_WHERE = "Strategy.explain"
 
 
 class Explained:
@@ -121,7 +102,7 @@ class Explained:
             "node_of": list(communicator.node_of),
             "mpi": communicator.library,
             "shared_memory": communicator.shares_memory,
-            "algorithm": getattr(algorithm, "configuration", type(algorithm).__name__),
+            "algorithm": algorithm.configuration,
             "bytes_per_pack": int(extended.reducer.options.bytes_per_pack),
             "wire": extended.reducer.options.wire,
             "thresholds": communicator.thresholds.sizes(),
@@ -130,65 +111,52 @@ class Explained:
         }
 
 
-@dataclass
-class _Found:
-    """What a value consists of."""
-
-    leaves: Sequence[Any]
-    buffers: list[Buffer]
-    nbytes: int
-    others: list[str]
-
-
 def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
-    communicator, chosen = reducer.communicator, reducer.options.merge(options)
-    if isinstance(value, Arena):
-        found = _of_arena(reducer, value, op, chosen)
-    else:
-        leaves = nest.flatten(value)[0]
-        found = _of_leaves(reducer, leaves, value, op, chosen)
-    ground = Ground.of(communicator)
-    ranks = f"{_count(ground.size, 'rank')} of {_count(ground.nodes, 'node')}"
-    seconds = seconds_of(found.buffers, ground)
-    about = "" if found.others and not found.buffers else f"; about {time_in_words(seconds)}"
-    what = f"{op.value} of {_count(len(found.leaves), 'array')}, {size_in_words(found.nbytes)}"
-    yield f"all_reduce {what}, on {ranks} by {type(reducer.algorithm).__name__}{about}"
-    for alike in _grouped(found.buffers):
-        way, copies, moved = in_words(alike, ground)
-        yield f"  {_named(alike)}: {way}"
-        yield from (f"    {line}" for line in (copies, moved) if line)
-    yield from (f"  {line}" for line in found.others)
-    paths = communicator.thresholds
-    yield f"  thresholds: {paths.source}; rates: {'the defaults' if paths.rates == Rates() else paths.source}"
+    ranks, chosen = reducer.communicator, reducer.options.merge(options)
+    nodes, thresholds = max(ranks.node_of) + 1, ranks.thresholds
+    leaves = value.leaves if isinstance(value, Arena) else nest.flatten(value)[0]
+    found, others = (_of_arena if isinstance(value, Arena) else _of_leaves)(reducer, leaves, value, op, chosen)
+    size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))
+    rates = thresholds.rates
+    call = rates.cell_seconds if nodes == 1 else rates.message_seconds
+    about = f"; about {_time_in_words(call + sum(each.seconds for each in found))}" if found or not others else ""
+    what = f"{op.value} of {_count(len(leaves), 'array')}, {size_in_words(size)}"
+    where = f"{_count(ranks.size, 'rank')} of {_count(nodes, 'node')}"
+    yield f"all_reduce {what}, on {where} by {type(reducer.algorithm).__name__}{about}"
+    for each in found:
+        yield f"  {_name_of(each)}: {each.way}"
+        total = f"{sum(amount for amount, _ in each.copies):.3g}"
+        copied = f"{total} {'copy' if total == '1' else 'copies'}: {', '.join(text for _, text in each.copies)}"
+        yield f"    {copied if each.copies else 'no copies'}"
+        if each.moved:
+            yield f"    {each.moved}"
+    yield from (f"  {line}" for line in others)
+    yield f"  thresholds: {thresholds.source}; rates: {'the defaults' if rates == Rates() else thresholds.source}"
 
 
-def _of_arena(reducer: Reducer, arena: Arena, op: ReduceOp, options: CommunicationOptions) -> _Found:
+def _of_arena(
+    reducer: Reducer, leaves: Sequence[Any], arena: Arena, op: ReduceOp, options: CommunicationOptions
+) -> _Found:
     arena.check(reducer, _WHERE)
     ordinary = arena.is_ordinary(reducer)
     if arena.in_place or not ordinary:
         check_dtypes(arena.buckets, op, _WHERE)
     if ordinary:
-        return _of_leaves(reducer, arena.leaves, arena.values, op, options)
+        return _of_leaves(reducer, leaves, arena.values, op, options)
     reduced_precision.check(options.wire)
     communicator = reduced_precision.on(reducer.communicator, options.wire)
     if arena.on_device:
-        lines = lines_of(communicator, arena.leaves, arena.path(reducer, options), options)
-        return _Found(arena.leaves, [], arena.nbytes, [line.replace("packed on", "ready on") for line in lines])
-    counts = [sum(place.bucket == number for place in arena.places) for number in range(len(arena.buckets))]
-    buffers = []
-    for count, bucket in zip(counts, arena.buckets, strict=True):
-        dtype, wide = bucket.mine.dtype, host_wire_dtype(bucket.mine.dtype)
-        buffer = Buffer("bucket", dtype, bucket.mine.nbytes, count, "arena", in_place=arena.in_place)
-        if not is_in_place(communicator, bucket):
-            nbytes = bucket.mine.size * wide.itemsize
-            way = communicator.route(nbytes, wide, op.on_the_wire)
-            converted = wide != dtype and way != "none"
-            seen = is_seen_across(communicator, bucket, op.on_the_wire)
-            buffer = replace(
-                buffer, dtype=wide if converted else dtype, nbytes=nbytes, way=way, converted=converted, is_seen=seen
-            )
-        buffers.append(buffer)
-    return _Found(arena.leaves, buffers, arena.nbytes, [])
+        lines = _on_devices(communicator, leaves, arena.path(reducer, options), options)
+        return [], [line.replace("packed on", "ready on") for line in lines]
+    members = [
+        tuple(Member(i, p.start, p.stop, p.shape) for i, p in enumerate(arena.places) if p.bucket == number)
+        for number in range(len(arena.buckets))
+    ]
+    described = [
+        describe_replicas(communicator, bucket, op.on_the_wire, held, into_result=not arena.in_place)
+        for bucket, held in zip(arena.buckets, members, strict=True)
+    ]
+    return described, []
 
 
 def _of_leaves(
@@ -198,61 +166,67 @@ def _of_leaves(
         raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
     values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
     checked_leaves(values, lambda: nest.leaf_paths(value), False, _WHERE)
-    algorithm = cast(_BuiltIn, reducer.algorithm)
-    if not reducer.algorithm.is_built_in:
-        nbytes = sum(any_array(contribution(leaf)).nbytes for leaf in leaves if not isinstance(leaf, IndexedSlices))
-        return _Found(leaves, [], nbytes, [f"what {type(algorithm).__name__} does with them is its own business"])
+    algorithm: Any = reducer.algorithm
+    if not algorithm.is_built_in:
+        return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
     reduced_precision.check(options.wire)
     communicator = reduced_precision.on(reducer.communicator, options.wire)
     parts = [checked_component(each, op, _WHERE) for each in values]
-    dense = [part for part in parts if isinstance(part, np.ndarray)]
     algorithm.check_values(parts, op, _WHERE)
-    route = algorithm.plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK).route
-    buffers = [_buffer(pack, dense, name) for pack, name in zip(route.packs, route.describe(), strict=True)]
-    rounds = getattr(communicator, "rounds", False)
-    buffers = [replace(each, rounds=rounds) for each in buffers if each.nbytes]
+    dense = [part for part in parts if isinstance(part, np.ndarray)]
+    plan = algorithm.plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
-    sparse = sum(part.values.nbytes + part.indices.nbytes for part in slices)
-    others = [f"{len(slices)} IndexedSlices, {size_in_words(sparse)}: gathered on all ranks by MPI"] if slices else []
+    others = [f"{len(slices)} IndexedSlices, {size_in_words(sum(map(_nbytes, slices)))}: gathered on all ranks by MPI"]
     placed = [part for part in parts if is_on_device(part)]
-    word = path_word(options, algorithm.device_path) if placed and algorithm.reduces_on_devices else None
-    others += lines_of(communicator, placed, word, options, algorithm.num_packs)
-    mirrored = len(parts) - len(dense) - len(slices) - len(placed)
+    word = None if algorithm.device_path is None else path_word(options, algorithm.device_path)
+    others = (others if slices else []) + _on_devices(communicator, placed, word, options, algorithm.num_packs)
+    mirrored = sum(isinstance(part, Mirrored) for part in parts)
     if mirrored:
         others.append(f"{mirrored} Mirrored: the same everywhere, nothing is sent")
-    return _Found(leaves, buffers, sum(array.nbytes for array in (*dense, *placed)) + sparse, others)
+    return plan.route.describe(communicator, dense), others
 
 
-def _buffer(pack: packing.Pack, arrays: Sequence[Array], way: str) -> Buffer:
-    return Buffer(
-        "pack" if len(pack.members) > 1 else "array",
-        pack.dtype,
-        pack.nbytes,
-        len(pack.members),
-        way,
-        is_copy=way == "root" or not pack.is_array(arrays),
-        converted=any(arrays[member.index].dtype != pack.dtype for member in pack.members),
-    )
+def _on_devices(
+    communicator: Communicator,
+    arrays: Sequence[Any],
+    word: str | None,
+    options: CommunicationOptions,
+    num_packs: float = 0,
+) -> list[str]:
+    """Return what happens to arrays in GPU memory on the path that is asked for; None: by way of the host."""
+    if not arrays:
+        return []
+    count = f"{_count(len(arrays), 'array')} on a GPU, {size_in_words(sum(map(_nbytes, arrays)))}"
+    if word is None:
+        return [f"{count}: copied to the host, reduced as other arrays are, and copied back"]
+    packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, num_packs)
+    paths = device_paths(communicator)
+    how = "on a path that the ranks choose at the first such call"
+    if (path := paths.known.get(word)) is not None:
+        how = f"{_ON_DEVICES[path.name]} ({path.name}: {paths.reasons.get(word, '')})"
+    return [f"{count}: packed on the GPU into {_count(len(packs), 'bucket')}; {how}"]
 
 
-def _grouped(buffers: Sequence[Buffer]) -> Iterator[list[Buffer]]:
-    alike: dict[Buffer, list[Buffer]] = {}
-    for buffer in buffers:
-        alike.setdefault(replace(buffer, nbytes=0, arrays=0), []).append(buffer)
-    yield from alike.values()
+def _nbytes(leaf: Any) -> int:
+    part = contribution(leaf)
+    if isinstance(part, IndexedSlices):
+        return _nbytes(part.values) + _nbytes(part.indices)
+    return int(any_array(part).nbytes)
 
 
-def _named(alike: Sequence[Buffer]) -> str:
-    first, arrays = alike[0], sum(each.arrays for each in alike)
-    nbytes = f"{dtype_name(first.dtype)}, {size_in_words(sum(each.nbytes for each in alike))}"
-    if first.kind == "array":
-        return (
-            f"{_count(len(alike), 'array')} by itself, {nbytes}"
-            if len(alike) == 1
-            else (f"{len(alike)} arrays by themselves, {nbytes}")
-        )
-    return f"{_count(len(alike), first.kind)} of {_count(arrays, 'array')}, {nbytes}"
+def _name_of(each: Description) -> str:
+    packs, count = each.packs, len(each.packs)
+    nbytes = f"{dtype_name(packs[0].dtype)}, {size_in_words(nbytes_of(packs))}"
+    arrays = sum(len(pack.members) for pack in packs)
+    if each.is_arena or arrays > count:
+        return f"{_count(count, 'bucket' if each.is_arena else 'pack')} of {_count(arrays, 'array')}, {nbytes}"
+    return f"{_count(count, 'array')} by {'itself' if count == 1 else 'themselves'}, {nbytes}"
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _time_in_words(seconds: float) -> str:
+    unit, factor = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= each[1]), ("us", 1e-6))
+    return f"{float(f'{seconds / factor:.2g}'):g} {unit}"

@@ -172,7 +172,7 @@ class ArenaReductions(ABC):
 
     def path(self, reducer: Reducer, options: CommunicationOptions) -> str:
         """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
-        return path_word(options, getattr(reducer.algorithm, "device_path", "")) if self.on_device else ""
+        return path_word(options, getattr(reducer.algorithm, "device_path", None) or "") if self.on_device else ""
 
     def _device_reduction(self, path: str, *, into_result: bool) -> BucketReduction:
         from mpistrategy.reduction.arena.gpu import BucketReduction  # here, for the quick import

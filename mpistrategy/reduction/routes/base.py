@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.reduction.layout.packing import Pack
 
 #: For each array memory that a result in its own dtype may be written to, contiguous and sharing none with another
 #: array; or None.
 Targets: TypeAlias = "Sequence[Array | None] | None"
+
+#: How much of the packs is copied (1: all), and what where, in words.
+Copies: TypeAlias = "tuple[tuple[float, str], ...]"
 
 
 class Route(Protocol):
@@ -28,5 +33,56 @@ class Route(Protocol):
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations after the agreement, in the dtypes of the wire; floats divided, for MEAN."""
 
-    def describe(self) -> Sequence[str]:
-        """Return the name of the way that each of `packs` takes."""
+    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        """Return what `run` would do with these arrays, for `Strategy.explain`."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What happens to packs that are reduced in the same way.
+
+    Attributes:
+        packs: the packs.
+        way: how they travel, and where they are combined.
+        copies: what is copied on this rank.
+        moved: what each rank, or node, reads and writes, or sends.
+        seconds: about how long it takes.
+        is_arena: whether they are buckets of an arena.
+    """
+
+    packs: Sequence[Pack]
+    way: str
+    copies: Copies
+    moved: str
+    seconds: float
+    is_arena: bool = False
+
+
+def grouped(
+    packs: Sequence[Pack], names: Sequence[str], arrays: Sequence[Array]
+) -> list[tuple[str, list[Pack], Copies]]:
+    """Return the packs with the same name, dtype and need of a copy together; and that copy."""
+    groups: dict[tuple[str, object, bool, Copies], list[Pack]] = {}
+    for pack, name in zip(packs, names, strict=True):
+        if pack.size:
+            several = len(pack.members) > 1
+            copies: Copies = ()
+            if pack.converts:
+                copies = ((2, f"all into {'the pack as ' if several else ''}{pack.dtype.name} and the results back"),)
+            elif not pack.is_array(arrays):
+                copies = ((1, "all into the pack" if several else "all in order"),)
+            groups.setdefault((name, pack.dtype, several, copies), []).append(pack)
+    return [(name, alike, copies) for (name, _, _, copies), alike in groups.items()]
+
+
+def nbytes_of(packs: Sequence[Pack]) -> int:
+    """Return how many bytes travel."""
+    return sum(pack.nbytes for pack in packs)
+
+
+def size_in_words(nbytes: float) -> str:
+    """Return a number of bytes in a unit that fits."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{nbytes:.0f} bytes"

@@ -12,10 +12,12 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.mpi.shared_memory import chunk_size, pipelined
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
-from mpistrategy.reduction.routes.base import Targets
+from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of, size_in_words
 
 #: A number that is a view of a larger pack would keep all of it.
 _FEW_ELEMENTS = 64
@@ -116,9 +118,9 @@ class CommunicatorRoute:
             reduce_pair(source, target)
             divide_by(self._divisors[target.dtype], target)
 
-    def describe(self) -> Sequence[str]:
-        """Return the name of the way that each pack takes."""
-        return self._names
+    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        """See `Route.describe`."""
+        return [described(ranks, *group) for group in grouped(self.packs, self._names, arrays)]
 
 
 class OneArrayRoute:
@@ -159,9 +161,9 @@ class OneArrayRoute:
             self._quiet(divide, target, operand, target)
         return [target]
 
-    def describe(self) -> Sequence[str]:
-        """Return the name of the way."""
-        return ("mpi",)
+    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        """See `Route.describe`."""
+        return [described(ranks, *group) for group in grouped(self.packs, ("mpi",), arrays)]
 
 
 def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
@@ -183,3 +185,83 @@ def names_of(communicator: Communicator, packs: Sequence[Pack], op: ReduceOp) ->
         else communicator.route(pack.nbytes, pack.dtype, text)
         for pack in packs
     ]
+
+
+def described(
+    ranks: Communicator, name: str, packs: Sequence[Pack], copies: Copies, *, in_place: bool = False, seen: bool = False
+) -> Description:
+    """Return what becomes of packs on a way of the communicator, or of an algorithm.
+
+    Args:
+        ranks: the ranks.
+        name: the name of the way.
+        packs: the packs, of one dtype.
+        copies: what is copied before and after.
+        in_place: whether the results are written over them.
+        seen: whether the ranks of a node combine them where they are, before they travel to other nodes.
+    """
+    rates, nbytes = ranks.thresholds.rates, nbytes_of(packs)
+    nodes, local = max(ranks.node_of) + 1, ranks.node_of.count(ranks.node_of[ranks.rank])
+    rounded = two_level.is_rounded(ranks, packs[0].dtype, "SUM")
+    # What a node sends, and gets, in bytes.
+    sent = 2 * (nodes - 1) / nodes * nbytes / (2 if rounded else 1)
+    result: Copies = () if copies or in_place else ((1, "all into the result"),)
+    copied = nbytes / rates.copy_bytes_per_second
+    seconds = copied * sum(amount for amount, _ in copies)
+    by_mpi = (
+        nbytes / rates.mpi_bytes_per_second
+        if nodes == 1
+        else rates.message_seconds + sent / rates.link_bytes_per_second
+    )
+    by_each = size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)
+    way, moved = "stays here, the only replica", ""
+    match name:
+        case "pipelined":
+            chunk = pipelined.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
+            way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
+            if nbytes >= chunk_size.LEAST_BYTES and local <= chunk_size.MOST_RANKS and nodes == 1:
+                way += f", or of {size_in_words(chunk_size.LARGE_BYTES)} while these are faster"
+            part = (local - 1) / local
+            copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
+            moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
+            seconds += nbytes / rates.window_bytes_per_second
+        case "across":  # one piece is on the network while the node works on the next
+            lanes = two_level.lanes_of(ranks.node_of)
+            piece = two_level.piece_bytes_for(lanes, nodes, ranks.thresholds)
+            dtype = "bfloat16" if rounded else packs[0].dtype.name
+            pieces = _pieces(packs, piece, "piece")
+            way = f"within each node, between the {nodes} nodes as {dtype}, and back, in {pieces}"
+            if local > 1 and not seen and ranks.shares_memory:
+                copies = (*copies, (1, "all into the node's memory"), (1, "the result out of it"))
+            elif local > 1 and not seen:
+                copies += result
+            by = f"{lanes} of its ranks" if lanes > 1 else "one rank"
+            moved = f"each node sends {size_in_words(sent)} and gets as much, by {by}"
+            within = rates.arena_bytes_per_second if seen else rates.window_bytes_per_second
+            on_node = nbytes / within if local > 1 else 0
+            seconds += rates.message_seconds + max(sent / rates.link_bytes_per_second, on_node)
+        case "mpi":
+            copies += result
+            way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.piece_bytes, 'piece')}"
+            moved = f"each rank sends at least {by_each}"
+            seconds = (seconds or copied) + by_mpi
+        case "alltoallv":
+            way = f"from rank to rank: each gets 1/{ranks.size} of all values, combines them and sends the result"
+            moved = f"each rank sends {by_each}"
+            seconds = (seconds or copied) + by_mpi
+        case "root":
+            copies += result
+            way = "by MPI's Reduce to one rank, and from there by Bcast"
+            moved = f"each rank sends {size_in_words(nbytes)} or gets it, at least once"
+            seconds = (seconds or copied) + 2 * by_mpi
+        case "threads":
+            way, seconds = "between the threads of this process", seconds + ranks.size * copied
+        case _:
+            copies, seconds = copies + result, seconds + copied
+    return Description(packs, way, copies, moved, seconds)
+
+
+def _pieces(packs: Sequence[Pack], nbytes: int, what: str) -> str:
+    step = max(1, nbytes // packs[0].dtype.itemsize) * packs[0].dtype.itemsize
+    count = sum(-(-pack.nbytes // step) for pack in packs)
+    return f"{count} {what}{'' if count == 1 else 's'} of at most {size_in_words(nbytes)}"

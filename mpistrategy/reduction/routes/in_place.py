@@ -12,7 +12,7 @@ array again before `communicator.node_barrier()`, which the caller calls after i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,9 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import across_nodes, is_rounded
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.reduction.layout.packing import Member, Pack
+from mpistrategy.reduction.routes.base import Copies, Description, size_in_words
+from mpistrategy.reduction.routes.communicator import described
 
 #: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
 _CACHE_BYTES = 512 * 2**10
@@ -123,6 +126,30 @@ def reduce_replicas(
             shown = replicas.local_rank == 0 or not replicas.is_shared
             target = _result(replicas) if shown else np.empty_like(replicas.mine)
             _allreduce(communicator, replicas.mine, target, op, divisor)
+
+
+def describe_replicas(
+    communicator: Communicator, replicas: Replicas, op: str, members: tuple[Member, ...], *, into_result: bool
+) -> Description:
+    """Return what `reduce_replicas` would do with a bucket of an arena that has these members."""
+    mine, wide, local = replicas.mine, host_wire_dtype(replicas.mine.dtype), len(replicas.arrays)
+    if is_in_place(communicator, replicas):
+        read, written = size_in_words(mine.nbytes), size_in_words(mine.nbytes / (local if into_result else 1))
+        target = "into the node's one result" if into_result else "into every one"
+        return Description(
+            [Pack(mine.dtype, mine.size, members, False)],
+            f"where the arrays are, each rank 1/{local} of them",
+            (),
+            f"each rank reads {read} and writes {written}, {target}",
+            mine.nbytes / communicator.thresholds.rates.arena_bytes_per_second,
+            True,
+        )
+    name = communicator.route(mine.size * wide.itemsize, wide, op)
+    converts = wide != mine.dtype and name != "none"
+    pack = Pack(wide if converts else mine.dtype, mine.size, members, converts)
+    copies: Copies = ((2, f"all into {wide.name} and the results back"),) if converts else ()
+    seen = is_seen_across(communicator, replicas, op)
+    return replace(described(communicator, name, [pack], copies, in_place=not into_result, seen=seen), is_arena=True)
 
 
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:

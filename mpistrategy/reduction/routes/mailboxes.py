@@ -19,12 +19,13 @@ import numpy as np
 from mpistrategy.arrays.dtypes import COMBINE, Array, division, mean_dtype, quiet_runner
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, sum_of_arrays_of_one, sum_of_numbers
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.leaves import Leaves
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
-from mpistrategy.reduction.routes.base import Targets
+from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of, size_in_words
 
 #: Returned for a value that the plan was not made for; nothing has been sent then.
 MISFIT: Any = object()
@@ -100,9 +101,19 @@ class MailboxRoute:
             quiet(divide, total, operand, total)
         return total
 
-    def describe(self) -> Sequence[str]:
-        """Return the route's name for each pack."""
-        return ["mailboxes"] * len(self.packs)
+    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        """See `Route.describe`."""
+        way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
+        return [
+            Description(
+                alike,
+                way,
+                copies,
+                f"each rank writes {size_in_words(nbytes_of(alike))} and reads the mailboxes of all {ranks.size}",
+                ranks.size * nbytes_of(alike) / ranks.thresholds.rates.copy_bytes_per_second,
+            )
+            for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)
+        ]
 
 
 def _packs(layouts: Sequence[Layout]) -> tuple[Pack, ...]:

@@ -19,7 +19,7 @@ from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Pack
-from mpistrategy.reduction.routes.base import Route, Targets
+from mpistrategy.reduction.routes.base import Description, Route, Targets, grouped, nbytes_of, size_in_words
 
 #: `mpistrategy.reduction.routes.in_place.combine`, or what does the same in another order.
 Combination = Callable[[Sequence[Array], Sequence[Array], str, int, tuple[int, int]], None]
@@ -107,11 +107,20 @@ class ResultBufferRoute:
             results[index] = results[index].copy()
         return results
 
-    def describe(self) -> Sequence[str]:
-        """Return the name of the way that each pack takes: there are buffers, or there will be next time."""
-        if self._buffers.may_have(self._sizes):
-            return ["result_buffers"] * len(self.packs)
-        return self._otherwise.describe()
+    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        """See `Route.describe`: there are buffers, or there will be next time."""
+        if not self._buffers.may_have(self._sizes):
+            return self._otherwise.describe(ranks, arrays)
+        rates, rest = ranks.thresholds.rates, 1 - 1 / ranks.size
+        described = []
+        for _, packs, copies in grouped(self.packs, [""] * len(self.packs), arrays):
+            size, nbytes = size_in_words(nbytes_of(packs)), nbytes_of(packs)
+            copies = (*copies, (rest, f"{ranks.size - 1}/{ranks.size} into this rank's result buffer"))
+            copied = sum(amount for amount, _ in copies) * nbytes / rates.copy_bytes_per_second
+            way = f"in result buffers that the node shares, each rank 1/{ranks.size} of them"
+            moved = f"each rank reads {size} and writes {size}, into every result buffer"
+            described.append(Description(packs, way, copies, moved, copied + nbytes / rates.arena_bytes_per_second))
+        return described
 
 
 @dataclass(frozen=True)
