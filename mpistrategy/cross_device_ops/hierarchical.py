@@ -47,4 +47,4 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def route(self, communicator: Communicator, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route of a buffer of so many bytes: on several nodes the same for all sizes."""
-        return "across" if max(communicator.node_of) > 0 else communicator.route(nbytes, dtype, op)
+        return "across" if communicator.nodes > 1 else communicator.route(nbytes, dtype, op)

@@ -10,7 +10,8 @@ import numpy as np
 
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import device_paths
-from mpistrategy.mpi.multi_node import bfloat16, two_level
+from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.mpi.multi_node.reduced_precision import travels
 from mpistrategy.mpi.shared_memory import chunk_size, pipelined
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 from mpistrategy.options import CommunicationOptions
@@ -80,7 +81,7 @@ class Ground:
         node_of = communicator.node_of
         return cls(
             communicator.size,
-            max(node_of) + 1,
+            communicator.nodes,
             node_of.count(node_of[communicator.rank]),
             two_level.lanes_of(node_of),
             communicator.shares_memory,
@@ -89,7 +90,7 @@ class Ground:
 
     def sent_between_nodes(self, buffer: Buffer) -> float:
         """Return the bytes that a node sends, and gets, of a buffer."""
-        rounded = buffer.rounds and bfloat16.travels(buffer.dtype, "SUM")
+        rounded = buffer.rounds and travels(buffer.dtype, "SUM")
         return 2 * (self.nodes - 1) / self.nodes * buffer.nbytes / (2 if rounded else 1)
 
 
@@ -139,7 +140,7 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
             moved = f"each rank reads {size} and writes {size}, into every result buffer"
         case "across":
             piece = two_level.piece_bytes_for(ground.lanes, ground.nodes, paths)
-            rounded = first.rounds and bfloat16.travels(first.dtype, "SUM")
+            rounded = first.rounds and travels(first.dtype, "SUM")
             sent = sum(map(ground.sent_between_nodes, alike))
             way = (
                 f"within each node, between the {ground.nodes} nodes as {'bfloat16' if rounded else first.dtype.name}, "
