@@ -12,7 +12,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.multi_node.reduced_precision import travels
-from mpistrategy.mpi.shared_memory import chunk_size, pipelined
+from mpistrategy.mpi.shared_memory import pipelined
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.layout import packing
@@ -126,8 +126,8 @@ def in_words(alike: Sequence[Buffer], ground: Ground) -> tuple[str, str, str]:
         case "pipelined":
             chunk = pipelined.chunk_bytes_for(local, paths.chunk_bytes)
             way = f"through the node's bounce buffers, in {_pieces(alike, chunk, 'chunk')}"
-            if nbytes >= chunk_size.LEAST_BYTES and local <= chunk_size.MOST_RANKS and ground.nodes == 1:
-                way += f", or of {size_in_words(chunk_size.LARGE_BYTES)} while these are faster"
+            if nbytes >= pipelined.LEAST_BYTES and local <= pipelined.MOST_RANKS and ground.nodes == 1:
+                way += f", or of {size_in_words(pipelined.LARGE_BYTES)} while these are faster"
             copies += [
                 ((local - 1) / local, f"{local - 1}/{local} into the bounce buffers"),
                 (1, "the result out of it"),

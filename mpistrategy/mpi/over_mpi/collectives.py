@@ -73,7 +73,7 @@ class Collectives:
         way = self.route(buffer.nbytes, buffer.dtype, op)
         if self.pipelined is not None and way == "pipelined":
             flat = buffer.reshape(-1)
-            self.pipelined.allreduce(flat if source is None else source.reshape(-1), flat, op)
+            self.pipelined.allreduce_many([(flat if source is None else source.reshape(-1), flat)], op)
             return
         if way == "across":
             allreduce_across(self, buffer, op, source=source)

@@ -26,8 +26,8 @@ from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.over_mpi.collectives import Collectives
 from mpistrategy.mpi.shared_memory import setup
-from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
-from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
+from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import Fence, NodePeers, SharedMemory, part, private_memory, share
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
@@ -138,17 +138,20 @@ class MpiCommunicator(Collectives):
         before = status_board.BYTES + failures.BYTES
         shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
         lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)
-        shared = part(shared, before)
+        shared, cell_bytes = part(shared, before), self.thresholds.cell_bytes
         self.shares_memory = shared.is_shared
         if not shared.is_shared or self.local_size == 1:
             return lines, self._control
         control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
+        bounce_buffers = part(shared, segment_bytes(cell_bytes))
+        chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
+        pipelined = partial(PipelinedAllReduce, bounce_buffers, chunk_bytes)
         if self.local_size < self.size:
-            _, self.pipelined = setup.in_memory(shared, self.thresholds, wait(), wait())
+            self.pipelined = pipelined(wait())
             return lines, control
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
-        waits = wait(partial(told.look, agreed=False)), wait(partial(told.look, agreed=True))
-        mailboxes, self.pipelined = setup.in_memory(shared, self.thresholds, *waits, self._shared_if_there_is_room)
+        mailboxes = Mailboxes(shared, cell_bytes, wait(partial(told.look, agreed=False)))
+        self.pipelined = pipelined(wait(partial(told.look, agreed=True)), self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
         self.mailboxes, self.result_buffers = mailboxes, ResultBuffers(mailboxes, self._shared_if_there_is_room)
         return lines, mailboxes

@@ -242,10 +242,9 @@ class _Mapping(NamedTuple):
     address: int
     nbytes: int
     handle: int
-    is_private: bool = False
 
 
-#: The shared memory of this process, by the identity of the object that keeps it mapped.
+#: What a child must not write to, by the identity of the object that keeps it mapped.
 _mappings: dict[int, _Mapping] = {}
 _libc: Any = None
 
@@ -266,8 +265,13 @@ def _mapped(handle: int, nbytes: int) -> mmap.mmap:
     if not _map(mapping, mmap.MAP_SHARED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     _mappings[id(block)] = mapping
-    weakref.finalize(block, lambda key: os.close(_mappings.pop(key).handle), id(block)).atexit = False
+    weakref.finalize(block, _forget, id(block), handle).atexit = False
     return block
+
+
+def _forget(identity: int, handle: int) -> None:
+    _mappings.pop(identity, None)
+    os.close(handle)
 
 
 def _map(mapping: _Mapping, kind: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> bool:
@@ -282,13 +286,11 @@ def _make_private() -> None:
 
     Its own children inherit them as they are; mapped once more, they would show what this child's parent has.
     """
-    for identity, mapping in list(_mappings.items()):
-        if mapping.is_private:
-            continue
+    for mapping in _mappings.values():
         if not _map(mapping, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)):
             # At once: the old mapping may be gone, and nothing else may take its addresses.
             if not _map(mapping, mmap.MAP_SHARED, mmap.PROT_READ):
                 os.write(2, b"mpistrategy: a forked child can have no memory of its own; it ends\n")
                 os._exit(71)  # rather than write into its parent's variables
             os.write(2, b"mpistrategy: no memory for a forked child to write where its parent has shared memory\n")
-        _mappings[identity] = mapping._replace(is_private=True)
+    _mappings.clear()
