@@ -72,7 +72,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: on several nodes the same for all sizes."""
-        if max(communicator.node_of) == 0:
+        if communicator.nodes == 1:
             return super().route(communicator, packs, op, destination)
 
         def across(source: Array, target: Array) -> None:

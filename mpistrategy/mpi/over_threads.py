@@ -147,6 +147,7 @@ class SimulatedCommunicator:
         self.devices: tuple[Device, ...] = ()
         numbers = list(dict.fromkeys(self._nodes))
         self.node_of = tuple(numbers.index(node) for node in self._nodes)
+        self.nodes = len(numbers)
         self.local_rank = self.node_of[:rank].count(self.node_of[rank])
         self.library, self.shares_memory = "", False
         self.thresholds = DEFAULT

@@ -113,7 +113,7 @@ class Explained:
 
 def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
     ranks, chosen = reducer.communicator, reducer.options.merge(options)
-    nodes, thresholds = max(ranks.node_of) + 1, ranks.thresholds
+    nodes, thresholds = ranks.nodes, ranks.thresholds
     leaves = value.leaves if isinstance(value, Arena) else nest.flatten(value)[0]
     found, others = (_of_arena if isinstance(value, Arena) else _of_leaves)(reducer, leaves, value, op, chosen)
     size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))

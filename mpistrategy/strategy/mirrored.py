@@ -90,7 +90,7 @@ class MirroredStrategy(Strategy):
                     )
                 if on_error not in ("abort", "raise"):
                     raise OptionError.at(where, found=f"on_error={on_error!r}", expected='"abort" or "raise"')
-                several_nodes = max(ranks.node_of) > 0
+                several_nodes = ranks.nodes > 1
                 level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
                 if contains_errors and check is None:
                     level = check_level.ALWAYS

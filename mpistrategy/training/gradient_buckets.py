@@ -84,7 +84,7 @@ class GradientBuckets:
         self._index = {id(var): number for number, var in enumerate(self.variables)}
         extended = gradients.arena.strategy.extended
         extended.bucket_orders[tuple(bucket.members for bucket in self.buckets)] = None
-        self.starts_early = max(extended.reducer.communicator.node_of) > 0
+        self.starts_early = extended.reducer.communicator.nodes > 1
         self._handles: list[AllReduceHandle] = []
         self._clear()
 

@@ -161,7 +161,7 @@ class SlicedSteps:
         self, strategy: Strategy, variables: tuple[Variable, ...], slots: Sequence[Slots], kernel: Kernel
     ) -> SlicedStep | None:
         communicator = strategy.extended.communicator
-        one_node = communicator.size > 1 and max(communicator.node_of) == 0
+        one_node = communicator.size > 1 and communicator.nodes == 1
         if not one_node or len({*map(id, variables)}) < len(variables):
             return None
         if not all(map(_lives_in_shared_memory, [*variables, *(slot for beside in slots for slot in beside.values())])):

@@ -58,6 +58,7 @@ class Communicator(Protocol):
         guard: compares the ranks' calls before any of these collectives runs.
         devices: the device that each rank drives, in rank order.
         node_of: the number of the node of each rank, from 0 on.
+        nodes: how many nodes there are.
         local_rank: this rank's index among the ranks of its node.
         library: the MPI library and its version, in words; "" without one.
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
@@ -73,6 +74,7 @@ class Communicator(Protocol):
     guard: Guard
     devices: tuple[Device, ...]
     node_of: tuple[int, ...]
+    nodes: int
     local_rank: int
     library: str
     shares_memory: bool
@@ -162,6 +164,7 @@ class SingleCommunicator:
     size: int = 1
     guard: Guard = field(default_factory=Guard)
     node_of: tuple[int, ...] = (0,)
+    nodes: int = 1
     local_rank: int = 0
     library: str = ""
     shares_memory: bool = False

@@ -25,6 +25,8 @@ class Request(Protocol):
 
 
 Steps = Iterator[list[Request]]
+#: The dtype that travels; None is that of the arrays.
+Wire = np.dtype[Any] | None
 
 
 class Link(Protocol):
@@ -65,7 +67,7 @@ class Space:
 
 
 def reduce_pairwise(
-    link: Link, source: Array, target: Array, op: str, tag: int, space: Space, wire: np.dtype[Any] | None = None
+    link: Link, source: Array, target: Array, op: str, tag: int, space: Space, wire: Wire = None
 ) -> Steps:
     """Write the combination of all counterparts' `source` into `target`; yields messages that must be done next.
 

@@ -1,16 +1,52 @@
-"""Communication between nodes in less than full precision: `CommunicationOptions.wire`."""
+"""Communication between nodes in less than full precision: `CommunicationOptions.wire`.
+
+With "bfloat16", each node's float32 contribution is rounded once, the contributions are added up in float32, and the
+sum is rounded once; all ranks get the same result.  With u = 2^-8, s_n the sum over the ranks of node n and S the sum
+of the s_n, the result differs from S by no more than
+
+    (2 u + u^2) (|s_1| + |s_2| + ...)
+
+plus float32's own rounding of the additions.  For values below 2^-126 each rounding errs by up to 2^-134 instead.
+A magnitude of about 3.39e38 or more, of a node's contribution or of the sum, becomes infinite.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by
-from mpistrategy.mpi.multi_node.bfloat16 import bfloat16, travels
+from mpistrategy.errors import OptionError
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.tuning.thresholds import RouteName
+
+
+@cache
+def bfloat16() -> np.dtype[Any]:
+    """Return the dtype of ml_dtypes.
+
+    Raises:
+        OptionError: where ml_dtypes is not installed.
+    """
+    try:
+        import ml_dtypes  # an optional extra, and only this wire needs it
+    except ImportError as error:
+        raise OptionError.at(
+            "CommunicationOptions",
+            found='wire="bfloat16" without the package ml_dtypes',
+            expected="ml_dtypes on every rank",
+            fix="Install it: pip install 'mpistrategy[bfloat16]'.",
+        ) from error
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+def travels(dtype: np.dtype[Any], op: str) -> bool:
+    """Return whether a buffer of this dtype is rounded under this operation: float32 sums only."""
+    return dtype == np.float32 and op == "SUM"
 
 
 def check(wire: str | None) -> None:
@@ -21,7 +57,7 @@ def check(wire: str | None) -> None:
 
 def on(communicator: Any, wire: str | None) -> Any:
     """Return `communicator`, or a view of it whose all-reduces send `wire` between the nodes: None, or "bfloat16"."""
-    if wire is None or max(communicator.node_of) == 0:
+    if wire is None or communicator.nodes == 1:
         return communicator
     return communicator.once((_Rounding, wire), lambda: _Rounding(communicator))
 
@@ -29,7 +65,6 @@ def on(communicator: Any, wire: str | None) -> Any:
 class _Rounding:
     """A view of a communicator whose float32 sums are rounded between the nodes."""
 
-    #: What `allreduce_across` asks for.
     rounds = True
 
     def __init__(self, communicator: Any) -> None:
@@ -38,6 +73,10 @@ class _Rounding:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
 
+    def wire_between_nodes(self, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
+        """See `mpistrategy.mpi.multi_node.two_level.wire_between_nodes`."""
+        return bfloat16() if travels(dtype, op) else None
+
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes; only one of them rounds."""
         route: RouteName = "across" if travels(dtype, op) else self._communicator.route(nbytes, dtype, op)
@@ -45,10 +84,10 @@ class _Rounding:
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the combination over the ranks."""
-        if not travels(buffer.dtype, op):
+        if travels(buffer.dtype, op):
+            allreduce_across(self, buffer, op, source=source)
+        else:
             self._communicator.allreduce(buffer, op, source)
-            return
-        allreduce_across(self, buffer, op, source=source)
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0

@@ -6,6 +6,8 @@ shows its node the result.  So each byte crosses the network as often as it must
 
 Several pieces are under way at a time: while one is on the network, the node adds up those that follow.  Who adds what
 depends only on the placement of the ranks: equal runs give equal bits, and all ranks get the same ones.
+
+Where the ranks of a node share no memory, and in simulated jobs, the levels take turns with the whole array.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node import bfloat16
-from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, MessageStage, NodeStage
-from mpistrategy.mpi.multi_node.pairwise import Flight, Link, Space, reduce_pairwise
+from mpistrategy.mpi.interface.communicator import NodeGroups
+from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, NodeStage, Piece
+from mpistrategy.mpi.multi_node.pairwise import Flight, Link, Space, Wire, reduce_pairwise
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 
@@ -36,9 +37,9 @@ FLIGHTS = 4
 _TAGS = 2**12
 
 
-def lanes_of(node_of: Sequence[int], most: int = MOST_LANES) -> int:
-    """Return how many ranks of each node have a counterpart on every node, up to `most`."""
-    return min(most, *map(node_of.count, node_of))
+def lanes_of(node_of: Sequence[int]) -> int:
+    """Return how many ranks of each node have a counterpart on every node, up to `MOST_LANES`."""
+    return min(MOST_LANES, *map(node_of.count, set(node_of)))
 
 
 def piece_bytes_for(lanes: int, nodes: int, thresholds: Thresholds) -> int:
@@ -66,17 +67,15 @@ def allreduce_across(communicator: Any, buffer: Array, op: str = "SUM", *, sourc
     """
     flat = buffer.reshape(-1)
     mine = flat if source is None else source.reshape(-1)
-    rounds = is_rounded(communicator, buffer.dtype, op)
+    wire = wire_between_nodes(communicator, buffer.dtype, op)
     with np.errstate(all="ignore"):
-        if hasattr(communicator, "links"):
-            across_nodes(communicator).allreduce(mine, flat, op, rounds)
-        else:
-            _in_turn(communicator, mine, flat, op, rounds)
+        across_nodes(communicator).allreduce(mine, flat, op, wire)
 
 
-def is_rounded(communicator: Any, dtype: np.dtype[Any], op: str) -> bool:
-    """Return whether the sums are rounded between the nodes."""
-    return getattr(communicator, "rounds", False) and bfloat16.travels(dtype, op)
+def wire_between_nodes(communicator: Any, dtype: np.dtype[Any], op: str) -> Wire:
+    """Return the dtype that travels between the nodes where it is another one than `dtype`."""
+    own: Callable[..., Wire] | None = getattr(communicator, "wire_between_nodes", None)
+    return None if own is None else own(dtype, op)
 
 
 @dataclass(frozen=True)
@@ -103,51 +102,32 @@ def across_nodes(communicator: Any, manner: Manner = EAGER) -> AcrossNodes:
     return found
 
 
-def _in_turn(communicator: Communicator, source: Array, target: Array, op: str, rounds: bool) -> None:
-    """Do one step after another, for a communicator that has no messages between two ranks."""
-    if target is not source:
-        target[...] = source
-    groups = communicator.node()
-    groups.node.reduce(target, 0, op)
-    if groups.leaders is not None and groups.leaders.size > 1:
-        if rounds:
-            bfloat16.rounded(target)
-        groups.leaders.allreduce(target, op)
-        if rounds:
-            bfloat16.rounded(target)
-    groups.node.bcast(target, 0)
-
-
-@dataclass
-class _Piece:
-    number: int
-    node: NodeStage
-    target: Array
-    flight: Flight
-
-
 class AcrossNodes:
     """The state of the two-level all-reduce; made once for a communicator.  Collective."""
 
     def __init__(self, communicator: Any, manner: Manner) -> None:
-        node = communicator.node().node
-        self.lanes, link = communicator.links(MOST_LANES)
-        self._counterparts = link
-        self._link: Link | None = link if link is not None and link.size > 1 else None
+        nodes = communicator.nodes
         self._manner = manner
-        nodes = max(communicator.node_of) + 1  # the same on ranks that have no counterparts
-        self.piece_bytes = piece_bytes_for(self.lanes, nodes, communicator.thresholds)
-        self._flights: deque[_Piece] = deque()
-        slice_bytes = self.piece_bytes // self.lanes + ALIGNMENT
+        #: The pieces under way: who adds them up on this node, what they are, and their exchange with other nodes.
+        self._flights: deque[tuple[NodeStage, Piece, Flight]] = deque()
+        self._number = 0
+        self._link: Link | None = None
+        self._groups: NodeGroups | None = None
+        self._node = NodeStage()
+        lanes = lanes_of(communicator.node_of)
+        self.piece_bytes = piece_bytes_for(lanes, nodes, communicator.thresholds)
+        nbytes = BufferStage.bytes_of(self.piece_bytes, manner.flights)
+        memory = communicator.shared(nbytes) if communicator.size > nodes else None
+        if not hasattr(communicator, "links") or (memory is not None and not memory.is_shared):
+            self._groups = communicator.node()
+            return
+        if memory is not None and len(memory.segments) > 1:
+            self._node = BufferStage(memory, self.piece_bytes, manner.flights, lanes, self._until)
+        slice_bytes = self.piece_bytes // lanes + ALIGNMENT
         # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.
         self._spaces = [Space(2 * slice_bytes + 2 * ALIGNMENT * nodes) for _ in range(manner.flights)]
-        self._number = 0
-        self._node = NodeStage()
-        memory = communicator.shared(BufferStage.bytes_of(self.piece_bytes, manner.flights))
-        if node.size > 1 and memory.is_shared:
-            self._node = BufferStage(memory, self.piece_bytes, manner.flights, self.lanes, self._until)
-        elif node.size > 1:
-            self._node = MessageStage(node, self.lanes)
+        if nodes > 1:
+            self._link = communicator.links(lanes)
 
     def within(
         self, arrays: Sequence[Array], targets: Sequence[Array], finish: Callable[[Array], object]
@@ -158,31 +138,53 @@ class AcrossNodes:
         """
         return InPlaceStage(self._node, arrays, targets, finish) if isinstance(self._node, BufferStage) else None
 
-    def allreduce(self, source: Array, target: Array, op: str, rounds: bool, within: NodeStage | None = None) -> None:
+    def allreduce(self, source: Array, target: Array, op: str, wire: Wire, within: NodeStage | None = None) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
 
-        With `within`, the arrays of that stage are combined; `source` and `target` are then this rank's own.
+        `wire` is that of `wire_between_nodes`.  With `within`, the arrays of that stage are combined; `source` and
+        `target` are then this rank's own.
         """
+        if self._groups is not None:
+            self._in_turn(self._groups, source, target, op, wire)
+            return
         node = self._node if within is None else within
         elements = self.piece_bytes // target.itemsize
         for start in range(0, target.size, elements):
-            piece = target[start : start + elements]
             self._number += 1
-            node.contribute(self._number, source[start : start + elements], piece)
+            part = slice(start, start + elements)
+            piece = Piece(self._number, start, source[part], target[part])
+            node.contribute(piece)
             if len(self._flights) == self._manner.flights:
                 self._end_first()
-            total, result = node.add_up(self._number, piece, op)
-            self._flights.append(_Piece(self._number, node, piece, self._begin(total, result, op, rounds)))
+            self._flights.append((node, piece, self._begin(*node.add_up(piece, op), op, wire)))
             self._advance()
         while self._flights:
             self._end_first()
 
+    def _in_turn(self, groups: NodeGroups, source: Array, target: Array, op: str, wire: Wire) -> None:
+        """Combine within each node, then between their first ranks, and hand out, each by its own collective."""
+        if not target.size:
+            return
+        if target is not source:
+            target[...] = source
+        groups.node.reduce(target, 0, op)
+        leaders = groups.leaders
+        if leaders is None or leaders.size == 1:
+            pass
+        elif hasattr(leaders, "links"):
+            across_nodes(leaders, self._manner).allreduce(target, target, op, wire)
+        else:
+            target[...] = target.astype(wire or target.dtype)
+            leaders.allreduce(target, op)
+            target[...] = target.astype(wire or target.dtype)
+        groups.node.bcast(target, 0)
+
     def free(self) -> None:
         """Free the communicator of the counterparts, where all ranks are known to do so."""
-        if self._counterparts is not None:
-            self._counterparts.free()
+        if self._link is not None:
+            self._link.free()
 
-    def _begin(self, total: Array, result: Array, op: str, rounds: bool) -> Flight:
+    def _begin(self, total: Array, result: Array, op: str, wire: Wire) -> Flight:
         if self._link is None:
             if result is not total:
                 result[...] = total
@@ -190,19 +192,18 @@ class AcrossNodes:
         tag = 2 * (self._number % _TAGS)
         space = self._spaces[self._number % self._manner.flights]
         space.clear()
-        wire = bfloat16.bfloat16() if rounds else None
         return Flight(reduce_pairwise(self._link, total, result, op, tag, space, wire))
 
     def _end_first(self) -> None:
-        piece = self._flights[0]
-        self._until(lambda: piece.flight.is_over)
+        node, piece, flight = self._flights[0]
+        self._until(lambda: flight.is_over)
         self._flights.popleft()
-        piece.node.hand_out(piece.number, piece.target)
+        node.hand_out(piece)
 
     def _advance(self) -> bool:
         moved = False
-        for piece in self._flights:
-            moved = piece.flight.advance() or moved
+        for *_, flight in self._flights:
+            moved = flight.advance() or moved
         return moved
 
     def _until(self, ready: Callable[[], bool]) -> None:
@@ -212,4 +213,4 @@ class AcrossNodes:
                 looks += 1
                 self._manner.pause(looks)
                 for _ in range(self._manner.nudges if self._flights else 0):
-                    self._flights[0].flight.nudge()
+                    self._flights[0][-1].nudge()

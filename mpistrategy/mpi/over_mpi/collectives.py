@@ -35,6 +35,7 @@ class Collectives:
         size: how many ranks there are.
         local_rank, local_size: the same among the ranks of this node.
         node_of: the node of each rank.
+        nodes: how many nodes there are.
         pipelined: the pipelined all-reduce of this node; None where its ranks share no memory.
         failures: tells the ranks of each other's failures; None on several nodes.
         thresholds: from how many bytes on which route is taken.
@@ -48,6 +49,7 @@ class Collectives:
     local_rank: int
     local_size: int
     node_of: tuple[int, ...]
+    nodes: int
     pipelined: PipelinedAllReduce | None = None
     failures: Failures | None = None
     thresholds: Thresholds
@@ -61,7 +63,7 @@ class Collectives:
             and nbytes >= self.thresholds.window_bytes_for(dtype)
         ):
             return "pipelined"
-        return "across" if nbytes >= self.thresholds.across_bytes and max(self.node_of) > 0 else "mpi"
+        return "across" if nbytes >= self.thresholds.across_bytes and self.nodes > 1 else "mpi"
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
@@ -71,7 +73,7 @@ class Collectives:
         way = self.route(buffer.nbytes, buffer.dtype, op)
         if self.pipelined is not None and way == "pipelined":
             flat = buffer.reshape(-1)
-            self.pipelined.allreduce(flat if source is None else source.reshape(-1), flat, op)
+            self.pipelined.allreduce_many([(flat if source is None else source.reshape(-1), flat)], op)
             return
         if way == "across":
             allreduce_across(self, buffer, op, source=source)

@@ -24,11 +24,10 @@ from mpistrategy.mpi.interface.buffers import Pool
 from mpistrategy.mpi.interface.communicator import NodeGroups, Once
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
-from mpistrategy.mpi.multi_node.two_level import lanes_of
 from mpistrategy.mpi.over_mpi.collectives import Collectives
 from mpistrategy.mpi.shared_memory import setup
-from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
-from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
+from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import Fence, NodePeers, SharedMemory, part, private_memory, share
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
@@ -83,6 +82,7 @@ class MpiCommunicator(Collectives):
         ranks = self._introduce(Introduction.of_this_rank(self.size, leader, self.local_size, sorted(cores())))
         leaders = sorted({each.leader for each in ranks})
         self.node_of = tuple(leaders.index(each.leader) for each in ranks)
+        self.nodes = len(leaders)
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
         self.library = library_name(MPI.Get_library_version())
         self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
@@ -90,7 +90,7 @@ class MpiCommunicator(Collectives):
         self.result_buffers: ResultBuffers | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
-        self.shares_memory = max(map(self.node_of.count, self.node_of)) > 1
+        self.shares_memory = self.nodes < self.size
         self.pool = Pool()
         self.once = Once()
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
@@ -138,17 +138,20 @@ class MpiCommunicator(Collectives):
         before = status_board.BYTES + failures.BYTES
         shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
         lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)
-        shared = part(shared, before)
+        shared, cell_bytes = part(shared, before), self.thresholds.cell_bytes
         self.shares_memory = shared.is_shared
         if not shared.is_shared or self.local_size == 1:
             return lines, self._control
         control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
+        bounce_buffers = part(shared, segment_bytes(cell_bytes))
+        chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
+        pipelined = partial(PipelinedAllReduce, bounce_buffers, chunk_bytes)
         if self.local_size < self.size:
-            _, self.pipelined = setup.in_memory(shared, self.thresholds, wait(), wait())
+            self.pipelined = pipelined(wait())
             return lines, control
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
-        waits = wait(partial(told.look, agreed=False)), wait(partial(told.look, agreed=True))
-        mailboxes, self.pipelined = setup.in_memory(shared, self.thresholds, *waits, self._shared_if_there_is_room)
+        mailboxes = Mailboxes(shared, cell_bytes, wait(partial(told.look, agreed=False)))
+        self.pipelined = pipelined(wait(partial(told.look, agreed=True)), self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
         self.mailboxes, self.result_buffers = mailboxes, ResultBuffers(mailboxes, self._shared_if_there_is_room)
         return lines, mailboxes
@@ -198,15 +201,14 @@ class MpiCommunicator(Collectives):
             _Group(leaders, self.max_count) if leaders != MPI.COMM_NULL else None,
         )
 
-    def links(self, most: int) -> tuple[int, _Group | None]:
-        """Return how many ranks of each node, at most `most`, have counterparts on all nodes, and this rank's.
+    def links(self, lanes: int) -> _Group | None:
+        """Return the ranks with the local rank of this one on all nodes, ordered by node; None from `lanes` on.
 
-        Collective.  Ordered by node.
+        Collective.
         """
-        count = lanes_of(self.node_of, most)
-        lane = self.local_rank if self.local_rank < count else MPI.UNDEFINED
+        lane = self.local_rank if self.local_rank < lanes else MPI.UNDEFINED
         comm = self._comm.Split(lane, self.node_of[self.rank])
-        return count, None if comm == MPI.COMM_NULL else _Group(comm, self.max_count)
+        return None if comm == MPI.COMM_NULL else _Group(comm, self.max_count)
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
@@ -270,6 +272,7 @@ class _Group(MpiCommunicator):
         self.size = comm.size
         self.local_rank, self.local_size = (self.rank, self.size) if pipelined is not None else (0, 1)
         self.node_of = (0,) * self.size if pipelined is not None else tuple(range(self.size))
+        self.nodes = 1 if pipelined is not None else self.size
         self.thresholds = DEFAULT
         self.mailboxes, self.result_buffers, self.pipelined, self.failures = None, None, pipelined, failures
         self.pool, self.once = Pool(), Once()

@@ -213,7 +213,7 @@ def engine_of(communicator: Any, agree: Callable[[], None]) -> AtOnce:
 
     def make() -> AtOnce:
         threads = {"False"}
-        if max(communicator.node_of) > 0 and hasattr(communicator, "may_use_threads"):
+        if communicator.nodes > 1 and hasattr(communicator, "may_use_threads"):
             agree()
             threads = set(communicator.allgather_text(str(communicator.may_use_threads)))
         return Engine(communicator) if threads == {"True"} else AtOnce(communicator)

@@ -10,14 +10,15 @@ that far.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, quiet_runner
-from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size
+from mpistrategy.mpi.shared_memory import bounce_buffers
 from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers, Layout, combined
-from mpistrategy.mpi.shared_memory.chunk_size import LARGE_BYTES, LEAST_BYTES, SMALL, ChunkChoice
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
 
@@ -25,6 +26,17 @@ _COUNTERS = 3
 #: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
 _LEAST_SLICE_BYTES = 16 * 2**10
 _LARGEST_CHUNK_BYTES = 2**20
+
+_SMALL, _LARGE = 0, 1
+#: The size of large chunks, and of the smallest call that may have them: two at least.
+LARGE_BYTES = 4 * 2**20
+LEAST_BYTES = 2 * LARGE_BYTES
+#: The large buffers of more ranks would take too much memory.
+MOST_RANKS = 16
+#: The other size is tried again every so many calls.
+_TRIED_EVERY = 32
+#: The fastest of so many calls counts: one disturbed call is no reason to change.
+_LATEST = 3
 
 
 def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
@@ -61,7 +73,7 @@ class PipelinedAllReduce:
         self._sent, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
         self._bounce_buffers = [BounceBuffers(memory, chunk_bytes, counter_bytes(_COUNTERS))]
         self._choice: ChunkChoice | None = None
-        self._more = more if self.size <= chunk_size.MOST_RANKS and chunk_bytes < LARGE_BYTES else None
+        self._more = more if self.size <= MOST_RANKS and chunk_bytes < LARGE_BYTES else None
         self._quiet = quiet_runner()
         self._chunks = 0
         self._barriers = 0
@@ -72,15 +84,12 @@ class PipelinedAllReduce:
         self._arrived.tell(self._barriers)
         self._wait_for(self._arrived, self._barriers)
 
-    def allreduce(self, source: Array, target: Array, op: str = "SUM") -> None:
-        """Write the combination of all ranks' `source` into `target`; flat, contiguous, of one dtype; may be the same.
-
-        `op` is "SUM", "MIN", "MAX" or "PROD".
-        """
-        self.allreduce_many(((source, target),), op)
-
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1) -> None:
-        """Do `allreduce` for several pairs of one dtype, without a pause between them, and divide the results."""
+        """Write the combination of all ranks' sources into the targets, for pairs of (source, target), and divide it.
+
+        All are flat, contiguous, of one dtype; source and target may be the same.  `op` is "SUM", "MIN", "MAX" or
+        "PROD".
+        """
         # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
         self._quiet(self._allreduce_many, pairs, COMBINE[op], divisor)
 
@@ -89,7 +98,7 @@ class PipelinedAllReduce:
         # NumPy's products of complex numbers depend on where a slice ends: theirs is always the same.
         cut_alike = pairs[0][0].dtype.kind == "c" and combine is not np.add
         choice = None if nbytes < LEAST_BYTES or cut_alike else self._chunk_choice()
-        buffers = self._bounce_buffers[SMALL if choice is None else choice.begin()]
+        buffers = self._bounce_buffers[_SMALL if choice is None else choice.begin()]
         elements = buffers.chunk_bytes // pairs[0][0].dtype.itemsize
         last: tuple[Array, Layout] | None = None
         for source, target in pairs:
@@ -157,3 +166,50 @@ class PipelinedAllReduce:
                 self._waiting.until(theirs, number)
         if counter.fence is not None:
             counter.fence()
+
+
+class ChunkChoice:
+    """Small chunks or large ones for the next large call: which are faster now, measured by the first rank of the node.
+
+    Where the cores of two ranks share a cache, a small chunk is read there, before it has left it.  Where they do not,
+    data that a peer has just written come out of its cache several times more slowly than out of memory, and chunks
+    should be so large that they have left it.  (Two ranks, 16 MiB, chunks of 512 KiB against 4 MiB: 2.8 and 4.6 ms with
+    near cores, 10.3 and 5.1 with far ones.)  It depends on where MPI puts the ranks; under a hypervisor it changes
+    within seconds.  Results do not depend on it: whatever the chunks, each element is added up in rank order.
+
+    In every large call, all ranks call `begin`, `first_chunk_is_over` and `end`.
+
+    Args:
+        announced: the first rank's number is twice the number of calls so far, plus the choice for the next one.
+        leads: whether this is the first rank.
+    """
+
+    def __init__(self, announced: Counter, leads: bool) -> None:
+        self._announced = announced
+        self._leads = leads
+        self._times: tuple[deque[float], deque[float]] = (deque(maxlen=_LATEST), deque(maxlen=_LATEST))
+        self._now = _SMALL
+        self._calls = 0
+        self._started = 0.0
+
+    def begin(self) -> int:
+        """Return the size for this call: the same on all ranks."""
+        self._now = self._announced.numbers[0][0] & 1
+        return self._now
+
+    def first_chunk_is_over(self) -> None:
+        """Announce the choice for the next call, now that all ranks have begun this one, and none has ended it."""
+        if self._leads:
+            self._calls += 1
+            self._announced.tell(2 * self._calls + self._next())
+            self._started = time.perf_counter()  # not before: other ranks may have come late
+
+    def end(self, nbytes: int) -> None:
+        """Remember how long `nbytes` took since then."""
+        if self._leads:
+            self._times[self._now].append((time.perf_counter() - self._started) / nbytes)
+
+    def _next(self) -> int:
+        small, large = (min(times, default=0.0) for times in self._times)  # a size that was never tried is next
+        faster = _SMALL if small <= large else _LARGE
+        return 1 - faster if self._calls % _TRIED_EVERY == 0 else faster

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import stat
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +35,8 @@ ALIGNMENT = 64
 #: Where Linux keeps shared memory that has a name.
 FOLDER = "/dev/shm"
 _NAME = "mpistrategy"
+#: Files with a name lose it within moments; an older one was left by a process that was killed just then.
+_LEFT_AFTER_SECONDS = 600
 _OUT_OF_REACH = "no file for shared memory that all ranks of a node can open"
 
 Fence = Callable[[], object]
@@ -98,9 +100,7 @@ class NodePeers:
         """Return the text of the first rank of this node."""
         length = np.array([len(text.encode())])
         self._inside.Bcast(length, 0)
-        letters = np.empty(length[0], np.uint8)
-        if self.local_rank == 0:
-            letters[:] = np.frombuffer(text.encode(), np.uint8)
+        letters = np.frombuffer(bytearray(text.encode()) if self.local_rank == 0 else bytearray(length[0]), np.uint8)
         self._inside.Bcast(letters, 0)
         return bytes(letters).decode()
 
@@ -122,35 +122,24 @@ def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing:
     free memory stays free for others.
     """
     size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    if peers.local_rank == 0:
-        _remove_left_names()
-    block, reason = _reserved(size, peers, named=False, sparing=sparing)
-    if reason.startswith(_OUT_OF_REACH):
-        block, reason = _reserved(size, peers, named=True, sparing=sparing)
-    if reason or block is None:
-        return reason
+    block = _reserved(size, peers, named=False, sparing=sparing)
+    if isinstance(block, str) and block.startswith(_OUT_OF_REACH):
+        block = _reserved(size, peers, named=True, sparing=sparing)
+    if isinstance(block, str):
+        return block
     everything = np.frombuffer(block, np.uint8)
     segments = tuple(everything[rank * size : rank * size + nbytes] for rank in range(peers.local_size))
     return SharedMemory(segments, peers.local_rank, True, fence)
 
 
-def _reserved(size: int, peers: NodePeers, *, named: bool, sparing: bool) -> tuple[mmap.mmap | None, str]:
+def _reserved(size: int, peers: NodePeers, *, named: bool, sparing: bool) -> mmap.mmap | str:
     """Return `size` bytes for each rank in a new file, this rank's own reserved; or why not, on all ranks."""
     limit = room(named=named)  # before any rank takes memory
-    handle, path, reason = -1, "", ""
-    try:
-        handle, path, reason = _opened_by_all(_named_file if named else _memfd, peers)
-        reason = peers.any_reason(reason)
-    finally:
-        if path and named:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    handle, reason = _opened_by_all(peers, named=named)
     if reason:
         if handle >= 0:
             os.close(handle)
-        return None, reason
-    if named:
-        peers.text_of_leader("the name is gone")  # before any rank takes memory
+        return reason
     total, block = size * peers.local_size, None
     # The ranks of a node may be in control groups of their own, each with a limit for its own pages.
     wanted = total if peers.local_rank == 0 else size
@@ -168,31 +157,49 @@ def _reserved(size: int, peers: NodePeers, *, named: bool, sparing: bool) -> tup
     finally:
         if block is None:
             os.close(handle)
-    return block, peers.any_reason(reason)
+    reason = peers.any_reason(reason)
+    return reason if reason or block is None else block
 
 
-# ------------------------------------------------------------------------------------------- files without names
+# ------------------------------------------------------------------------------------------- files
 
 
-def _opened_by_all(make: Callable[[], tuple[int, str]], peers: NodePeers) -> tuple[int, str, str]:
-    """Return this rank's descriptor of a new file of the node, on its first rank the path, and why there is none.
+def _opened_by_all(peers: NodePeers, *, named: bool) -> tuple[int, str]:
+    """Return this rank's descriptor of a new file of the node, or -1; and, on all ranks, why one of them has none.
 
-    `make` is called on the first rank; it returns a descriptor and a path that leads to the file.
+    A name is gone when this returns.
     """
     handle, path, told, reason = -1, "", "", ""
-    if peers.local_rank == 0:
+    try:
         try:
-            handle, path = make()
-            told = f"{_identity(handle)} {path}"
-        except (OSError, AttributeError, MemoryError) as error:
-            reason = f"{_OUT_OF_REACH}: {error}"
-    told = peers.text_of_leader(told)
-    if peers.local_rank:
-        try:
+            if peers.local_rank == 0:
+                handle, path = _new_file(named)
+                told = f"{_identity(handle)} {path}"
+        finally:
+            told = peers.text_of_leader(told)
+        if peers.local_rank:
             handle = _opened(told)
-        except OSError as error:
-            reason = f"{_OUT_OF_REACH}: {error}"
-    return handle, path, reason
+    except (OSError, AttributeError, MemoryError) as error:
+        reason = f"{_OUT_OF_REACH}: {error}"
+    try:
+        reason = peers.any_reason(reason)
+    finally:
+        if path and named:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    if named:
+        peers.text_of_leader("the name is gone")
+    return handle, reason
+
+
+def _new_file(named: bool) -> tuple[int, str]:
+    """Return the descriptor of a new file, and a path that leads to it."""
+    if not named:
+        handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        return handle, f"/proc/{os.getpid()}/fd/{handle}"
+    _remove_left_names()
+    path = os.path.join(FOLDER, f"{_NAME}-{os.urandom(8).hex()}")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), path
 
 
 def _identity(file: int | str) -> str:
@@ -213,52 +220,19 @@ def _opened(told: str) -> int:
     raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
-def _memfd() -> tuple[int, str]:
-    handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-    return handle, f"/proc/{os.getpid()}/fd/{handle}"
-
-
-def _named_file() -> tuple[int, str]:
-    """Return an empty file with a name.  It is locked: an unlocked one was left by a killed process."""
-    while True:
-        path = os.path.join(FOLDER, f"{_NAME}-{os.urandom(8).hex()}")
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.fstat(handle).st_nlink:
-                    return handle, path
-        except OSError:
-            os.unlink(path)
-            os.close(handle)
-            raise
-        os.close(handle)  # another process removed it as a left one, just before it was locked
-
-
-_are_removed = False
-
-
 def _remove_left_names() -> None:
-    """Remove, once, the empty files that killed processes of this user have left."""
-    global _are_removed
-    names: list[str] = []
-    if not _are_removed:
-        _are_removed = True
-        with contextlib.suppress(OSError):
-            names = os.listdir(FOLDER)
-    for name in names:
-        if not name.startswith(f"{_NAME}-"):
-            continue
-        path = os.path.join(FOLDER, name)
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                state = os.fstat(handle)
-                if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_size:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(path)
-            finally:
-                os.close(handle)
+    """Remove the empty files that processes of this user left when they were killed; others are never so old."""
+    with contextlib.suppress(OSError):
+        for file in os.scandir(FOLDER):
+            with contextlib.suppress(OSError):
+                state = file.stat(follow_symlinks=False)
+                is_left = (
+                    stat.S_ISREG(state.st_mode)
+                    and not state.st_size
+                    and time.time() - state.st_mtime > _LEFT_AFTER_SECONDS
+                )
+                if is_left and file.name.startswith(f"{_NAME}-") and state.st_uid == os.geteuid():
+                    os.unlink(file)
 
 
 # ------------------------------------------------------------------------------------------- mappings
@@ -268,10 +242,9 @@ class _Mapping(NamedTuple):
     address: int
     nbytes: int
     handle: int
-    is_private: bool = False
 
 
-#: The shared memory of this process, by the identity of the object that keeps it mapped.
+#: What a child must not write to, by the identity of the object that keeps it mapped.
 _mappings: dict[int, _Mapping] = {}
 _libc: Any = None
 
@@ -292,8 +265,13 @@ def _mapped(handle: int, nbytes: int) -> mmap.mmap:
     if not _map(mapping, mmap.MAP_SHARED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     _mappings[id(block)] = mapping
-    weakref.finalize(block, lambda key: os.close(_mappings.pop(key).handle), id(block)).atexit = False
+    weakref.finalize(block, _forget, id(block), handle).atexit = False
     return block
+
+
+def _forget(identity: int, handle: int) -> None:
+    _mappings.pop(identity, None)
+    os.close(handle)
 
 
 def _map(mapping: _Mapping, kind: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> bool:
@@ -308,13 +286,11 @@ def _make_private() -> None:
 
     Its own children inherit them as they are; mapped once more, they would show what this child's parent has.
     """
-    for identity, mapping in list(_mappings.items()):
-        if mapping.is_private:
-            continue
+    for mapping in _mappings.values():
         if not _map(mapping, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)):
             # At once: the old mapping may be gone, and nothing else may take its addresses.
             if not _map(mapping, mmap.MAP_SHARED, mmap.PROT_READ):
                 os.write(2, b"mpistrategy: a forked child can have no memory of its own; it ends\n")
                 os._exit(71)  # rather than write into its parent's variables
             os.write(2, b"mpistrategy: no memory for a forked child to write where its parent has shared memory\n")
-        _mappings[identity] = mapping._replace(is_private=True)
+    _mappings.clear()

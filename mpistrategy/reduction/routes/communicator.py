@@ -13,7 +13,7 @@ from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtyp
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.shared_memory import chunk_size, pipelined
+from mpistrategy.mpi.shared_memory import pipelined
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
@@ -201,8 +201,8 @@ def described(
         seen: whether the ranks of a node combine them where they are, before they travel to other nodes.
     """
     rates, nbytes = ranks.thresholds.rates, nbytes_of(packs)
-    nodes, local = max(ranks.node_of) + 1, ranks.node_of.count(ranks.node_of[ranks.rank])
-    rounded = two_level.is_rounded(ranks, packs[0].dtype, "SUM")
+    nodes, local = ranks.nodes, ranks.node_of.count(ranks.node_of[ranks.rank])
+    rounded = two_level.wire_between_nodes(ranks, packs[0].dtype, "SUM") is not None
     # What a node sends, and gets, in bytes.
     sent = 2 * (nodes - 1) / nodes * nbytes / (2 if rounded else 1)
     result: Copies = () if copies or in_place else ((1, "all into the result"),)
@@ -219,8 +219,8 @@ def described(
         case "pipelined":
             chunk = pipelined.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
             way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
-            if nbytes >= chunk_size.LEAST_BYTES and local <= chunk_size.MOST_RANKS and nodes == 1:
-                way += f", or of {size_in_words(chunk_size.LARGE_BYTES)} while these are faster"
+            if nbytes >= pipelined.LEAST_BYTES and local <= pipelined.MOST_RANKS and nodes == 1:
+                way += f", or of {size_in_words(pipelined.LARGE_BYTES)} while these are faster"
             part = (local - 1) / local
             copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"

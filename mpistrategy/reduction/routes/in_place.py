@@ -20,7 +20,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node.two_level import across_nodes, is_rounded
+from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.reduction.layout.packing import Member, Pack
@@ -77,7 +77,7 @@ def joined(memory: SharedMemory) -> Array:
 
 def is_in_place(communicator: Communicator, replicas: Replicas) -> bool:
     """Return whether `reduce_replicas` combines the ranks' arrays where they are; else they are sent."""
-    return replicas.is_shared and max(communicator.node_of) == 0
+    return replicas.is_shared and communicator.nodes == 1
 
 
 def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
@@ -116,7 +116,8 @@ def reduce_replicas(
             combine(replicas.arrays, targets, op, divisor, replicas.my_share)
         elif (within := _within_node(communicator, replicas, targets, op, divisor)) is not None:
             mine = replicas.mine
-            across_nodes(communicator).allreduce(mine, mine, op, is_rounded(communicator, mine.dtype, op), within)
+            wire = wire_between_nodes(communicator, mine.dtype, op)
+            across_nodes(communicator).allreduce(mine, mine, op, wire, within)
         elif not into_result:
             _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
         else:
@@ -160,7 +161,7 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
     if not replicas.is_shared:
         communicator.bcast(replicas.mine, 0)
         return
-    if max(communicator.node_of) > 0:
+    if communicator.nodes > 1:
         leaders = communicator.node().leaders
         if leaders is not None:
             leaders.bcast(replicas.mine, 0)

@@ -30,7 +30,6 @@ from replicas import (
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import CollectiveMismatchError, OptionError
-from mpistrategy.mpi.multi_node import bfloat16
 from mpistrategy.mpi.multi_node import reduced_precision as wire
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.testing import run_replicas
@@ -156,7 +155,7 @@ def test_ranks_that_ask_for_different_wires_are_refused(strategy: ms.MirroredStr
 def test_without_ml_dtypes_every_rank_says_what_to_install(
     strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bfloat16.bfloat16.cache_clear()
+    wire.bfloat16.cache_clear()
     if RANK == SIZE - 1:  # on one rank only: all must be told
         monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     for outcome in outcomes(lambda: reduced(strategy, "SUM", np.ones(3, np.float32))):

@@ -15,10 +15,9 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, part_of, sam
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.shared_memory import bounce_buffers, chunk_size, pipelined
+from mpistrategy.mpi.shared_memory import bounce_buffers, pipelined
 from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers
-from mpistrategy.mpi.shared_memory.chunk_size import ChunkChoice
-from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+from mpistrategy.mpi.shared_memory.pipelined import ChunkChoice, PipelinedAllReduce
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting
 
@@ -135,7 +134,7 @@ def test_equal_bits_on_all_ranks_wherever_each_rank_has_its_arrays(
     source[...] = values
     if in_place >> RANK & 1:
         target = source
-    windows[chunk].allreduce(source, target, op)
+    windows[chunk].allreduce_many([(source, target)], op)
     assert same_everywhere(target)
 
 
@@ -173,7 +172,7 @@ def test_a_rank_that_is_late_within_a_reduction(
     monkeypatch.setitem(COMBINE, "SUM", slow)  # type: ignore[arg-type]
     for _ in range(3):
         target = values[RANK].copy()
-        windows[chunk].allreduce(target, target)
+        windows[chunk].allreduce_many([(target, target)])
         assert bits(target) == bits(right)
 
 
@@ -228,7 +227,7 @@ def test_no_warning_in_the_middle(windows: dict[int, PipelinedAllReduce]) -> Non
     with np.errstate(all="raise"):
         for op, value in (("SUM", 1.7e308), ("PROD", 1e300), ("PROD", 1e-300), ("SUM", np.inf * (-1) ** RANK)):
             target = np.full(100, value)
-            windows[192].allreduce(target, target, op)
+            windows[192].allreduce_many([(target, target)], op)
             windows[192].allreduce_many(((np.full(100, 5e-324), target),), "MIN", SIZE)
 
 
@@ -247,7 +246,7 @@ class Clock:
 
 def test_the_faster_chunks_are_taken_and_the_others_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(chunk_size, "time", clock)
+    monkeypatch.setattr(pipelined, "time", clock)
     announced = Counter(private_memory(ALIGNMENT), 0)
     leader, peer = ChunkChoice(announced, leads=True), ChunkChoice(announced, leads=False)
 
@@ -279,7 +278,6 @@ def test_sums_are_the_same_whatever_the_chunks(
 ) -> None:
     """Chunks change from call to call, ranks are late, and small calls come between."""
     ranks, size = strategy.extended.communicator, 512
-    monkeypatch.setattr(chunk_size, "LEAST_BYTES", 2 * size)
     monkeypatch.setattr(pipelined, "LEAST_BYTES", 2 * size)
     monkeypatch.setattr(pipelined, "LARGE_BYTES", size)
     monkeypatch.setattr(ChunkChoice, "_next", lambda self: self._calls * 7 // 3 & 1)
@@ -307,9 +305,9 @@ def test_without_room_for_large_chunks_all_ranks_go_on_with_small_ones(strategy:
     asked: list[int] = []
     shared = strategy.extended.communicator.shared(pipelined.segment_bytes(4096))
     made = PipelinedAllReduce(shared, 4096, Waiting(SIZE, lambda: None), lambda nbytes: asked.append(nbytes))
-    target = np.ones(chunk_size.LEAST_BYTES // 8)
+    target = np.ones(pipelined.LEAST_BYTES // 8)
     for _ in range(3):
-        made.allreduce(np.full_like(target, RANK), target)
+        made.allreduce_many([(np.full_like(target, RANK), target)])
         assert np.all(target == sum(RANKS))
     assert len(asked) == 1
 
@@ -317,7 +315,7 @@ def test_without_room_for_large_chunks_all_ranks_go_on_with_small_ones(strategy:
 def test_a_strategy_has_both_chunks_for_large_arrays(strategy: ms.Strategy) -> None:
     """Out of place, in place: by the verbs, as `out=` does."""
     ranks: Any = strategy.extended.communicator
-    target = np.arange(chunk_size.LEAST_BYTES // 4 + 5, dtype=np.float32)
+    target = np.arange(pipelined.LEAST_BYTES // 4 + 5, dtype=np.float32)
     for _ in range(4):
         ranks.allreduce(target, source=np.arange(target.size, dtype=np.float32))
         np.testing.assert_array_equal(target, np.arange(target.size, dtype=np.float32) * SIZE)

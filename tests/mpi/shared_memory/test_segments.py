@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import os
 import re
@@ -270,36 +269,23 @@ def test_names_that_killed_processes_left_are_removed_and_no_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(segments, "FOLDER", str(tmp_path))
-    for name in ("mpistrategy-left", "mpistrategy-in-use", "another-program"):
+    for name in ("mpistrategy-left", "mpistrategy-of-another-user", "another-program"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "mpistrategy-with-content").write_bytes(b"x")
     (tmp_path / "mpistrategy-folder").mkdir()
     (tmp_path / "mpistrategy-link").symlink_to(tmp_path / "another-program")
     os.mkfifo(tmp_path / "mpistrategy-fifo")
-    with open(tmp_path / "mpistrategy-in-use", "rb") as in_use:
-        fcntl.flock(in_use, fcntl.LOCK_SH)
-        handle, path = segments._named_file()
-        (tmp_path / "mpistrategy-of-another-start").write_bytes(b"")
-        monkeypatch.setattr(segments, "_are_removed", False)
-        segments._remove_left_names()
-        assert os.path.exists(path), "it is locked"
-        os.close(handle)
-        os.unlink(path)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {
-        "mpistrategy-in-use",
-        "another-program",
-        "mpistrategy-with-content",
-        "mpistrategy-folder",
-        "mpistrategy-link",
-        "mpistrategy-fifo",
-    }
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0), follow_symlinks=False)
+    (tmp_path / "mpistrategy-of-another-start").write_bytes(b"")
     if os.geteuid() == 0:
-        (tmp_path / "mpistrategy-of-another-user").write_bytes(b"")
         os.chown(tmp_path / "mpistrategy-of-another-user", 65534, 65534)
-        monkeypatch.setattr(segments, "_are_removed", False)
-        segments._remove_left_names()
-        assert (tmp_path / "mpistrategy-of-another-user").exists()
+    else:
+        (tmp_path / "mpistrategy-of-another-user").unlink()
+    before = {path.name for path in tmp_path.iterdir()}
+    handle, path = segments._new_file(named=True)
+    assert {path.name for path in tmp_path.iterdir()} == (before - {"mpistrategy-left"}) | {os.path.basename(path)}
+    os.close(handle)
 
 
 # ------------------------------------------------------------------------------------- limits

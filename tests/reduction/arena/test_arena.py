@@ -187,7 +187,7 @@ def test_on_several_nodes_a_late_rank_is_waited_for() -> None:
         values[:] = -1e6
         exchange: Any = strategy.extended.communicator.once.made.get(AcrossNodes)
         if RANK == 1 and exchange is not None:
-            rank_0, end = exchange._node._sent.numbers[0], time.monotonic() + 1
+            rank_0, end = exchange._node.sent.numbers[0], time.monotonic() + 1
             while rank_0[0] <= exchange._number and time.monotonic() < end:
                 pass  # unless it waits in a comparison, it comes
             first_have_come += rank_0[0] > exchange._number

@@ -41,7 +41,7 @@ def _measure(ranks: Ranks, communicator: MpiCommunicator) -> tuple[bool, list[Sp
     count = _NBYTES // 4
     mine = np.resize(np.arange(251, dtype=np.float32), count) + np.float32(ranks.rank)
     total = np.empty_like(mine)
-    rates, nodes = communicator.thresholds.rates, max(communicator.node_of) + 1
+    rates, nodes = communicator.thresholds.rates, communicator.nodes
     way = communicator.route(_NBYTES, mine.dtype, "SUM")
     sent = 2 * (nodes - 1) / nodes * _NBYTES / rates.link_bytes_per_second
     expected = max(
