@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_leaf
 from mpistrategy.reduction.layout.finish import divide
-from mpistrategy.reduction.layout.leaves import Leaves, direct_target, direct_targets
+from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
@@ -99,17 +100,26 @@ class WeightedMean:
             ]
 
 
-def exchange_of_weights(communicator: Communicator) -> Callable[[float, Callable[[], object]], Array]:
-    """Return ``exchange(weight, agree)``: each rank's weight, in rank order, as float64; `agree` compares the calls."""
+def exchange_of_weights(communicator: Communicator) -> Callable[..., Array]:
+    """Return ``exchange(weight, agree, failed)``: each rank's weight, in rank order, as float64.
+
+    `agree` compares the calls; ``failed(error)`` is called for an error after that.
+    """
     rank, size = communicator.rank, communicator.size
     plan = plan_of(communicator, ((np.dtype(np.float64), (size,)),), ReduceOp.SUM, 0, usual_route)
 
-    def exchange(weight: float, agree: Callable[[], object]) -> Array:
+    def exchange(
+        weight: float, agree: Callable[[], object], failed: Callable[[BaseException], object] = lambda error: None
+    ) -> Array:
         weights = np.zeros(size)
         weights[rank] = weight
         plan.bring((weights,))
         agree()
-        return plan.run((weights,))[0]
+        try:
+            return plan.run((weights,))[0]
+        except BaseException as error:
+            failed(error)
+            raise
 
     return exchange
 
@@ -131,7 +141,7 @@ def weighted_mean(
     plan, signature = plan_and_signature(
         ReduceOp.SUM, tuple((wire_dtype(dtype), array.shape) for dtype, array in zip(dtypes, arrays, strict=True))
     )
-    exchange, targets_of = exchange_of_weights(communicator), direct_target if where.single else direct_targets
+    exchange, failed = exchange_of_weights(communicator), partial(guard.fail_after_agreement, signature.call)
     first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
     digests = guard.digest(first), guard.digest(signature)
 
@@ -143,17 +153,17 @@ def weighted_mean(
         except MpiStrategyError:
             return MISFIT
         if arrays is None or (
-            out is not None and targets_of(out, weighted.value, where, arrays, dtypes, False) is None
+            out is not None and direct_targets(out, weighted.value, where, arrays, dtypes, False) is None
         ):
             return MISFIT
-        everybodys = exchange(mean.weight, lambda: guard.compare_digest(digests[0], first))
+        everybodys = exchange(mean.weight, lambda: guard.compare_digest(digests[0], first), failed)
         parts = mean.contributions(arrays, everybodys)
         plan.bring(parts)
         guard.compare_digest(digests[1], signature)
         try:
             means = mean.finish(plan.run(parts), arrays)
         except BaseException as error:
-            guard.fail_after_agreement(signature.call, error)
+            failed(error)
             raise
         if out is None:
             return where.build([*map(as_leaf, means, leaves)])

@@ -174,9 +174,9 @@ class AcrossNodes:
         elif hasattr(leaders, "links"):
             across_nodes(leaders, self._manner).allreduce(target, target, op, wire)
         else:
-            target[...] = target.astype(wire or target.dtype)
+            _round(target, wire)
             leaders.allreduce(target, op)
-            target[...] = target.astype(wire or target.dtype)
+            _round(target, wire)
         groups.node.bcast(target, 0)
 
     def free(self) -> None:
@@ -214,3 +214,9 @@ class AcrossNodes:
                 self._manner.pause(looks)
                 for _ in range(self._manner.nudges if self._flights else 0):
                     self._flights[0][-1].nudge()
+
+
+def _round(values: Array, wire: Wire) -> None:
+    """Round values in place to the dtype that travels, where it is another one."""
+    if wire is not None:
+        values[...] = values.astype(wire)

@@ -165,7 +165,8 @@ def sum_of_numbers(
         mine[0] = sequence
         for peer in peers:
             if peer[0] != sequence or peer[1] != digest:
-                meet(peers, sequence, digest) or differs()
+                if not meet(peers, sequence, digest):
+                    differs()
                 break
         total = first[0] + second[0]
         for other in others:
@@ -207,7 +208,8 @@ def sum_of_arrays_of_one(
         mine[0] = sequence
         for peer in peers:
             if peer[0] != sequence or peer[1] != digest:
-                meet(peers, sequence, digest) or differs()
+                if not meet(peers, sequence, digest):
+                    differs()
                 break
         rounded[0] = first[0] + second[0]
         for other in others:

@@ -141,15 +141,14 @@ def repeated_in_mailboxes(
     if len(route.packs) > 1 or len(kinds) > 1:
         return None
     pack, digest, (kind,) = route.packs[0], guard.digest(signature), kinds
-    agreed, adds = (guard, digest, signature), route.op in (ReduceOp.SUM, ReduceOp.MEAN)
-    mailboxes, differs = route.mailboxes, partial(guard.resolve, signature)
-    adds = adds and mailboxes.fence is None
+    agreed, mailboxes, differs = (guard, digest, signature), route.mailboxes, partial(guard.resolve, signature)
+    is_short_sum = route.op in (ReduceOp.SUM, ReduceOp.MEAN) and mailboxes.fence is None
     divisor = route.op.divisor(pack.dtype, mailboxes.size)
     if where.single and kind is np.ndarray and not pack.converts:
-        if adds and pack.size == 1 and pack.dtype.char in "fd":
+        if is_short_sum and pack.size == 1 and pack.dtype.char in "fd":
             return sum_of_arrays_of_one(mailboxes, digest, differs, divisor, pack.dtype, pack.members[0].shape, MISFIT)
         return _array(route, agreed)
-    if where.single and kind in (float, np.float64) and adds:
+    if where.single and kind in (float, np.float64) and is_short_sum:
         return sum_of_numbers(mailboxes, digest, differs, divisor, MISFIT)
     return _numbers(route, agreed, where) if kind in NUMBERS else None
 
