@@ -8,6 +8,7 @@ rank's reason. A rank that failed while the others are stuck in a collective say
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -365,7 +366,7 @@ def _agree_on_examples(test: Callable[..., None], name: str, ranks: Ranks) -> Ca
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[mpistrategy.MirroredStrategy]:
     """One replica on every rank; a communicator is a finite resource, so that a module's tests share one."""
-    with mpistrategy.MirroredStrategy() as made:
+    with contextlib.closing(mpistrategy.MirroredStrategy()) as made:  # the tests are outside its scope
         yield made
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -70,7 +70,10 @@ def gpus() -> Iterator[ms.MirroredStrategy]:
         with installed(), strategy() as made:
             yield made
     else:
-        with gpu_doubles.pretended(*(f"GPU-{rank}" for rank in range(SIZE))), ms.MirroredStrategy("gpu") as made:
+        with (
+            gpu_doubles.pretended(*(f"GPU-{rank}" for rank in range(SIZE))),
+            closing(ms.MirroredStrategy("gpu")) as made,
+        ):
             yield made
 
 

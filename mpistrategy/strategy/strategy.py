@@ -54,6 +54,15 @@ class _Scope:
         self._entered.append(inner)
         return strategy
 
+    def copy_for(self, strategy: Strategy) -> _Scope:
+        """Return that of another strategy, which nobody has entered."""
+        return _Scope(strategy)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether somebody has entered it, and not left it."""
+        return bool(self._entered)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -89,6 +98,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         if not isinstance(extended, StrategyExtended):
             raise OptionTypeError.at("Strategy", found=f"extended={extended!r}", expected="a StrategyExtended")
         self._extended = extended
+        self._scope = _Scope(self)  # of the strategy as a context manager
 
     @property
     def extended(self) -> StrategyExtended:
@@ -342,13 +352,16 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             guard.at_close.pop()()
 
     def __enter__(self) -> Self:
+        """Enter the `scope`; the outermost `with` block closes the strategy at its end, unless an error leaves it."""
+        self._scope.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._scope.__exit__(kind, error, trace)
         # After an exception the peers may never come to a collective close.
-        if error is None:
+        if error is None and not self._scope.is_entered:
             self.close()
 
     def __repr__(self) -> str:

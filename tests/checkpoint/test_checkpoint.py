@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -398,7 +399,7 @@ def test_not_in_a_step_and_not_after_close(folder: Path) -> None:
 def test_a_checkpoint_of_two_strategies(strategy: ms.MirroredStrategy, folder: Path) -> None:
     if SIZE == 1:
         pytest.skip("variables of one replica belong to anybody")
-    with ms.MirroredStrategy() as other:
+    with closing(ms.MirroredStrategy()) as other:
         checkpoint = checkpoint_of(strategy, a=variable(strategy, 1.0), b=variable(other, 1.0))
         assert {o.error for o in outcomes(checkpoint.save, folder / "x")} == {errors.OptionError}
 

@@ -154,7 +154,7 @@ def strategies() -> Iterator[Callable[[str], ms.Strategy]]:
         def make(name: str) -> ms.Strategy:
             if name not in made:
                 with trying(ROUTES[name].thresholds):
-                    made[name] = stack.enter_context(ROUTES[name].strategy())
+                    made[name] = stack.enter_context(closing(ROUTES[name].strategy()))
             return made[name]
 
         yield make

@@ -6,6 +6,7 @@ With MPISTRATEGY_TEST_GPU=1 the same on a real GPU, which all ranks share.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,7 @@ def strategy(request: Any, monkeypatch: pytest.MonkeyPatch, cupy: ModuleType) ->
     monkeypatch.setenv(VARIABLE, request.param)
     if not cupy_here.IS_REAL:
         monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")  # the double's memory is the host's
-    with cupy_here.strategy() as made:
+    with closing(cupy_here.strategy()) as made:
         yield made
 
 

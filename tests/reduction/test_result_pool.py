@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ WAYS: dict[str, Thresholds] = {
 def any_strategy(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
     with trying(WAYS[request.param]):
         made = ms.MirroredStrategy()
-    with made:
+    with closing(made):
         yield made
 
 

@@ -50,6 +50,44 @@ def test_barriers_of_different_names_do_not_meet() -> None:
         assert still_works(strategy)
 
 
+def test_with_enters_the_scope_and_closes_at_the_end() -> None:
+    with ms.MirroredStrategy() as strategy:
+        assert ms.get_strategy() is strategy
+        assert ms.in_cross_replica_context()
+        variable = ms.Variable(float(RANK), aggregation="SUM")
+        assert strategy.extended.variable_created_in_scope(variable)
+        assert strategy.run(lambda: ms.get_replica_context().strategy) is strategy
+        with strategy.scope():
+            assert ms.get_strategy() is strategy
+        with strategy:  # closes nothing: the outer block still needs it
+            pass
+        assert ms.get_strategy() is strategy
+        assert still_works(strategy)
+    assert not ms.has_strategy()
+    with pytest.raises(errors.ContextError, match="close"):
+        strategy.barrier()
+
+
+def test_two_strategies_are_not_nested() -> None:
+    with ms.MirroredStrategy() as strategy:
+        other = ms.MirroredStrategy()
+        ended = outcomes(other.__enter__)
+        assert {one.error for one in ended} == {errors.ContextError}
+        assert ms.get_strategy() is strategy
+        other.close()
+        assert still_works(strategy)
+
+
+def test_an_error_leaves_the_scope_and_closes_nothing() -> None:
+    strategy = ms.MirroredStrategy()
+    with pytest.raises(KeyError), strategy:
+        raise KeyError("of the program")
+    assert not ms.has_strategy()
+    assert still_works(strategy)
+    with strategy:  # and may be entered again
+        pass
+
+
 AFTER: dict[str, Callable[[ms.Strategy, ms.Variable], Any]] = {
     "reduce": lambda s, v: s.reduce("SUM", 1.0),
     "gather": lambda s, v: s.gather(np.ones(1), 0),
@@ -73,23 +111,6 @@ def test_after_close_every_collective_says_so(what: str) -> None:
     strategy.close()  # again is no mistake
     assert float(variable) == 2.0  # what is here stays
     assert strategy.num_replicas_in_sync == SIZE
-
-
-def test_with_closes_at_the_end_and_gives_the_strategy() -> None:
-    with ms.MirroredStrategy() as strategy:
-        assert isinstance(strategy, ms.MirroredStrategy)
-        assert not ms.has_strategy(), "`with strategy` is no scope"
-        assert still_works(strategy)
-    with pytest.raises(errors.ContextError):
-        strategy.barrier()
-
-
-def test_with_does_not_close_on_an_exception() -> None:
-    """The others may never come to a close that all must make."""
-    with pytest.raises(KeyError), ms.MirroredStrategy() as strategy:
-        raise KeyError("ours")
-    assert still_works(strategy)
-    strategy.close()
 
 
 def test_one_replica_can_be_closed_too() -> None:

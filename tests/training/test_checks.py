@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def strategies() -> Iterator[tuple[ms.Strategy, ms.Strategy]]:
-    with ms.MirroredStrategy() as strategy, ms.MirroredStrategy() as other:
+    with closing(ms.MirroredStrategy()) as strategy, closing(ms.MirroredStrategy()) as other:
         yield strategy, other
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ SHAPES = ((3, 5), (70, 31), (1,))
 
 @pytest.fixture
 def fresh() -> Iterator[ms.MirroredStrategy]:
-    with ms.MirroredStrategy() as made:
+    with closing(ms.MirroredStrategy()) as made:
         yield made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def gpus() -> Iterator[ms.MirroredStrategy]:
 
 @pytest.fixture
 def cpus() -> Iterator[ms.MirroredStrategy]:
-    with ms.MirroredStrategy("cpu") as strategy:
+    with closing(ms.MirroredStrategy("cpu")) as strategy:
         yield strategy
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ MIB = 2**20
 
 @pytest.fixture
 def fresh() -> Iterator[ms.MirroredStrategy]:
-    with ms.MirroredStrategy() as made:
+    with closing(ms.MirroredStrategy()) as made:
         yield made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +34,7 @@ def cupy() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def strategy() -> Iterator[ms.MirroredStrategy]:
-    with ms.MirroredStrategy() as made:
+    with closing(ms.MirroredStrategy()) as made:
         yield made
 
 

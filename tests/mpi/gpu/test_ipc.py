@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from functools import reduce
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -45,7 +46,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def strategy(cupy: ModuleType) -> Iterator[ms.MirroredStrategy]:
-    with ms.MirroredStrategy() as made:
+    with closing(ms.MirroredStrategy()) as made:
         yield made
 
 

@@ -6,6 +6,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def strategy(cupy: ModuleType) -> Iterator[ms.MirroredStrategy]:
-    with ms.MirroredStrategy(cross_device_ops=ms.NcclAllReduce()) as made:
+    with closing(ms.MirroredStrategy(cross_device_ops=ms.NcclAllReduce())) as made:
         yield made
 
 
