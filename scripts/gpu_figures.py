@@ -30,7 +30,7 @@ from mpistrategy.cli.bench.cases import shapes
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.routes import gpu_copy, gpu_packing
+from mpistrategy.reduction.routes import gpu_copy
 
 MIB = 2**20
 REAL = cupy_here.IS_REAL
@@ -107,11 +107,11 @@ def packing_figures(cupy: Any, strategy: Any) -> Figures:
         bucket, other = cupy.empty(pack.size, pack.dtype), cupy.empty(pack.size, pack.dtype)
         views = [view for _, view in pack.views(bucket)]
         copied = on_stream(cupy, partial(_copy, cupy, bucket, other))
-        packed = on_stream(cupy, lambda p=pack, a=arrays, b=bucket: gpu_packing.fill(p, a, b))
+        packed = on_stream(cupy, lambda p=pack, a=arrays, b=bucket: gpu_copy.fill(p, a, b))
         scattered = on_stream(cupy, lambda v=views, a=arrays: gpu_copy.move(v, a))
         started = time.perf_counter()
         for _ in range(REPEATS):
-            gpu_packing.fill(pack, arrays, bucket)
+            gpu_copy.fill(pack, arrays, bucket)
         host = (time.perf_counter() - started) / REPEATS
         found[name] = {
             "bytes": pack.nbytes,

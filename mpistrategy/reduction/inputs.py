@@ -112,6 +112,17 @@ def as_given(result: Any, value: Any) -> Any:
     return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result
 
 
+def in_kind(result: Any, given: Any) -> Any:
+    """Return a result as the kind of array, or of slices, that was given; None on ranks that want none."""
+    if result is None:
+        return None
+    if isinstance(result, IndexedSlices) and isinstance(given, IndexedSlices):
+        return IndexedSlices(
+            like_given(result.values, given.values), like_given(result.indices, given.indices), result.dense_shape
+        )
+    return like_given(result, given)
+
+
 def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
     """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one of each replica?"""
     if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):

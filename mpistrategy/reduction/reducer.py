@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
+from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device
@@ -22,12 +22,11 @@ from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunica
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.gather import gather
-from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
+from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, in_kind
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
-from mpistrategy.reduction.routes.gpu_batch import in_kind, write
 from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, exchange_of_weights
 
 #: So many different options keep plans.
@@ -191,7 +190,7 @@ class Reducer:
             results = self._weighted(call, op, given, arrays, weight, chosen)
         if targets is None:
             return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
-        write(results, memory)
+        _write(results, memory)
         for written, target in zip(memory, targets, strict=True):
             hand_back(written, target)
         return list(targets)
@@ -256,3 +255,18 @@ class Reducer:
         leaves, structure = nest.flatten(value)
         call.structure = structure.text
         return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
+
+
+def _write(results: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Copy results into arrays of their dtypes and shapes: those in GPU memory all at once, on the current stream."""
+    on_device: list[tuple[Any, Any]] = []
+    for result, target in zip(results, targets, strict=True):
+        if is_on_device(target):
+            on_device.append((as_device_array(result, "a result in GPU memory"), target))
+        else:
+            target[...] = result
+    if on_device:
+        from mpistrategy.reduction.routes.gpu_copy import move  # here, for the quick import
+
+        with on_device[0][0].device:
+            move([result for result, _ in on_device], [target for _, target in on_device])

@@ -22,7 +22,7 @@ from replicas import SIZE, part_of
 from mpistrategy.cli.bench.cases import shapes
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.routes import copy_kernel, gpu_copy, gpu_packing
+from mpistrategy.reduction.routes import copy_kernel, gpu_copy
 
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="one rank's own work")
 PAIRS = [(np.dtype(getattr(ml_dtypes, a, a)), np.dtype(getattr(ml_dtypes, b, b))) for a, b in copy_kernel.KINDS]
@@ -164,7 +164,7 @@ def packed(cupy: Any, arrays: list[Any]) -> list[np.ndarray]:
     buckets = []
     for pack in packing.plan(packing.layouts_of(arrays)):
         bucket = cupy.empty(pack.size, pack.dtype)
-        gpu_packing.fill(pack, arrays, bucket)
+        gpu_copy.fill(pack, arrays, bucket)
         buckets.append((pack, bucket))
     return [bucket.get() for _, bucket in buckets]
 
@@ -203,7 +203,7 @@ def test_one_kernel_packs_a_list_and_waits_for_what_is_still_computed(cupy: Any)
         (pack,) = packing.plan(packing.layouts_of(arrays))
         bucket = cupy.empty(pack.size, pack.dtype)
         before = cupy_double.counts["kernels"]
-        gpu_packing.fill(pack, arrays, bucket)
+        gpu_copy.fill(pack, arrays, bucket)
         assert cupy_double.counts["kernels"] == before + 1
         assert cupy_double.pending(bucket)
         assert all(map(cupy_double.pending, arrays))
