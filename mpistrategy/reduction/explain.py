@@ -20,7 +20,7 @@ from mpistrategy.mpi.tuning.thresholds import Rates
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.inputs import checked_component, checked_leaves
+from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.reducer import Reducer
@@ -148,7 +148,7 @@ def _of_leaves(
         return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
     reduced_precision.check(options.wire)
     communicator = reduced_precision.on(reducer.communicator, options.wire)
-    parts = [checked_component(each, op, _WHERE) for each in values]
+    parts = [checked_value(own_component(each, op, _WHERE), op, _WHERE) for each in values]
     algorithm.check_values(parts, op, _WHERE)
     placed = [part for part in parts if is_on_device(part)]
     others = []

@@ -180,9 +180,9 @@ class Reducer:
         if targets is not None:
             if len({id(target) for target in targets}) < len(targets):
                 raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
-            memory = [as_target(target, where, "out") for target in targets]
-            for target, array, path in zip(memory, arrays, paths(), strict=True):
-                check_target(target, array, op, f"{where}: out{path}")
+            for target, array, path in zip(targets, arrays, paths(), strict=True):
+                memory.append(as_target(target, where, f"out{path}"))
+                check_target(memory[-1], array, op, f"{where}: out{path}")
         if weight is None:
             call.wait_as(chosen.timeout_seconds)
             results = self._algorithm.all_reduce_values(call, self.communicator, op, given, chosen)
