@@ -143,26 +143,27 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         # Values that go to different ranks are sent to all of them.
         target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
         placed = [i for i, value in enumerate(values) if is_on_device(value)]
-        routes: list[tuple[Route | Plan, list[int]]] = []
+        routes: list[tuple[Route | Plan, list[int], list[Any]]] = []
         if placed:
             arrays = [values[i] for i in placed]
             check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
             if self.device_path is not None and target is EVERY_RANK:
-                routes.append((self.gpu_route(ranks, arrays, op, options), placed))
+                routes.append((self.gpu_route(ranks, arrays, op, options), placed, arrays))
             else:
                 values = [to_host(value) if is_on_device(value) else value for value in values]
         dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
-        plan = self.plan(communicator, packing.layouts_of([values[i] for i in dense]), op, options, target)
+        arrays = [values[i] for i in dense]
+        plan = self.plan(communicator, packing.layouts_of(arrays), op, options, target)
         # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
-        routes.insert(0, (plan, dense))
-        for route, those in routes:
-            route.bring([values[i] for i in those])
+        routes.insert(0, (plan, dense, arrays))
+        for route, _, arrays in routes:
+            route.bring(arrays)
         destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
         settings = self.settings(options)
         call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
         results: list[Any] = [None] * len(values)
-        for route, those in routes:
-            for i, total in zip(those, route.run([values[i] for i in those]), strict=True):
+        for route, those, arrays in routes:
+            for i, total in zip(those, route.run(arrays), strict=True):
                 results[i] = total if target.includes(communicator.rank) else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):

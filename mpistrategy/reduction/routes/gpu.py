@@ -57,14 +57,13 @@ class GpuRoute:
         targets: Sequence[DeviceArray] | None = None,
     ) -> None:
         self.packs = packs
-        self._ranks, self._op, self._word, self._wire, self._targets = ranks, op, word, wire, targets
+        self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
+        #: For each pack.
+        self._targets: list[Any] = [None if targets is None else targets[pack.members[0].index] for pack in packs]
         self._most_bytes = max((pack.nbytes for pack in packs), default=0)
         self._buckets: list[DeviceArray] = []
         #: Memory that the results will need beside the buckets: taken before the ranks agree, and free when they do.
         self._kept: list[DeviceArray] = []
-
-    def _target(self, pack: Pack) -> Any:
-        return None if self._targets is None else self._targets[pack.members[0].index]
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> None:
         """Pack: memory may be short, which all ranks hear of when they agree."""
@@ -73,13 +72,13 @@ class GpuRoute:
         with arrays[0].device:
             if (known := device_paths(self._ranks).known.get(self._word)) is not None:
                 known.make_room(self._most_bytes)
-            for pack in self.packs:
-                bucket = self._target(pack)
-                if bucket is None or bucket.dtype != pack.dtype:
+            for pack, target in zip(self.packs, self._targets, strict=True):
+                bucket = target
+                if target is None or target.dtype != pack.dtype:
                     bucket = communication_memory(cupy, pack.size, pack.dtype)
                     fill(pack, arrays, bucket)
                 self._buckets.append(bucket)
-                if self._targets is None:
+                if target is None:
                     wanted = [arrays[member.index].dtype for member in pack.members]
                     self._kept += [cupy.empty(pack.size, dtype) for dtype in _made_beside(pack.dtype, wanted, self._op)]
 
@@ -90,19 +89,21 @@ class GpuRoute:
         with arrays[0].device:
             path = device_path(self._ranks, self._word, self._most_bytes)
             # All is sent before the results, which may need memory: a rank that has none left must not miss there.
-            for pack, bucket in zip(self.packs, self._buckets, strict=True):
-                if bucket is self._target(pack) and bucket is not arrays[pack.members[0].index]:
+            for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
+                if bucket is target and bucket is not arrays[pack.members[0].index]:
                     bucket[...] = arrays[pack.members[0].index]  # only now: until here it is the result before
                 if pack.size:
                     path.allreduce(communicator, bucket, self._op.on_the_wire)
             self._kept.clear()  # CuPy's pool has it ready, for this stream
-            for pack, bucket in zip(self.packs, self._buckets, strict=True):
+            for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
                 divide_by(self._op.divisor(bucket.dtype, self._ranks.size), bucket)
-                if self._targets is None:
+                if target is None:
                     self._unpack(pack, bucket, arrays, results)
-                elif (target := self._target(pack)) is not bucket:
+                    continue
+                if target is not bucket:
                     target[...] = bucket  # converted on the way
-        return results if self._targets is None else [*self._targets]
+                results[pack.members[0].index] = target
+        return results
 
     def _unpack(self, pack: Pack, bucket: DeviceArray, arrays: Sequence[DeviceArray], results: list[Any]) -> None:
         count, op = self._ranks.size, self._op if bucket.dtype.kind in "iu" else ReduceOp.SUM  # others are divided
@@ -120,11 +121,11 @@ class GpuRoute:
         if (path := paths.known.get(self._word)) is not None:
             how = f"{_PATHS[path.name]} ({path.name}: {paths.reasons.get(self._word, '')})"
         groups: dict[tuple[Any, Copies], list[Pack]] = {}
-        for pack in self.packs:
+        for pack, target in zip(self.packs, self._targets, strict=True):
             copies: Copies = ((1, "all into a bucket"),)
             if pack.converts:
                 copies = ((2, f"all into {pack.dtype.name} and the results back"),)
-            elif (target := self._target(pack)) is not None:
+            elif target is not None:
                 copies = () if target is arrays[pack.members[0].index] else ((1, "all into the result"),)
             groups.setdefault((pack.dtype, copies), []).append(pack)
         return [Description(packs, f"in GPU memory, {how}", copies, "", None) for (_, copies), packs in groups.items()]
