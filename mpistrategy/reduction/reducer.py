@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,33 +35,25 @@ _MOST_OPTIONS = 16
 _MOST_AGREED = 512
 
 
-class AgreedPlan:
+class AgreedPlan(NamedTuple):
     """A plan, and the words that the ranks compare before it runs.
 
-    Args:
+    Attributes:
         plan: the plan.
-        op: the operation.
-        layouts: dtype and shape of each array.
-        settings: the algorithm and its options in words.
+        words: what `Call.agree` is given.
         timeout_seconds: how long a call may wait for the other ranks; None: as long as the strategy says.
     """
 
-    def __init__(
-        self, plan: Plan, op: ReduceOp, layouts: tuple[Layout, ...], settings: str, timeout_seconds: float | None
-    ) -> None:
-        self._plan = plan
-        self._op = op.value
-        self._values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        self._settings = settings
-        self._timeout = timeout_seconds
+    plan: Plan
+    words: dict[str, Any]
+    timeout_seconds: float | None
 
     def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
         """Return the results on every rank; inside `call`."""
-        call.wait_as(self._timeout)
-        self._plan.bring(arrays)
-        values, settings = self._values, self._settings
-        call.agree("reduce", op=self._op, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True)
-        return self._plan.run(arrays)
+        call.wait_as(self.timeout_seconds)
+        self.plan.bring(arrays)
+        call.agree("reduce", sparingly=True, **self.words)
+        return self.plan.run(arrays)
 
 
 class Reducer:
@@ -244,7 +236,9 @@ class Reducer:
         settings, made = self.plans.settings, None
         if settings is not None and all(is_simple(dtype, op) for dtype, _ in layouts):
             plan = plan_of(self.communicator, layouts, op, self._options.bytes_per_pack, usual_route)
-            made = AgreedPlan(plan, op, layouts, settings, self._options.timeout_seconds)
+            values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+            words = {"op": op.value, "values": values, "destination": EVERY_RANK_TEXT, "options": settings}
+            made = AgreedPlan(plan, words, self._options.timeout_seconds)
         if len(self._agreed) >= _MOST_AGREED:
             self._agreed.clear()
         self._agreed[key] = made

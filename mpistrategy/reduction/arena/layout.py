@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,8 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.in_place import Replicas, joined, typed
-
-Layout: TypeAlias = "tuple[np.dtype[Any], tuple[int, ...]]"
 
 
 @dataclass(frozen=True)

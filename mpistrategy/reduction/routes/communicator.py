@@ -16,7 +16,8 @@ from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.shared_memory import pipelined
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of, size_in_words
 
 #: A number that is a view of a larger pack would keep all of it.
@@ -172,8 +173,8 @@ def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) 
     large: list[int] = []
     for index, (dtype, shape) in enumerate(layouts):
         (small if prod(shape) * host_wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
-    packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)
-    return packs + tuple(pack for index in large for pack in plan_layouts(layouts, [index], 1))
+    packs = packing.plan(layouts, bytes_per_pack, 0, host_wire_dtype, tuple(small))
+    return packs + packing.plan(layouts, 1, 0, host_wire_dtype, tuple(large))
 
 
 def names_of(communicator: Communicator, packs: Sequence[Pack], op: ReduceOp) -> list[RouteName]:
