@@ -6,7 +6,7 @@ Everything is asked of the plans that do the work.  Nothing is sent, nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from mpistrategy.errors import EmptyBatchError
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Rates
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.arena.arena import Arena, Extended
 from mpistrategy.reduction.arena.layout import check_dtypes
 from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
 from mpistrategy.reduction.layout import packing
@@ -31,22 +31,13 @@ _WHERE = "Strategy.explain"
 _Found = tuple[list[Description], list[str]]
 
 
-class _Extended(Protocol):
-    """What is asked of a StrategyExtended."""
-
-    bucket_orders: dict[tuple[tuple[int, ...], ...], None]
-
-    @property
-    def reducer(self) -> Reducer: ...
-
-
 class Explained:
     """The methods of `Strategy` that tell how it communicates."""
 
     if TYPE_CHECKING:
 
         @property
-        def extended(self) -> _Extended: ...
+        def extended(self) -> Extended: ...
 
     def explain(self, value: Any, reduce_op: Any = "SUM", options: CommunicationOptions | None = None) -> str:
         """Say which route an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.

@@ -6,11 +6,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, quiet_runner
 from mpistrategy.arrays.values import contribution
 from mpistrategy.errors import ContextError, CopyError, EmptyBatchError, OptionError, OptionTypeError, StructureError
@@ -19,7 +22,7 @@ from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.arena.layout import belongs_on_device, buckets_for, check_dtypes, laid_out, layouts_of
+from mpistrategy.reduction.arena.layout import buckets_for, check_dtypes, laid_out, layouts_of
 from mpistrategy.reduction.arena.unchanged import UnchangedNest
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
@@ -29,7 +32,9 @@ from mpistrategy.reduction.routes.in_place import InPlaceRoute, broadcast_replic
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 
-class _Extended(Protocol):
+class Extended(Protocol):
+    """What is asked of a StrategyExtended."""
+
     bucket_orders: dict[tuple[tuple[int, ...], ...], None]
 
     @property
@@ -38,7 +43,7 @@ class _Extended(Protocol):
 
 class _Strategy(Protocol):
     @property
-    def extended(self) -> _Extended: ...
+    def extended(self) -> Extended: ...
 
 
 class Arena:
@@ -80,8 +85,10 @@ class Arena:
             if not given:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
             layouts = layouts_of(given, like, call.where)
-            #: Whether it is in GPU memory.
-            self.on_device = belongs_on_device(communicator, list(map(contribution, given)))
+            #: Whether it is in GPU memory: of this rank's GPU, or of that of an array.
+            self.on_device = gpu_of(communicator.devices, communicator.rank) is not None or any(
+                is_on_device(contribution(leaf)) for leaf in given
+            )
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
@@ -112,7 +119,7 @@ class Arena:
         #: For each bucket: the arrays, where the result goes, and this rank's share.
         self._shares: list[Any] = []
         self._closed = False
-        resident_values[id(self._values)] = weakref.ref(self, _forgetting(id(self._values)))
+        resident_values[id(self._values)] = weakref.ref(self, partial(_forget, id(self._values)))
 
     @property
     def values(self) -> Any:
@@ -298,7 +305,7 @@ class Arena:
         in_place, barrier = self.in_place, communicator.node_barrier
         signature = self._signature(op, *where, in_place, None)
         digest = guard.digest(signature)
-        divisor = communicator.size if op is ReduceOp.MEAN else 1
+        divisor = communicator.size if op is ReduceOp.MEAN else 1  # `check_dtypes` has refused integers
         self._shares = [(b.arrays, b.arrays if in_place else (b.result,), b.my_share) for b in self.buckets]
 
         # The flight record holds this function, which must not hold the arena's memory after its close().
@@ -323,8 +330,9 @@ class Arena:
     ) -> Signature:
         """Return what the ranks compare before they reduce the arena."""
         options = f"arena {self._number}, {in_place=}, wire={sent}{more}"
-        text = self._structure.text
-        return Signature("reduce an arena", op.value, text, self._summary, "", options, "", where, place)
+        return Signature(
+            "reduce an arena", op.value, self._structure.text, self._summary, "", options, "", where, place
+        )
 
     def describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
@@ -363,12 +371,9 @@ class Arena:
 resident_values: dict[int, weakref.ref[Arena]] = {}
 
 
-def _forgetting(identity: int) -> Callable[[weakref.ref[Arena]], None]:
-    def forget(arena: weakref.ref[Arena]) -> None:
-        if resident_values.get(identity) is arena:  # else it was closed, and the number is another one's now
-            del resident_values[identity]
-
-    return forget
+def _forget(identity: int, arena: weakref.ref[Arena]) -> None:
+    if resident_values.get(identity) is arena:  # else it was closed, and the number is another one's now
+        del resident_values[identity]
 
 
 def resident(value: Any, out: Any) -> Arena | None:
@@ -387,7 +392,5 @@ def resident(value: Any, out: Any) -> Arena | None:
 
 def has_arenas(pairs: Any) -> bool:
     """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
-    if not isinstance(pairs, (list, tuple)):
-        return False
-    sound = [pair[0] for pair in pairs if type(pair) is tuple and len(pair) == 2]
-    return len(sound) == len(pairs) and any(type(value) is Arena for value in sound)
+    are_pairs = isinstance(pairs, (list, tuple)) and all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
+    return are_pairs and any(type(value) is Arena for value, _ in pairs)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import is_on_device, reducible
+from mpistrategy.arrays.convert import reducible
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import cupy_for
@@ -61,11 +61,6 @@ def layouts_of(leaves: Sequence[Any], like: Any, where: str) -> list[Layout]:
 def _layout(leaf: Any, where: str, path: str = "") -> Layout:
     array = reducible(leaf, where, path)
     return array.dtype, array.shape
-
-
-def belongs_on_device(communicator: Communicator, leaves: Sequence[Any]) -> bool:
-    """Return whether an arena of these leaves is in GPU memory: this rank drives a GPU, or one of them is there."""
-    return gpu_of(communicator.devices, communicator.rank) is not None or any(map(is_on_device, leaves))
 
 
 def laid_out(layouts: Sequence[Layout]) -> tuple[tuple[Place, ...], list[np.dtype[Any]], list[int]]:

@@ -120,7 +120,6 @@ class CommunicatorRoute:
             divide_by(self._divisors[target.dtype], target)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        """See `Route.describe`."""
         return [described(ranks, *group) for group in grouped(self.packs, self._names, arrays)]
 
 
@@ -163,7 +162,6 @@ class OneArrayRoute:
         return [target]
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        """See `Route.describe`."""
         return [described(ranks, *group) for group in grouped(self.packs, ("mpi",), arrays)]
 
 

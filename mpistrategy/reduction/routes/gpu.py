@@ -116,7 +116,6 @@ class GpuRoute:
             results[index] = result.copy() if lone else result
 
     def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
-        """See `Route.describe`."""
         paths, how = device_paths(ranks), "on a path that the ranks choose at the first such call"
         if (path := paths.known.get(self._word)) is not None:
             how = f"{_PATHS[path.name]} ({path.name}: {paths.reasons.get(self._word, '')})"

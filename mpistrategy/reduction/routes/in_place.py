@@ -154,7 +154,6 @@ class InPlaceRoute:
             _allreduce(communicator, mine, _result(replicas) if shown else np.empty_like(mine), op, divisor)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        """See `Route.describe`."""
         return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
 
     def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas) -> Description:

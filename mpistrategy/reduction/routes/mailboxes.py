@@ -44,10 +44,8 @@ NUMBERS: dict[type, np.dtype[Any]] = {
 _ALIGNMENT = 16  # enough for every dtype of NumPy
 
 
-def fits(mailboxes: Mailboxes | None, layouts: tuple[Layout, ...]) -> bool:
+def fits(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
     """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes each."""
-    if mailboxes is None:
-        return False
     return sum(map(_room, _packs(layouts))) * max(2, mailboxes.size) <= 2 * mailboxes.payload_bytes
 
 
@@ -103,7 +101,6 @@ class MailboxRoute:
         return total
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        """See `Route.describe`."""
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
         return [
             Description(
