@@ -215,8 +215,8 @@ class SimulatedCommunicator:
         everything = self._meeting.allgather(self.rank, "alltoallv", sent.copy())
         _fill(list(received), [theirs[start : start + counts[self.rank]] for theirs in everything])
 
-    def allgather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in rank order."""
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
+        """Return every rank's text, in rank order; `Turns` ends the wait for a thread that has ended."""
         return list(self._meeting.allgather(self.rank, "allgather_text", text))
 
     def all_equal(self, digest: int) -> bool:

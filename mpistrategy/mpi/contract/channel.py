@@ -22,17 +22,22 @@ class ControlChannel(Protocol):
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
 
-    def allgather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in rank order."""
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
+        """Return every rank's text, in rank order; call `look` now and then, which may raise, and end the wait."""
 
 
 def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] = lambda: None) -> bool:
     """Do `ControlChannel.all_equal` without keeping a core busy; call `look` now and then, which may raise."""
     channel.start(digest)
+    return wait_patiently(channel.finished, look)
+
+
+def wait_patiently(finished: Callable[[], bool | None], look: Callable[[], object]) -> bool:
+    """Return what `finished` returns once it is not None, without keeping a core busy; `look` may raise."""
     for pause in growing_pauses():
         look()
         for _ in range(_LOOKS):  # an MPI may need several to make progress
-            if (answer := channel.finished()) is not None:
+            if (answer := finished()) is not None:
                 return answer
         time.sleep(pause)
     raise AssertionError("pauses end")

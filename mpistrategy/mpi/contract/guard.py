@@ -329,14 +329,14 @@ class Guard(TellsErrors):
         """Return the reports of all ranks.
 
         Raises:
-            RemoteError: when some rank takes no more calls.
+            RemoteError: when some rank takes no more calls, and thus may send no report.
         """
         assert self._channel is not None
         if self.is_broken:
             raise self.mark_told(self.remote_error())
         import json  # here, to keep `import mpistrategy` quick
 
-        texts = self._channel.allgather_text(json.dumps(astuple(mine)))
+        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look)
         return [Report(*json.loads(text)) for text in texts]
 
     def _see_flags(self) -> None:

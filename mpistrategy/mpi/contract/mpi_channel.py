@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+
+from mpistrategy.mpi.contract.channel import wait_patiently
 
 
 class MpiControlChannel:
@@ -20,6 +23,8 @@ class MpiControlChannel:
         self._greatest = np.zeros(2, np.int64)
         self._request: Any = None
         self._persistent = True
+        #: The request for texts that this rank may have left: MPI could still write into its buffers.
+        self._texts: Any = None
         try:
             self._request = self._comm.Allreduce_init(self._mine, self._greatest, MPI.MAX)
         except NotImplementedError:  # an MPI before 4.0
@@ -51,14 +56,21 @@ class MpiControlChannel:
         """Let MPI make progress with messages for this rank."""
         self._comm.Iprobe()
 
-    def allgather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in rank order."""
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
+        """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
         mine = np.frombuffer(text.encode(), np.uint8)
         counts = np.zeros(self._comm.size, np.int64)
-        self._comm.Allgather(np.array([mine.size], np.int64), counts)
+        self._gather(self._comm.Iallgather(np.array([mine.size], np.int64), counts), look)
         together = np.empty(int(counts.sum()), np.uint8)
-        self._comm.Allgatherv(mine, [together, counts])
+        self._gather(self._comm.Iallgatherv(mine, [together, counts]), look)
         return [bytes(piece).decode() for piece in np.split(together, np.cumsum(counts)[:-1])]
+
+    def _gather(self, request: Any, look: Callable[[], object] | None) -> None:
+        if look is None:
+            request.Wait()
+            return
+        self._texts = request
+        wait_patiently(lambda: request.Test() or None, look)
 
     def close(self) -> None:
         """Free the request and the communicator."""

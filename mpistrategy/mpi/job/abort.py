@@ -179,6 +179,8 @@ def _say_goodbye(state: _Watch) -> None:
                 try:
                     guard.tell_peers()
                 except MpiStrategyError as error:
+                    if guard.is_broken:  # the rank that failed while its peers were told has raised its own error
+                        continue
                     state.end_job(error, type(error), error.__traceback__, " at the end of the program")
             elif status and (left is False or time.monotonic() > end):
                 state.end_with(status)

@@ -57,10 +57,10 @@ class Mailboxes:
         fence: keeps reads and writes in order; None where the processor does that itself.
         sequence: the number of exchanges so far; the same on every rank whenever none is under way.
         slots: an exchange uses the slot of its sequence number modulo 2.
-        allgather_text: returns every rank's text; for the guard's reports.
+        allgather_text: see `mpistrategy.mpi.contract.channel.ControlChannel`.
     """
 
-    allgather_text: Callable[[str], list[str]]
+    allgather_text: Callable[..., list[str]]
 
     def __init__(self, memory: SharedMemory, payload_bytes: int, waiting: Waiting) -> None:
         self.payload_bytes = payload_bytes

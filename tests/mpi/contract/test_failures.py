@@ -345,3 +345,43 @@ def test_a_signal_that_raises_while_a_rank_waits_for_the_others(launch: Launch, 
     assert "rank 0: TimeoutError: of the program True" in job.stdout, job
     assert "rank 1: RemoteError: rank 0 failed in ReplicaContext.all_reduce: TimeoutError: of the program" in job.stdout
     assert job.stdout.count(" True") == 2, job
+
+
+LEFT_BETWEEN_REPORTS = """
+import numpy as np
+from mpi4py import MPI
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+rank = strategy.replica_id_in_sync_group
+mailboxes = strategy.extended.communicator.mailboxes
+compare, gather = type(mailboxes).all_equal, mailboxes.allgather_text
+all_send_reports = MPI.COMM_WORLD.Dup()
+
+
+def interrupted(*_):
+    all_send_reports.Barrier()
+    raise KeyboardInterrupt("Ctrl-C")
+
+
+def gather_with_all(*arguments):
+    all_send_reports.Barrier()
+    return gather(*arguments)
+
+
+if rank == 2:
+    mailboxes.all_equal = interrupted
+mailboxes.allgather_text = gather_with_all
+try:
+    strategy.reduce("MAX" if rank else "SUM", np.ones(5))
+except (KeyboardInterrupt, ms.errors.RemoteError) as error:
+    print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+"""
+
+
+@pytest.mark.one_rank
+def test_a_rank_that_leaves_while_the_others_send_their_reports(launch: Launch) -> None:
+    """Ranks 0 and 1 know that their calls differ, and wait for the report of rank 2, which takes no more calls."""
+    job = launch(3, LEFT_BETWEEN_REPORTS, timeout=60).check()
+    assert job.stdout.count(": RemoteError: rank 2 failed in Strategy.reduce: KeyboardInterrupt: Ctrl-C") == 2, job
+    assert "rank 2: KeyboardInterrupt" in job.stdout, job
