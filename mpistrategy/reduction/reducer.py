@@ -82,7 +82,8 @@ class Reducer:
         self._others: dict[CommunicationOptions, Plans] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
         self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._arena_numbers = itertools.count(1)
+        #: The numbers of new arenas, the same on every rank.
+        self.arena_numbers = itertools.count(1)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -127,12 +128,8 @@ class Reducer:
     def copy(self) -> Reducer:
         """Return another one with the same ranks, algorithm and options, and no plans."""
         result = Reducer(self.communicator, self._algorithm, self._options)
-        result._arena_numbers = self._arena_numbers
+        result.arena_numbers = self.arena_numbers
         return result
-
-    def next_arena_number(self) -> int:
-        """Return a number for a new arena, the same on every rank."""
-        return next(self._arena_numbers)
 
     def all_reduce_leaves(
         self,

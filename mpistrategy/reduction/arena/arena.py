@@ -98,7 +98,7 @@ class Arena:
             self.places, dtypes, sizes = laid_out(layouts)
             self.buckets = buckets_for(communicator, dtypes, sizes, shared_result, self.on_device)
             call.agree("use an arena")  # no rank has run out of memory
-        self._number = reducer.next_arena_number()
+        self._number = next(reducer.arena_numbers)
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
         #: What each bucket holds of this rank.
         self._mine = [bucket.mine for bucket in self.buckets]

@@ -19,6 +19,8 @@ from mpistrategy.errors import OptionError, OptionTypeError
 
 #: What bytes_per_pack=0 stands for.
 DEFAULT_BYTES_PER_PACK = 32 * 2**20
+#: A number that is a view of a larger pack would keep all of it.
+FEW_ELEMENTS = 64
 #: Larger packs would be new memory each time.
 _MOST_JOINED_BYTES = 4 * 2**20
 

@@ -17,11 +17,8 @@ from mpistrategy.mpi.shared_memory import pipelined
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.packing import Layout, Pack
+from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of, size_in_words
-
-#: A number that is a view of a larger pack would keep all of it.
-_FEW_ELEMENTS = 64
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]
@@ -54,7 +51,7 @@ class CommunicatorRoute:
         self._reduce_pairs = self._all_reduce if reduce_pair is None else partial(self._reduce_each, reduce_pair)
         if set(self._divisors.values()) - {1}:  # of a quotient NumPy may warn
             self._reduce_pairs = partial(quiet_runner(), self._reduce_pairs)
-        self._lone = [m.index for p in packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
+        self._lone = [m.index for p in packs if p.size > FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
         #: Memory for each pack, between `bring` and `run`.
         self._memory: list[Array] = []
 

@@ -19,12 +19,10 @@ from mpistrategy.mpi.interface.gpu_transport import communication_memory, device
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.layout.packing import Pack
+from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.gpu_copy import fill
 
-#: A number that is a view of a larger bucket would keep all of it.
-_FEW_ELEMENTS = 64
 _PATHS = {
     "alone": "on the only replica",
     "mpi": "by MPI, which gets pointers to it",
@@ -112,7 +110,7 @@ class GpuRoute:
         finished = finish(bucket, dtypes.pop(), op, count) if whole else bucket
         for index, view in pack.views(finished):
             result = view if whole else finish(view, arrays[index].dtype, op, count)
-            lone = view.size == 1 and pack.size > _FEW_ELEMENTS and result is view
+            lone = view.size == 1 and pack.size > FEW_ELEMENTS and result is view
             results[index] = result.copy() if lone else result
 
     def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
