@@ -30,7 +30,7 @@ from mpistrategy.cli.bench.cases import shapes
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.routes import gpu_copy, gpu_packing
+from mpistrategy.reduction.routes import gpu_copy
 
 MIB = 2**20
 REAL = cupy_here.IS_REAL
@@ -107,11 +107,11 @@ def packing_figures(cupy: Any, strategy: Any) -> Figures:
         bucket, other = cupy.empty(pack.size, pack.dtype), cupy.empty(pack.size, pack.dtype)
         views = [view for _, view in pack.views(bucket)]
         copied = on_stream(cupy, partial(_copy, cupy, bucket, other))
-        packed = on_stream(cupy, lambda p=pack, a=arrays, b=bucket: gpu_packing.fill(p, a, b))
+        packed = on_stream(cupy, lambda p=pack, a=arrays, b=bucket: gpu_copy.fill(p, a, b))
         scattered = on_stream(cupy, lambda v=views, a=arrays: gpu_copy.move(v, a))
         started = time.perf_counter()
         for _ in range(REPEATS):
-            gpu_packing.fill(pack, arrays, bucket)
+            gpu_copy.fill(pack, arrays, bucket)
         host = (time.perf_counter() - started) / REPEATS
         found[name] = {
             "bytes": pack.nbytes,
@@ -132,7 +132,7 @@ def check(cupy: Any, strategy: Any) -> Figures:
     """Lists of arrays of odd sizes at odd places, moved by the kernel, against NumPy."""
     random = np.random.default_rng(3)
     pairs = [("float32", "float32"), ("int8", "int8"), ("float16", "float32"), ("int16", "int32"), ("uint8", "uint32")]
-    pairs += [("float32", "float16"), ("int32", "int8"), ("uint32", "uint16"), ("complex64", "complex64")]
+    pairs.append(("complex64", "complex64"))
     lists = 30 if REAL else 3
     for _ in range(lists):
         sources, targets, expected = [], [], []
@@ -151,11 +151,8 @@ def check(cupy: Any, strategy: Any) -> Figures:
     half = np.arange(65536, dtype=np.uint16).view(np.float16)
     widened = cupy.empty((2, half.size), "float32")
     gpu_copy.move([cupy.asarray(half), cupy.asarray(half)], [widened[0], widened[1]])
-    back = cupy.empty((2, half.size), "float16")
-    gpu_copy.move([widened[0], widened[1]], [back[0], back[1]])
     for row in range(2):
         assert np.array_equal(widened[row].get(), half.astype(np.float32), equal_nan=True)
-        assert np.array_equal(back[row].get(), half, equal_nan=True)
     return {"lists that were right": lists + 2}
 
 

@@ -203,9 +203,7 @@ class CrossDeviceOps:
 
 def mirrored(value: Any, destination: placing.Destination, communicator: Communicator) -> Mirrored:
     """Wrap a result that lives on the ranks of `destination`."""
-    if destination.includes(communicator.rank):
-        return Mirrored((value,), destination.text)
-    return Mirrored((), destination.text)
+    return Mirrored((value,) if destination.includes(communicator.rank) else (), destination.text)
 
 
 def _first_value(pairs: Any) -> Any:

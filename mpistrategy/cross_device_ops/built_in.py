@@ -11,16 +11,17 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import layout_of
+from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction import sparse
-from mpistrategy.reduction.inputs import checked_value, own_component
+from mpistrategy.reduction.inputs import checked_value, in_kind, own_component
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
@@ -28,7 +29,6 @@ from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
-from mpistrategy.reduction.routes.gpu_batch import DeviceBatch, in_kind
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -73,6 +73,15 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         names = [communicator.route(pack.nbytes, pack.dtype, op.on_the_wire) for pack in packs]
         allreduce, text = communicator.allreduce, op.on_the_wire
         return CommunicatorRoute(communicator, packs, op, names, lambda source, target: allreduce(target, text, source))
+
+    def gpu_route(
+        self, ranks: Communicator, arrays: Sequence[DeviceArray], op: ReduceOp, options: CommunicationOptions
+    ) -> Route:
+        """Return the route of arrays in GPU memory to every rank, where they are not reduced on the host."""
+        from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
+
+        packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
+        return GpuRoute(ranks, packs, op, path_word(options, self.device_path or ""), options.wire)
 
     def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
@@ -133,27 +142,29 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         layouts = tuple(map(_layout, values))
         # Values that go to different ranks are sent to all of them.
         target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
-        batch = None
-        if any(map(is_on_device, values)):
-            path = self.device_path if target is EVERY_RANK else None
-            batch = DeviceBatch(ranks, values, op, options, path, self.num_packs, call.where)
-            values = batch.values
+        placed = [i for i, value in enumerate(values) if is_on_device(value)]
+        routes: list[tuple[Route | Plan, list[int], list[Any]]] = []
+        if placed:
+            arrays = [values[i] for i in placed]
+            check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
+            if self.device_path is not None and target is EVERY_RANK:
+                routes.append((self.gpu_route(ranks, arrays, op, options), placed, arrays))
+            else:
+                values = [to_host(value) if is_on_device(value) else value for value in values]
         dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
         arrays = [values[i] for i in dense]
         plan = self.plan(communicator, packing.layouts_of(arrays), op, options, target)
-        plan.bring(arrays)
+        # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
+        routes.insert(0, (plan, dense, arrays))
+        for route, _, arrays in routes:
+            route.bring(arrays)
         destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
         settings = self.settings(options)
         call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
         results: list[Any] = [None] * len(values)
-        # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
-        totals = plan.run(arrays)
-        if target.includes(communicator.rank):
-            for i, total in zip(dense, totals, strict=True):
-                results[i] = total
-        if batch is not None:
-            on_devices = batch.run(communicator, call)
-            results = [total if found is None else found for total, found in zip(results, on_devices, strict=True)]
+        for route, those, arrays in routes:
+            for i, total in zip(those, route.run(arrays), strict=True):
+                results[i] = total if target.includes(communicator.rank) else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self.reduce_slices(communicator, value, op, call)

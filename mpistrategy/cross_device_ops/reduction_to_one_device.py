@@ -113,7 +113,6 @@ class _Accumulation:
         return results
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        """See `Route.describe`."""
         return [described(ranks, *group) for group in grouped(self.packs, ["root"] * len(self.packs), arrays)]
 
     def _accumulate(

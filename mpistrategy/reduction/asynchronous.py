@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import Mirrored, contribution
 from mpistrategy.context import current_frame
-from mpistrategy.errors import OptionTypeError, UnsupportedError
+from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.contract.guard import Guard
@@ -21,11 +21,15 @@ from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import Arena, resident
+from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
+
+#: Makes the guard's call, given the structure of the values in words.
+_Enter: TypeAlias = "partial[Call]"
 
 
 class AllReduceHandle(NotPickled):
@@ -73,13 +77,7 @@ class AllReduceHandle(NotPickled):
 
 
 def start_all_reduce(
-    reducer: Reducer,
-    reduce_op: Any,
-    value: Any,
-    options: CommunicationOptions | None,
-    name: str | None,
-    out: Any,
-    checked_targets: Callable[[nest.Structure], list[Array] | None],
+    reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
 ) -> AllReduceHandle:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     communicator = reducer.communicator
@@ -91,24 +89,27 @@ def start_all_reduce(
     engine = engine_of(communicator, agree)
     if _is_on_device(value):
         engine = AtOnce(communicator)  # another thread has another stream, and would not see what is put on ours
-    site = call_site()
+    ranks, site = engine.communicator, call_site()
+    enter = partial(Call, ranks.guard, _CALL, called=name)
     try:
-        mine = _on(reducer, engine)
-        work = _prepared(mine, mine is reducer, reduce_op, value, options, name, out, checked_targets)
+        arena = resident(value, out)
+        if arena is not None:
+            arena.check(reducer, _WHERE)
+        prepare = partial(_prepared, value) if arena is None else partial(_of_arena, arena)
+        work = prepare(_on(reducer, engine), enter, reduce_op, options, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
-        work = _failing(engine, error)
+        work = _failing(enter, error)
 
     # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
-    in_step = current_frame() if engine.communicator is not communicator else None
+    in_step = current_frame() if ranks is not communicator else None
 
     def with_site() -> Any:
-        guard = engine.communicator.guard
-        guard.site = site
+        ranks.guard.site = site
         try:
-            with in_step or nullcontext():
+            with in_step or nullcontext(), current.working_on(ranks):
                 return work()
         finally:
-            guard.site = None
+            ranks.guard.site = None
 
     job = Job(with_site)
     engine.submit(job)
@@ -125,37 +126,21 @@ def _is_on_device(value: Any) -> bool:
 
 
 def _prepared(
-    reducer: Reducer,
-    at_once: bool,
-    reduce_op: Any,
-    value: Any,
-    options: CommunicationOptions | None,
-    name: str | None,
-    out: Any,
-    checked_targets: Callable[[nest.Structure], list[Array] | None],
+    value: Any, reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
 ) -> Callable[[], Any]:
     """Look at the arguments in the caller's thread and context; return the rest of the work."""
-    if name is not None and not isinstance(name, str):
-        raise OptionTypeError.at(_WHERE, found=f"name={name!r}", expected="a string")
-    arena = resident(value, out)
-    if arena is not None:
-        return _of_arena(reducer, at_once, arena, reduce_op, options, name, out)
     given, structure = nest.flatten(value)
     leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
-    targets = checked_targets(structure)
+    targets = leaves_like(out, structure, _WHERE)
     op = ReduceOp.parse(reduce_op, _WHERE)
-    communicator = reducer.communicator
     kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
 
     def work() -> Any:
-        if options is None and name is None:
+        if options is None and enter.keywords["called"] is None:
             result = reducer.plans.run(reduce_op, kept, out, None, None)
             if result is not MISFIT:
                 return result
-        with (
-            current.working_on(communicator),
-            Call(communicator.guard, _CALL, structure.text, called=name) as call,
-        ):
+        with enter(structure.text) as call:
             results = reducer.all_reduce_leaves(
                 call, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
             )
@@ -165,18 +150,10 @@ def _prepared(
 
 
 def _of_arena(
-    reducer: Reducer,
-    at_once: bool,
-    arena: Arena,
-    reduce_op: Any,
-    options: CommunicationOptions | None,
-    name: str | None,
-    out: Any,
+    arena: Arena, reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
 ) -> Callable[[], Any]:
     """Return the work for a whole arena: without a copy within a node, and bucket by bucket in the background."""
-    communicator = reducer.communicator
-    op = ReduceOp.parse(reduce_op, _WHERE)
-    values = arena.values
+    op, values = ReduceOp.parse(reduce_op, _WHERE), arena.values
     if not arena.in_place and out is None:
         raise UnsupportedError.at(
             _WHERE,
@@ -184,35 +161,24 @@ def _of_arena(
             expected="a reduction in place",
             fix="Pass out=arena, or use all_reduce.",
         )
-    if at_once:
-
-        def work() -> Any:
-            with (
-                current.working_on(communicator),
-                Call(communicator.guard, _CALL, called=name) as call,
-            ):
-                return arena.all_reduce(reducer, op, call, options=options, out=arena)
-
-        return work
     buckets = [bucket.mine for bucket in arena.buckets]
     structure = nest.flatten(values)[1].text
 
-    def work_on_buckets() -> Any:
-        with (
-            current.working_on(communicator),
-            Call(communicator.guard, _CALL, structure, called=name) as call,
-        ):
+    def work() -> Any:
+        with enter(structure) as call:
+            if not reducer.communicator.guard.is_in_background:
+                return arena.all_reduce(reducer, op, call, options=options, out=arena)
             reducer.all_reduce_leaves(
                 call, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
             )
         return values
 
-    return work_on_buckets
+    return work
 
 
-def _failing(engine: AtOnce, error: Exception) -> Callable[[], Any]:
+def _failing(enter: _Enter, error: Exception) -> Callable[[], Any]:
     def work() -> Any:
-        with Call(engine.communicator.guard, _CALL):
+        with enter():
             raise error
 
     return work

@@ -6,7 +6,7 @@ Everything is asked of the plans that do the work.  Nothing is sent, nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,41 +15,20 @@ from mpistrategy.arrays.convert import any_array, is_on_device
 from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contribution
 from mpistrategy.errors import EmptyBatchError
-from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Rates
-from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.arena.arena import Arena, Extended
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.inputs import checked_component, checked_leaves
+from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
-from mpistrategy.reduction.layout.packing import Member
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.base import Description, nbytes_of, size_in_words
-from mpistrategy.reduction.routes.in_place import describe_replicas
 
 _WHERE = "Strategy.explain"
-_ON_DEVICES = {
-    "alone": "they stay where they are, on the only replica",
-    "mpi": "MPI gets pointers to GPU memory",
-    "staged": "through pinned memory of the host in chunks of 4 MiB, three of them under way",
-    "nccl": "by NCCL, on the current stream",
-    "ipc": "each GPU reads its peers' memory",
-}
-
 #: What is reduced by plans, and the lines about what is not.
 _Found = tuple[list[Description], list[str]]
-
-
-class _Extended(Protocol):
-    """What is asked of a StrategyExtended."""
-
-    bucket_orders: dict[tuple[tuple[int, ...], ...], None]
-
-    @property
-    def reducer(self) -> Reducer: ...
 
 
 class Explained:
@@ -58,7 +37,7 @@ class Explained:
     if TYPE_CHECKING:
 
         @property
-        def extended(self) -> _Extended: ...
+        def extended(self) -> Extended: ...
 
     def explain(self, value: Any, reduce_op: Any = "SUM", options: CommunicationOptions | None = None) -> str:
         """Say which route an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.
@@ -119,7 +98,8 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
     size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))
     rates = thresholds.rates
     call = rates.cell_seconds if nodes == 1 else rates.message_seconds
-    about = f"; about {_time_in_words(call + sum(each.seconds for each in found))}" if found or not others else ""
+    known = [each.seconds for each in found if each.seconds is not None]
+    about = f"; about {_time_in_words(call + sum(known))}" if known or not (found or others) else ""
     what = f"{op.value} of {_count(len(leaves), 'array')}, {size_in_words(size)}"
     where = f"{_count(ranks.size, 'rank')} of {_count(nodes, 'node')}"
     yield f"all_reduce {what}, on {where} by {type(reducer.algorithm).__name__}{about}"
@@ -138,25 +118,13 @@ def _of_arena(
     reducer: Reducer, leaves: Sequence[Any], arena: Arena, op: ReduceOp, options: CommunicationOptions
 ) -> _Found:
     arena.check(reducer, _WHERE)
-    ordinary = arena.is_ordinary(reducer)
+    ordinary = not reducer.algorithm.in_rank_order
     if arena.in_place or not ordinary:
         check_dtypes(arena.buckets, op, _WHERE)
     if ordinary:
         return _of_leaves(reducer, leaves, arena.values, op, options)
     reduced_precision.check(options.wire)
-    communicator = reduced_precision.on(reducer.communicator, options.wire)
-    if arena.on_device:
-        lines = _on_devices(communicator, leaves, arena.path(reducer, options), options)
-        return [], [line.replace("packed on", "ready on") for line in lines]
-    members = [
-        tuple(Member(i, p.start, p.stop, p.shape) for i, p in enumerate(arena.places) if p.bucket == number)
-        for number in range(len(arena.buckets))
-    ]
-    described = [
-        describe_replicas(communicator, bucket, op.on_the_wire, held, into_result=not arena.in_place)
-        for bucket, held in zip(arena.buckets, members, strict=True)
-    ]
-    return described, []
+    return arena.describe(reducer, op, options), []
 
 
 def _of_leaves(
@@ -171,40 +139,28 @@ def _of_leaves(
         return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
     reduced_precision.check(options.wire)
     communicator = reduced_precision.on(reducer.communicator, options.wire)
-    parts = [checked_component(each, op, _WHERE) for each in values]
+    parts = [checked_value(own_component(each, op, _WHERE), op, _WHERE) for each in values]
     algorithm.check_values(parts, op, _WHERE)
+    placed = [part for part in parts if is_on_device(part)]
+    others = []
+    if placed and algorithm.device_path is None:
+        size = f"{_count(len(placed), 'array')} on a GPU, {size_in_words(sum(map(_nbytes, placed)))}"
+        others.append(f"{size}: copied to the host, reduced as other arrays are, and copied back")
+        parts = [np.empty(part.shape, part.dtype) if is_on_device(part) else part for part in parts]
+        placed = []
     dense = [part for part in parts if isinstance(part, np.ndarray)]
     plan = algorithm.plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
+    found = plan.route.describe(communicator, dense)
+    if placed:
+        found += algorithm.gpu_route(reducer.communicator, placed, op, options).describe(communicator, placed)
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
-    others = [f"{len(slices)} IndexedSlices, {size_in_words(sum(map(_nbytes, slices)))}: gathered on all ranks by MPI"]
-    placed = [part for part in parts if is_on_device(part)]
-    word = None if algorithm.device_path is None else path_word(options, algorithm.device_path)
-    others = (others if slices else []) + _on_devices(communicator, placed, word, options, algorithm.num_packs)
+    if slices:
+        size = size_in_words(sum(map(_nbytes, slices)))
+        others.append(f"{len(slices)} IndexedSlices, {size}: gathered on all ranks by MPI")
     mirrored = sum(isinstance(part, Mirrored) for part in parts)
     if mirrored:
         others.append(f"{mirrored} Mirrored: the same everywhere, nothing is sent")
-    return plan.route.describe(communicator, dense), others
-
-
-def _on_devices(
-    communicator: Communicator,
-    arrays: Sequence[Any],
-    word: str | None,
-    options: CommunicationOptions,
-    num_packs: float = 0,
-) -> list[str]:
-    """Return what happens to arrays in GPU memory on the path that is asked for; None: by way of the host."""
-    if not arrays:
-        return []
-    count = f"{_count(len(arrays), 'array')} on a GPU, {size_in_words(sum(map(_nbytes, arrays)))}"
-    if word is None:
-        return [f"{count}: copied to the host, reduced as other arrays are, and copied back"]
-    packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, num_packs)
-    paths = device_paths(communicator)
-    how = "on a path that the ranks choose at the first such call"
-    if (path := paths.known.get(word)) is not None:
-        how = f"{_ON_DEVICES[path.name]} ({path.name}: {paths.reasons.get(word, '')})"
-    return [f"{count}: packed on the GPU into {_count(len(packs), 'bucket')}; {how}"]
+    return found, others
 
 
 def _nbytes(leaf: Any) -> int:
@@ -218,8 +174,10 @@ def _name_of(each: Description) -> str:
     packs, count = each.packs, len(each.packs)
     nbytes = f"{dtype_name(packs[0].dtype)}, {size_in_words(nbytes_of(packs))}"
     arrays = sum(len(pack.members) for pack in packs)
-    if each.is_arena or arrays > count:
-        return f"{_count(count, 'bucket' if each.is_arena else 'pack')} of {_count(arrays, 'array')}, {nbytes}"
+    if each.in_arena:
+        return f"{_count(count, 'bucket')} of {_count(each.in_arena, 'array')}, {nbytes}"
+    if arrays > count:
+        return f"{_count(count, 'pack')} of {_count(arrays, 'array')}, {nbytes}"
     return f"{_count(count, 'array')} by {'itself' if count == 1 else 'themselves'}, {nbytes}"
 
 

@@ -12,7 +12,15 @@ from mpistrategy.arrays.convert import check_places, is_on_device, like_given, r
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number, mean_dtype
 from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, contribution, local_component
-from mpistrategy.errors import DTypeError, MpiStrategyError, OptionError, PlacementError, ShapeError, UnsupportedError
+from mpistrategy.errors import (
+    DTypeError,
+    MpiStrategyError,
+    OptionError,
+    PlacementError,
+    ShapeError,
+    StructureError,
+    UnsupportedError,
+)
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
@@ -94,6 +102,20 @@ def unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[
     return [component(argument) for argument in args], {key: component(value) for key, value in (kwargs or {}).items()}
 
 
+def leaves_like(out: Any, structure: nest.Structure, where: str) -> list[Any] | None:
+    """Return the leaves of a nest for results; None without one.
+
+    Raises:
+        StructureError: when its structure is another one.
+    """
+    if out is None:
+        return None
+    leaves, found = nest.flatten(out)
+    if found.text != structure.text:
+        raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
+    return leaves
+
+
 def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
     if is_on_device(target) or is_on_device(value):
         check_places([value, target], where)
@@ -112,6 +134,17 @@ def as_given(result: Any, value: Any) -> Any:
     return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result
 
 
+def in_kind(result: Any, given: Any) -> Any:
+    """Return a result as the kind of array, or of slices, that was given; None on ranks that want none."""
+    if result is None:
+        return None
+    if isinstance(result, IndexedSlices) and isinstance(given, IndexedSlices):
+        return IndexedSlices(
+            like_given(result.values, given.values), like_given(result.indices, given.indices), result.dense_shape
+        )
+    return like_given(result, given)
+
+
 def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
     """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one of each replica?"""
     if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
@@ -124,15 +157,6 @@ def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
         )
 
 
-def checked_component(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return this rank's part of one value: an array, IndexedSlices, or the value itself when it is Mirrored.
-
-    Raises:
-        OptionError, LeafError, DTypeError, UnsupportedError, ShapeError: for what `op` cannot reduce.
-    """
-    return checked_value(own_component(value, op, where), op, where)
-
-
 def own_component(value: Any, op: ReduceOp, where: str) -> Any:
     """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
     refuse_mirrored_sum(value, op, where)
@@ -140,7 +164,11 @@ def own_component(value: Any, op: ReduceOp, where: str) -> Any:
 
 
 def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return a component as what can be reduced; see `checked_component`."""
+    """Return a component as what `op` can reduce: an array, IndexedSlices, or the value itself when it is Mirrored.
+
+    Raises:
+        LeafError, DTypeError, UnsupportedError, ShapeError: for what cannot be.
+    """
     if isinstance(value, Mirrored):
         return value
     if isinstance(value, IndexedSlices):

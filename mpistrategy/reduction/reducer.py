@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
+from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device
@@ -22,12 +22,11 @@ from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunica
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.gather import gather
-from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves
+from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, in_kind
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
-from mpistrategy.reduction.routes.gpu_batch import in_kind, write
 from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, exchange_of_weights
 
 #: So many different options keep plans.
@@ -36,33 +35,25 @@ _MOST_OPTIONS = 16
 _MOST_AGREED = 512
 
 
-class AgreedPlan:
+class AgreedPlan(NamedTuple):
     """A plan, and the words that the ranks compare before it runs.
 
-    Args:
+    Attributes:
         plan: the plan.
-        op: the operation.
-        layouts: dtype and shape of each array.
-        settings: the algorithm and its options in words.
+        words: what `Call.agree` is given.
         timeout_seconds: how long a call may wait for the other ranks; None: as long as the strategy says.
     """
 
-    def __init__(
-        self, plan: Plan, op: ReduceOp, layouts: tuple[Layout, ...], settings: str, timeout_seconds: float | None
-    ) -> None:
-        self._plan = plan
-        self._op = op.value
-        self._values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        self._settings = settings
-        self._timeout = timeout_seconds
+    plan: Plan
+    words: dict[str, Any]
+    timeout_seconds: float | None
 
     def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
         """Return the results on every rank; inside `call`."""
-        call.wait_as(self._timeout)
-        self._plan.bring(arrays)
-        values, settings = self._values, self._settings
-        call.agree("reduce", op=self._op, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True)
-        return self._plan.run(arrays)
+        call.wait_as(self.timeout_seconds)
+        self.plan.bring(arrays)
+        call.agree("reduce", sparingly=True, **self.words)
+        return self.plan.run(arrays)
 
 
 class Reducer:
@@ -91,7 +82,8 @@ class Reducer:
         self._others: dict[CommunicationOptions, Plans] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
         self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._arena_numbers = itertools.count(1)
+        #: The numbers of new arenas, the same on every rank.
+        self.arena_numbers = itertools.count(1)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -136,12 +128,8 @@ class Reducer:
     def copy(self) -> Reducer:
         """Return another one with the same ranks, algorithm and options, and no plans."""
         result = Reducer(self.communicator, self._algorithm, self._options)
-        result._arena_numbers = self._arena_numbers
+        result.arena_numbers = self.arena_numbers
         return result
-
-    def next_arena_number(self) -> int:
-        """Return a number for a new arena, the same on every rank."""
-        return next(self._arena_numbers)
 
     def all_reduce_leaves(
         self,
@@ -181,9 +169,9 @@ class Reducer:
         if targets is not None:
             if len({id(target) for target in targets}) < len(targets):
                 raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
-            memory = [as_target(target, where, "out") for target in targets]
-            for target, array, path in zip(memory, arrays, paths(), strict=True):
-                check_target(target, array, op, f"{where}: out{path}")
+            for target, array, path in zip(targets, arrays, paths(), strict=True):
+                memory.append(as_target(target, where, f"out{path}"))
+                check_target(memory[-1], array, op, f"{where}: out{path}")
         if weight is None:
             call.wait_as(chosen.timeout_seconds)
             results = self._algorithm.all_reduce_values(call, self.communicator, op, given, chosen)
@@ -191,7 +179,7 @@ class Reducer:
             results = self._weighted(call, op, given, arrays, weight, chosen)
         if targets is None:
             return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
-        write(results, memory)
+        _write(results, memory)
         for written, target in zip(memory, targets, strict=True):
             hand_back(written, target)
         return list(targets)
@@ -245,7 +233,9 @@ class Reducer:
         settings, made = self.plans.settings, None
         if settings is not None and all(is_simple(dtype, op) for dtype, _ in layouts):
             plan = plan_of(self.communicator, layouts, op, self._options.bytes_per_pack, usual_route)
-            made = AgreedPlan(plan, op, layouts, settings, self._options.timeout_seconds)
+            values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+            words = {"op": op.value, "values": values, "destination": EVERY_RANK_TEXT, "options": settings}
+            made = AgreedPlan(plan, words, self._options.timeout_seconds)
         if len(self._agreed) >= _MOST_AGREED:
             self._agreed.clear()
         self._agreed[key] = made
@@ -256,3 +246,18 @@ class Reducer:
         leaves, structure = nest.flatten(value)
         call.structure = structure.text
         return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
+
+
+def _write(results: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Copy results into arrays of their dtypes and shapes: those in GPU memory all at once, on the current stream."""
+    on_device: list[tuple[Any, Any]] = []
+    for result, target in zip(results, targets, strict=True):
+        if is_on_device(target):
+            on_device.append((as_device_array(result, "a result in GPU memory"), target))
+        else:
+            target[...] = result
+    if on_device:
+        from mpistrategy.reduction.routes.gpu_copy import move  # here, for the quick import
+
+        with on_device[0][0].device:
+            move([result for result, _ in on_device], [target for _, target in on_device])

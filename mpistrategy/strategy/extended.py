@@ -147,7 +147,8 @@ class StrategyExtended(Placement, NotPickled):
         self._require_collective("reduce_to")
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.reduce_to", called=name) as call:
             if isinstance(value, Arena):
-                return value.reduce_to(self.reducer, reduce_op, destinations, call, options)
+                where = value.destination(destinations, call.where)
+                return value.all_reduce(self.reducer, reduce_op, call, options=options, destination=where)
             chosen = self.options.merge(options)
             leaves, structure = nest.flatten(value)
             if structure is nest.LEAF or not any(isinstance(leaf, DistributedValues) for leaf in leaves):

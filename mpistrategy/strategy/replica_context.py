@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_target
 from mpistrategy.context import (
     Frame,
     Mode,
@@ -24,7 +23,7 @@ from mpistrategy.context import (
     in_words,
     require_same_strategy,
 )
-from mpistrategy.errors import ContextError, OptionError, StructureError
+from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -32,6 +31,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
+from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 from mpistrategy.reduction.weights import Weighted
@@ -197,7 +197,7 @@ class ReplicaContext(NotPickled):
                 return arena.all_reduce(extended.reducer, reduce_op, call, options=options, weight=weight, out=out)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
-            targets = None if out is None else _checked_targets(out, structure, call.where)
+            targets = leaves_like(out, structure, call.where)
             op = ReduceOp.parse(reduce_op, call.where)
             results = extended.reducer.all_reduce_leaves(
                 call, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
@@ -244,17 +244,8 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         array([1., 1.])
         """
-        where = "ReplicaContext.all_reduce_async"
         with self._required("all_reduce_async"):
-            return start_all_reduce(
-                self._strategy.extended.reducer,
-                reduce_op,
-                value,
-                options,
-                name,
-                out,
-                lambda structure: None if out is None else _checked_targets(out, structure, where),
-            )
+            return start_all_reduce(self._strategy.extended.reducer, reduce_op, value, options, name, out)
 
     @collective("gather", own=own_value("value"))
     def all_gather(
@@ -329,12 +320,3 @@ class ReplicaContext(NotPickled):
 
 def _no_plan(reduce_op: Any, value: Any, out: Any, frame: FrameType, step: Any) -> Any:
     return MISFIT
-
-
-def _checked_targets(out: Any, structure: nest.Structure, where: str) -> list[Any]:
-    targets, found = nest.flatten(out)
-    if found.text != structure.text:
-        raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
-    for path, target in zip(nest.leaf_paths(out), targets, strict=True):
-        as_target(target, where, f"out{path}")
-    return targets

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.devices import gpu_of
+from mpistrategy.arrays.dtypes import Array, dtype_name, quiet_runner
 from mpistrategy.arrays.values import contribution
-from mpistrategy.errors import ContextError, CopyError, EmptyBatchError, OptionTypeError, StructureError
+from mpistrategy.errors import ContextError, CopyError, EmptyBatchError, OptionError, OptionTypeError, StructureError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.reduction.arena.layout import belongs_on_device, buckets_for, laid_out, layouts_of
-from mpistrategy.reduction.arena.plan import ArenaReductions
+from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.reduction.arena.layout import buckets_for, check_dtypes, laid_out, layouts_of
 from mpistrategy.reduction.arena.unchanged import UnchangedNest
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
 from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.routes.base import Description, Route
+from mpistrategy.reduction.routes.in_place import InPlaceRoute, broadcast_replicas, combine, is_in_place
+from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 
-class _Extended(Protocol):
+class Extended(Protocol):
+    """What is asked of a StrategyExtended."""
+
     bucket_orders: dict[tuple[tuple[int, ...], ...], None]
 
     @property
@@ -28,10 +43,10 @@ class _Extended(Protocol):
 
 class _Strategy(Protocol):
     @property
-    def extended(self) -> _Extended: ...
+    def extended(self) -> Extended: ...
 
 
-class Arena(ArenaReductions):
+class Arena:
     """A nest of arrays that the strategy lays out, and reduces where they are.  Creation is collective.
 
     `Strategy.arena` makes one.  Fill `values` in place (``np.multiply(a, b, out=arena.values["w"])``,
@@ -70,8 +85,10 @@ class Arena(ArenaReductions):
             if not given:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
             layouts = layouts_of(given, like, call.where)
-            #: Whether it is in GPU memory.
-            self.on_device = belongs_on_device(communicator, list(map(contribution, given)))
+            #: Whether it is in GPU memory: of this rank's GPU, or of that of an array.
+            self.on_device = gpu_of(communicator.devices, communicator.rank) is not None or any(
+                is_on_device(contribution(leaf)) for leaf in given
+            )
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
@@ -81,22 +98,28 @@ class Arena(ArenaReductions):
             self.places, dtypes, sizes = laid_out(layouts)
             self.buckets = buckets_for(communicator, dtypes, sizes, shared_result, self.on_device)
             call.agree("use an arena")  # no rank has run out of memory
-        self._number = reducer.next_arena_number()
+        self._number = next(reducer.arena_numbers)
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
-        self.leaves = self._views([bucket.mine for bucket in self.buckets])
+        #: What each bucket holds of this rank.
+        self._mine = [bucket.mine for bucket in self.buckets]
+        self.leaves = self._views(self._mine)
         self._nest = UnchangedNest(self._structure, self.leaves)
         self._values = self._nest.value
         self.in_place = not shared_result
         self.is_unchanged = self._nest.is_unchanged
         #: What an all-reduce returns.
-        self.result = self._values if self.in_place else self._structure.pack(self._result_views())
+        self.result = self._values
+        if shared_result:
+            views = self._views([bucket.result for bucket in self.buckets if bucket.result is not None])
+            for view in [] if self.on_device else views:  # CuPy has no read-only arrays
+                view.flags.writeable = False
+            self.result = self._structure.pack(views)
         #: Its plans, kept by `mpistrategy.reduction.plans`.
         self.plans: dict[Any, Any] = {}
-        self.shares: list[Any] = []
+        #: For each bucket: the arrays, where the result goes, and this rank's share.
+        self._shares: list[Any] = []
         self._closed = False
-        resident_values[id(self._values)] = weakref.ref(self, _forgetting(id(self._values)))
-
-    # ------------------------------------------------------------------------------------------- what it holds
+        resident_values[id(self._values)] = weakref.ref(self, partial(_forget, id(self._values)))
 
     @property
     def values(self) -> Any:
@@ -116,21 +139,20 @@ class Arena(ArenaReductions):
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays, and of the gaps that align them."""
-        return sum(bucket.mine.nbytes for bucket in self.buckets)
+        return sum(mine.nbytes for mine in self._mine)
+
+    def _views(self, flat: Sequence[Array]) -> list[Array]:
+        return [place.view(flat[place.bucket]) for place in self.places]
 
     def __contains__(self, array: object) -> bool:
-        """Return whether `array` is one of the arena's, where the arena put it: by itself, or another view of it."""
+        """Return whether `array` is one of the arena's, or another view of one."""
         if any(array is leaf for leaf in self.leaves):
             return True
         if self.on_device or not isinstance(array, np.ndarray):
             return False
-        layout = array.__array_interface__
-        return any(
-            array.shape == leaf.shape
-            and array.dtype == leaf.dtype
-            and layout["data"][0] == leaf.__array_interface__["data"][0]
-            and layout["strides"] is None
-            for leaf in self.leaves
+        mine = array.ctypes.data, array.shape, array.dtype
+        return array.flags.c_contiguous and any(
+            mine == (leaf.ctypes.data, leaf.shape, leaf.dtype) for leaf in self.leaves
         )
 
     def __repr__(self) -> str:
@@ -141,24 +163,13 @@ class Arena(ArenaReductions):
         memory = "on a GPU" if self.on_device else memory
         return f"<Arena {self._number}: {count} arrays in {len(self.buckets)} buckets, {size} {memory}>"
 
-    def __copy__(self) -> NoReturn:
-        raise self._no_copy()
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise self._no_copy()
-
-    def __reduce__(self) -> NoReturn:
-        raise self._no_copy()
-
-    def _no_copy(self) -> CopyError:
-        return CopyError.at(
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise CopyError.at(
             "copying or pickling an Arena",
             found="a copy of memory that all ranks share",
             expected="a new arena, which all ranks make together",
             fix="Copy the arrays in arena.values, or call strategy.arena(arena.values).",
         )
-
-    # --------------------------------------------------------------------------------------------- its life
 
     def close(self) -> None:
         """Give the memory back, as soon as no array in it is in use.  Collective; the arena cannot be used afterwards.
@@ -173,12 +184,10 @@ class Arena(ArenaReductions):
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         self.plans.clear()
-        self.shares.clear()
+        self._shares.clear()
         resident_values.pop(id(self._values), None)
-        self.buckets, self.leaves, self._values, self.result = (), [], None, None
+        self.buckets, self._mine, self.leaves, self._values, self.result = (), [], [], None, None
         del self._nest, self.is_unchanged
-
-    # -------------------------------------------------------------------------------------------------- checks
 
     def check(self, reducer: Reducer, where: str) -> None:
         """Raise unless a strategy can reduce the arena as it is.
@@ -203,27 +212,168 @@ class Arena(ArenaReductions):
         if self._closed:
             raise ContextError.at(where, found="an arena after its close()", expected="an open arena")
 
-    def _views(self, flat: Sequence[Array]) -> list[Array]:
-        return [place.view(flat[place.bucket]) for place in self.places]
+    def all_reduce(
+        self,
+        reducer: Reducer,
+        reduce_op: Any,
+        call: Call,
+        *,
+        options: CommunicationOptions | None = None,
+        weight: Any = None,
+        out: Any = None,
+        destination: str = "",
+    ) -> Any:
+        """Reduce over all replicas, to all of them; the caller has entered the guard's call.
 
-    def _result_views(self) -> list[Array]:
-        views = self._views([bucket.result for bucket in self.buckets if bucket.result is not None])
-        if not self.on_device:  # CuPy has no read-only arrays
-            for view in views:
-                view.flags.writeable = False
-        return views
+        Args:
+            weight: for MEAN, the weight of this rank's values.
+            out: None, the arena or its `values`, which asks for the result in place.
+            destination: what the ranks must agree on besides; in words.
+
+        Returns:
+            `values`, which hold the result, or with shared_result read-only views of the node's one result.
+
+        Raises:
+            ContextError, OptionTypeError, StructureError: for an arena that is closed, of other ranks, or whose nest
+                has been given other arrays.
+            DTypeError: for a MEAN of integers, which has another dtype than they, and MIN and MAX of complex numbers.
+        """
+        op = ReduceOp.parse(reduce_op, call.where)
+        self.check(reducer, call.where)
+        in_place = self.in_place or out is not None
+        if not (out is None or out is self or out is self._values or self._nest.is_like(out)):
+            raise OptionError.at(
+                call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
+            )
+        call.structure = self._structure.text
+        ordinary = weight is not None or not reducer.algorithm.in_rank_order
+        if in_place or not ordinary:
+            check_dtypes(self.buckets, op, call.where)
+        if ordinary:
+            results = reducer.all_reduce_leaves(
+                call,
+                op,
+                self.leaves,
+                lambda: nest.leaf_paths(self._values),
+                options=options,
+                weight=weight,
+                targets=self.leaves if in_place else None,
+            )
+            return self._values if in_place else self._structure.pack(results)
+        chosen = reducer.options.merge(options)
+        call.wait_as(chosen.timeout_seconds)
+        reduced_precision.check(chosen.wire)
+        path = self._path(reducer, chosen)
+        route = self._route(op, path, chosen.wire, in_place)
+        route.bring(self._mine)
+        signature = self._signature(op, call.where, call.place, in_place, chosen.wire, path and f", path={path}")
+        call.agree_on(signature._replace(destination=destination, name=call.name), sparingly=True)
+        route.run(self._mine)
+        return self._values if in_place else self.result
+
+    def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Route:
+        """Return how the buckets are reduced where they are; `path` is asked for in GPU memory."""
+        if not self.on_device:
+            ranks = reduced_precision.on(self.communicator, wire)
+            return InPlaceRoute(ranks, self.buckets, op, into_result=not in_place)
+        from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
+
+        packs = packing.plan(packing.layouts_of(self._mine), 1)  # each by itself
+        targets = self._mine if in_place else [bucket.result for bucket in self.buckets]
+        return GpuRoute(self.communicator, packs, op, path, wire, targets)
+
+    def make_plan(
+        self, op: ReduceOp, communicator: Communicator, where: tuple[str, str]
+    ) -> Callable[[Any, Any], Any] | None:
+        """Return a ``run(arena, out)`` that makes the messages of `all_reduce`; None where not all is in place.
+
+        What is left for each call: are the arrays still the arena's, do all ranks call the same, and the sums.
+
+        Args:
+            op: how.
+            communicator: the ranks.
+            where: the public name of the call, and its place in the program.
+
+        Raises:
+            DTypeError: for a dtype that `op` cannot reduce.
+        """
+        is_served = all(is_in_place(communicator, bucket) for bucket in self.buckets)
+        if self._closed or self.communicator is not communicator or not is_served:
+            return None
+        check_dtypes(self.buckets, op, where[0])
+        guard, quiet, text = communicator.guard, quiet_runner(), op.on_the_wire
+        in_place, barrier = self.in_place, communicator.node_barrier
+        signature = self._signature(op, *where, in_place, None)
+        digest = guard.digest(signature)
+        divisor = communicator.size if op is ReduceOp.MEAN else 1  # `check_dtypes` has refused integers
+        self._shares = [(b.arrays, b.arrays if in_place else (b.result,), b.my_share) for b in self.buckets]
+
+        # The flight record holds this function, which must not hold the arena's memory after its close().
+        def run(arena: Any, out: Any) -> Any:
+            if not arena.is_unchanged() or (out is not None and not (out is arena and in_place)):
+                return MISFIT
+            guard.compare_digest(digest, signature)
+            try:
+                for arrays, targets, share in arena._shares:
+                    quiet(combine, arrays, targets, text, divisor, share)
+                barrier()
+            except BaseException as error:
+                guard.fail_after_agreement(where[0], error)
+                raise
+            return arena.result
+
+        run.__dict__["signature"] = signature
+        return run
+
+    def _signature(
+        self, op: ReduceOp, where: str, place: str, in_place: bool, sent: str | None, more: str = ""
+    ) -> Signature:
+        """Return what the ranks compare before they reduce the arena."""
+        options = f"arena {self._number}, {in_place=}, wire={sent}{more}"
+        return Signature(
+            "reduce an arena", op.value, self._structure.text, self._summary, "", options, "", where, place
+        )
+
+    def describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
+        """Return what `all_reduce` would do, for `Strategy.explain`."""
+        route = self._route(op, self._path(reducer, options), options.wire, self.in_place)
+        ranks = reduced_precision.on(self.communicator, options.wire)
+        held = Counter(place.bucket for place in self.places)
+        return [
+            replace(each, in_arena=sum(held[pack.members[0].index] for pack in each.packs))
+            for each in route.describe(ranks, self._mine)
+        ]
+
+    def broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
+        """Write replica 0's arrays into everybody's, and return `values`; the caller has entered the guard's call."""
+        destination = self.destination(destinations, call.where)
+        self.check(reducer, call.where)
+        call.structure = self._structure.text
+        call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
+        for bucket in self.buckets:
+            broadcast_replicas(self.communicator, bucket)
+        if self.is_shared:
+            self.communicator.node_barrier()
+        return self._values
+
+    def destination(self, destinations: Any, where: str) -> str:
+        """Return the ranks that want a result, in words; as `mpistrategy.reduction.layout.destinations.resolve`."""
+        if destinations is self or destinations is self._values:
+            return EVERY_RANK_TEXT
+        return resolve(destinations, self.communicator, where).text
+
+    def _path(self, reducer: Reducer, options: CommunicationOptions) -> str:
+        """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
+        return path_word(options, getattr(reducer.algorithm, "device_path", None) or "") if self.on_device else ""
 
 
 #: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
 resident_values: dict[int, weakref.ref[Arena]] = {}
 
 
-def _forgetting(identity: int) -> Callable[[weakref.ref[Arena]], None]:
-    def forget(arena: weakref.ref[Arena]) -> None:
-        if resident_values.get(identity) is arena:  # else it was closed, and the number is another one's now
-            del resident_values[identity]
-
-    return forget
+def _forget(identity: int, arena: weakref.ref[Arena]) -> None:
+    if resident_values.get(identity) is arena:  # else it was closed, and the number is another one's now
+        del resident_values[identity]
 
 
 def resident(value: Any, out: Any) -> Arena | None:
@@ -242,7 +392,5 @@ def resident(value: Any, out: Any) -> Arena | None:
 
 def has_arenas(pairs: Any) -> bool:
     """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
-    if not isinstance(pairs, (list, tuple)):
-        return False
-    sound = [pair[0] for pair in pairs if type(pair) is tuple and len(pair) == 2]
-    return len(sound) == len(pairs) and any(type(value) is Arena for value in sound)
+    are_pairs = isinstance(pairs, (list, tuple)) and all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
+    return are_pairs and any(type(value) is Arena for value, _ in pairs)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import is_on_device, reducible
+from mpistrategy.arrays.convert import reducible
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import contribution
 from mpistrategy.errors import DTypeError, MpiStrategyError
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.in_place import Replicas, joined, typed
-
-Layout: TypeAlias = "tuple[np.dtype[Any], tuple[int, ...]]"
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,6 @@ def _layout(leaf: Any, where: str, path: str = "") -> Layout:
     return array.dtype, array.shape
 
 
-def belongs_on_device(communicator: Communicator, leaves: Sequence[Any]) -> bool:
-    """Return whether an arena of these leaves is in GPU memory: this rank drives a GPU, or one of them is there."""
-    return gpu_of(communicator.devices, communicator.rank) is not None or any(map(is_on_device, leaves))
-
-
 def laid_out(layouts: Sequence[Layout]) -> tuple[tuple[Place, ...], list[np.dtype[Any]], list[int]]:
     """Return each array's place, and each bucket's dtype and number of elements."""
     numbers: dict[np.dtype[Any], int] = {}
@@ -95,9 +91,7 @@ def buckets_for(
     Collective.
     """
     if on_device:
-        from mpistrategy.reduction.arena.gpu import device_buckets  # here, for the quick import
-
-        return device_buckets(communicator, dtypes, sizes, shared_result)
+        return _on_device(communicator, dtypes, sizes, shared_result)
     starts, total = [], 0
     for dtype, size in zip(dtypes, sizes, strict=True):
         starts.append(total)
@@ -120,6 +114,21 @@ def buckets_for(
             arrays = (arrays[memory.local_rank],)
         buckets.append(Replicas(arrays, memory.local_rank if is_shared else 0, is_shared, one))
     return tuple(buckets)
+
+
+def _on_device(
+    communicator: Communicator, dtypes: Sequence[np.dtype[Any]], sizes: Sequence[int], shared_result: bool
+) -> tuple[Replicas, ...]:
+    cupy = cupy_for("an arena in GPU memory")
+    index = gpu_of(communicator.devices, communicator.rank)
+    with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if index is None else index):
+        made = []
+        for dtype, size in zip(dtypes, sizes, strict=True):
+            mine, *result = (communication_memory(cupy, size, dtype) for _ in range(1 + shared_result))
+            for array in (mine, *result):
+                array[...] = 0
+            made.append(Replicas((mine,), result=result[0] if shared_result else None))
+    return tuple(made)
 
 
 def check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:

@@ -13,14 +13,11 @@ from mpistrategy.options import ReduceOp
 
 def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int) -> Array:
     """Turn a sum in the wire dtype into the result: divide for MEAN, and round once to the result's dtype."""
+    if dtype.kind in "iu":
+        total = total.astype(dtype, copy=False)  # wrapped around, as NumPy does
     if op is ReduceOp.MEAN:
-        return rounded(divide(wrapped(total, dtype), count), mean_dtype(dtype))
-    return rounded(wrapped(total, dtype), dtype)
-
-
-def wrapped(total: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an integer sum in its own dtype, wrapped around as NumPy does; other sums as they are."""
-    return total.astype(dtype, copy=False) if dtype.kind in "iu" else total
+        return rounded(divide(total, count), mean_dtype(dtype))
+    return rounded(total, dtype)
 
 
 def rounded(result: Array, dtype: np.dtype[Any]) -> Array:

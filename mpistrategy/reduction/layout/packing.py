@@ -14,16 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer, wire_dtype
+from mpistrategy.arrays.dtypes import Array, is_buffer, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 
 #: What bytes_per_pack=0 stands for.
 DEFAULT_BYTES_PER_PACK = 32 * 2**20
+#: A number that is a view of a larger pack would keep all of it.
+FEW_ELEMENTS = 64
 #: Larger packs would be new memory each time.
 _MOST_JOINED_BYTES = 4 * 2**20
 
 Layout = tuple[np.dtype[Any], tuple[int, ...]]
-_Entry = tuple[int, np.dtype[Any], tuple[int, ...]]
 _Wire = Callable[[np.dtype[Any]], np.dtype[Any]]
 
 
@@ -122,15 +123,13 @@ def layouts_of(arrays: Sequence[Any]) -> tuple[Layout, ...]:
     return tuple([(array.dtype, array.shape) for array in arrays])
 
 
-def plan_layouts(layouts: Sequence[Layout], indices: Sequence[int], bytes_per_pack: float) -> tuple[Pack, ...]:
-    """Return the packs for some arrays on the host with these layouts, which are named by their index."""
-    by_dtype = _by_dtype(layouts, indices, host_wire_dtype)
-    return tuple(pack for dtype, entries in by_dtype.items() for pack in _split(dtype, entries, int(bytes_per_pack)))
-
-
 @lru_cache(maxsize=256)
 def plan(
-    layouts: tuple[Layout, ...], bytes_per_pack: float = 0, num_packs: float = 0, wire: _Wire = wire_dtype
+    layouts: tuple[Layout, ...],
+    bytes_per_pack: float = 0,
+    num_packs: float = 0,
+    wire: _Wire = wire_dtype,
+    indices: tuple[int, ...] | None = None,
 ) -> tuple[Pack, ...]:
     """Return the packs of arrays with these layouts.
 
@@ -139,37 +138,27 @@ def plan(
         bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
         num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
         wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
+        indices: which of the arrays; None for all.
     """
+    by_dtype: dict[np.dtype[Any], list[int]] = {}
+    for index in range(len(layouts)) if indices is None else indices:
+        by_dtype.setdefault(wire(layouts[index][0]), []).append(index)
     packs: list[Pack] = []
-    for dtype, entries in _by_dtype(layouts, range(len(layouts)), wire).items():
+    for dtype, chosen in by_dtype.items():
         limit = int(bytes_per_pack) or DEFAULT_BYTES_PER_PACK
         if num_packs >= 1:
-            total = sum(prod(shape) for _, _, shape in entries) * dtype.itemsize
+            total = sum(prod(layouts[index][1]) for index in chosen) * dtype.itemsize
             limit = max(1, -(-total // int(num_packs)))
-        packs.extend(_split(dtype, entries, limit))
+        members: list[Member] = []
+        size, converts = 0, False
+        for index in chosen:
+            own_dtype, shape = layouts[index]
+            count = prod(shape)
+            if members and (size + count) * dtype.itemsize > limit:
+                packs.append(Pack(dtype, size, tuple(members), converts))
+                members, size, converts = [], 0, False
+            members.append(Member(index, size, size + count, shape))
+            size += count
+            converts |= own_dtype != dtype
+        packs.append(Pack(dtype, size, tuple(members), converts))
     return tuple(packs)
-
-
-def _by_dtype(layouts: Sequence[Layout], indices: Sequence[int], wire: _Wire) -> dict[np.dtype[Any], list[_Entry]]:
-    """Return the arrays by the dtype in which they travel, in order."""
-    found: dict[np.dtype[Any], list[_Entry]] = {}
-    for index in indices:
-        dtype, shape = layouts[index]
-        found.setdefault(wire(dtype), []).append((index, dtype, shape))
-    return found
-
-
-def _split(dtype: np.dtype[Any], entries: list[_Entry], limit: int) -> list[Pack]:
-    packs: list[Pack] = []
-    members: list[Member] = []
-    size, converts = 0, False
-    for index, own_dtype, shape in entries:
-        count = prod(shape)
-        if members and (size + count) * dtype.itemsize > limit:
-            packs.append(Pack(dtype, size, tuple(members), converts))
-            members, size, converts = [], 0, False
-        members.append(Member(index, size, size + count, shape))
-        size += count
-        converts |= own_dtype != dtype
-    packs.append(Pack(dtype, size, tuple(members), converts))
-    return packs

@@ -16,11 +16,9 @@ from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.shared_memory import pipelined
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of, size_in_words
-
-#: A number that is a view of a larger pack would keep all of it.
-_FEW_ELEMENTS = 64
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]
@@ -53,7 +51,7 @@ class CommunicatorRoute:
         self._reduce_pairs = self._all_reduce if reduce_pair is None else partial(self._reduce_each, reduce_pair)
         if set(self._divisors.values()) - {1}:  # of a quotient NumPy may warn
             self._reduce_pairs = partial(quiet_runner(), self._reduce_pairs)
-        self._lone = [m.index for p in packs if p.size > _FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
+        self._lone = [m.index for p in packs if p.size > FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
         #: Memory for each pack, between `bring` and `run`.
         self._memory: list[Array] = []
 
@@ -119,7 +117,6 @@ class CommunicatorRoute:
             divide_by(self._divisors[target.dtype], target)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        """See `Route.describe`."""
         return [described(ranks, *group) for group in grouped(self.packs, self._names, arrays)]
 
 
@@ -162,7 +159,6 @@ class OneArrayRoute:
         return [target]
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        """See `Route.describe`."""
         return [described(ranks, *group) for group in grouped(self.packs, ("mpi",), arrays)]
 
 
@@ -172,8 +168,8 @@ def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) 
     large: list[int] = []
     for index, (dtype, shape) in enumerate(layouts):
         (small if prod(shape) * host_wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
-    packs = plan_layouts(layouts, small, bytes_per_pack or DEFAULT_BYTES_PER_PACK)
-    return packs + tuple(pack for index in large for pack in plan_layouts(layouts, [index], 1))
+    packs = packing.plan(layouts, bytes_per_pack, 0, host_wire_dtype, tuple(small))
+    return packs + packing.plan(layouts, 1, 0, host_wire_dtype, tuple(large))
 
 
 def names_of(communicator: Communicator, packs: Sequence[Pack], op: ReduceOp) -> list[RouteName]:

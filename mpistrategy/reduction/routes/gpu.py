@@ -1,4 +1,4 @@
-"""The all-reduce of arrays in GPU memory to every rank: packed on the device, reduced on the strategy's path.
+"""The route of arrays in GPU memory to every rank: packed on the device, reduced on the strategy's path.
 
 Small and large arrays of a dtype are packed into buckets by one kernel; the results are views of the buckets.  The
 16-bit floats are converted to float32 on the way in and rounded once on the way out, as on the host.
@@ -13,90 +13,119 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import divide_by, mean_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
-from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory, device_paths
-from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.layout import packing
+from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.routes import gpu_packing
+from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack
+from mpistrategy.reduction.routes.base import Copies, Description, Targets
+from mpistrategy.reduction.routes.gpu_copy import fill
 
-#: A number that is a view of a larger bucket would keep all of it.
-_FEW_ELEMENTS = 64
+_PATHS = {
+    "alone": "on the only replica",
+    "mpi": "by MPI, which gets pointers to it",
+    "staged": "through pinned memory of the host in chunks of 4 MiB, three of them under way",
+    "nccl": "by NCCL, on the current stream",
+    "ipc": "each GPU reading its peers'",
+}
 
 
-class DeviceReduction:
-    """One all-reduce of arrays on one GPU, to every rank.
+class GpuRoute:
+    """See `mpistrategy.reduction.routes.base.Route`; for one call, and its results need no more rounding or division.
 
     Args:
         ranks: who takes part.
-        arrays: this rank's; CuPy arrays, all on one device.
+        packs: the arrays, which are all on one GPU.
         op: how they are combined.
-        options: hints; `implementation` names the path.
-        word: the path to ask for; "" means what the options and MPISTRATEGY_GPU_PATH say.
-        num_packs: see `mpistrategy.reduction.layout.packing.plan`.
+        word: which path is asked for; see `mpistrategy.options.path_word`.
+        wire: what travels between the nodes; see `mpistrategy.mpi.multi_node.reduced_precision.on`.
+        targets: for arrays that travel one by one and lie in `communication_memory`: themselves, or such memory for
+            each result; None: the arrays are packed, and the results are new.
     """
 
     def __init__(
         self,
         ranks: Communicator,
-        arrays: Sequence[DeviceArray],
+        packs: tuple[Pack, ...],
         op: ReduceOp,
-        options: CommunicationOptions,
-        word: str = "",
-        num_packs: float = 0,
+        word: str,
+        wire: str | None,
+        targets: Sequence[DeviceArray] | None = None,
     ) -> None:
-        self._ranks, self._arrays, self._op = ranks, arrays, op
-        self._word = path_word(options, word)
-        self._packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, num_packs)
-        self._device = arrays[0].device
+        self.packs = packs
+        self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
+        #: For each pack.
+        self._targets: list[Any] = [None if targets is None else targets[pack.members[0].index] for pack in packs]
+        self._most_bytes = max((pack.nbytes for pack in packs), default=0)
         self._buckets: list[DeviceArray] = []
         #: Memory that the results will need beside the buckets: taken before the ranks agree, and free when they do.
         self._kept: list[DeviceArray] = []
-        self._most_bytes = max((pack.nbytes for pack in self._packs), default=0)
-        known = device_paths(ranks).known.get(self._word)
-        if known is not None:
-            with self._device:
-                known.make_room(self._most_bytes)
 
-    def prepare(self) -> None:
-        """Pack, before the ranks agree: memory may be short, which all ranks hear of then."""
+    def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> None:
+        """Pack: memory may be short, which all ranks hear of when they agree."""
         cupy = cupy_for("arrays in GPU memory")
         check_no_capture(cupy, "a reduction of arrays in GPU memory")
-        with self._device:
-            for pack in self._packs:
-                bucket = communication_memory(cupy, pack.size, pack.dtype)
-                gpu_packing.fill(pack, self._arrays, bucket)
+        with arrays[0].device:
+            if (known := device_paths(self._ranks).known.get(self._word)) is not None:
+                known.make_room(self._most_bytes)
+            for pack, target in zip(self.packs, self._targets, strict=True):
+                bucket = target
+                if target is None or target.dtype != pack.dtype:
+                    bucket = communication_memory(cupy, pack.size, pack.dtype)
+                    fill(pack, arrays, bucket)
                 self._buckets.append(bucket)
-                wanted = [self._arrays[member.index].dtype for member in pack.members]
-                self._kept += [cupy.empty(pack.size, dtype) for dtype in _made_beside(bucket.dtype, wanted, self._op)]
+                if target is None:
+                    wanted = [arrays[member.index].dtype for member in pack.members]
+                    self._kept += [cupy.empty(pack.size, dtype) for dtype in _made_beside(pack.dtype, wanted, self._op)]
 
-    def run(self, communicator: Communicator, call: Call) -> list[DeviceArray]:
-        """Return the results, after the agreement; `communicator` may round what travels."""
-        results: list[Any] = [None] * len(self._arrays)
-        count = self._ranks.size
-        with self._device:
-            path = device_path(self._ranks, self._word, call, self._most_bytes)
+    def run(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[DeviceArray]:
+        """Return the results, on the current stream."""
+        results: list[Any] = [None] * len(arrays)
+        communicator = reduced_precision.on(self._ranks, self._wire)
+        with arrays[0].device:
+            path = device_path(self._ranks, self._word, self._most_bytes)
             # All is sent before the results, which may need memory: a rank that has none left must not miss there.
-            for pack, bucket in zip(self._packs, self._buckets, strict=True):
+            for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
+                if bucket is target and bucket is not arrays[pack.members[0].index]:
+                    bucket[...] = arrays[pack.members[0].index]  # only now: until here it is the result before
                 if pack.size:
                     path.allreduce(communicator, bucket, self._op.on_the_wire)
             self._kept.clear()  # CuPy's pool has it ready, for this stream
-            for pack, bucket in zip(self._packs, self._buckets, strict=True):
-                mean = self._op is ReduceOp.MEAN
-                divided = mean and bucket.dtype.kind not in "iu"
-                if divided:
-                    divide_by(count, bucket)
-                op = ReduceOp.SUM if divided else self._op
-                dtypes = {self._arrays[member.index].dtype for member in pack.members}
-                whole = len(dtypes) == 1  # then one kernel finishes all arrays of the pack
-                finished = finish(bucket, dtypes.pop(), op, count) if whole else bucket
-                for index, view in pack.views(finished):
-                    result = view if whole else finish(view, self._arrays[index].dtype, op, count)
-                    lone = view.size == 1 and pack.size > _FEW_ELEMENTS and result is view
-                    results[index] = result.copy() if lone else result
+            for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
+                divide_by(self._op.divisor(bucket.dtype, self._ranks.size), bucket)
+                if target is None:
+                    self._unpack(pack, bucket, arrays, results)
+                    continue
+                if target is not bucket:
+                    target[...] = bucket  # converted on the way
+                results[pack.members[0].index] = target
         return results
+
+    def _unpack(self, pack: Pack, bucket: DeviceArray, arrays: Sequence[DeviceArray], results: list[Any]) -> None:
+        count, op = self._ranks.size, self._op if bucket.dtype.kind in "iu" else ReduceOp.SUM  # others are divided
+        dtypes = {arrays[member.index].dtype for member in pack.members}
+        whole = len(dtypes) == 1  # then one kernel finishes all arrays of the pack
+        finished = finish(bucket, dtypes.pop(), op, count) if whole else bucket
+        for index, view in pack.views(finished):
+            result = view if whole else finish(view, arrays[index].dtype, op, count)
+            lone = view.size == 1 and pack.size > FEW_ELEMENTS and result is view
+            results[index] = result.copy() if lone else result
+
+    def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
+        paths, how = device_paths(ranks), "on a path that the ranks choose at the first such call"
+        if (path := paths.known.get(self._word)) is not None:
+            how = f"{_PATHS[path.name]} ({path.name}: {paths.reasons.get(self._word, '')})"
+        groups: dict[tuple[Any, Copies], list[Pack]] = {}
+        for pack, target in zip(self.packs, self._targets, strict=True):
+            copies: Copies = ((1, "all into a bucket"),)
+            if pack.converts:
+                copies = ((2, f"all into {pack.dtype.name} and the results back"),)
+            elif target is not None:
+                copies = () if target is arrays[pack.members[0].index] else ((1, "all into the result"),)
+            groups.setdefault((pack.dtype, copies), []).append(pack)
+        return [Description(packs, f"in GPU memory, {how}", copies, "", None) for (_, copies), packs in groups.items()]
 
 
 def _made_beside(wire: np.dtype[Any], wanted: Sequence[np.dtype[Any]], op: ReduceOp) -> list[np.dtype[Any]]:

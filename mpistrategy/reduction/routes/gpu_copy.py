@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.reduction.layout.packing import Pack
 from mpistrategy.reduction.routes.copy_kernel import (
     ARRAYS,
     AS_IT_IS,
@@ -49,6 +50,20 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
     if not move_to([source for source, _ in chosen], moves, pointers):
         for source, target in chosen:
             target[...] = source.reshape(target.shape)
+
+
+def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
+    """Copy the arrays of a pack into `bucket`, converted to its dtype, on the current stream of the current device."""
+    chosen = pack.chosen(arrays)
+    moves: list[Move] = []
+    for array, each in zip(chosen, pack.slices, strict=True):
+        kind = kind_of(array.dtype, pack.dtype) if pack.converts else AS_IT_IS
+        assert kind is not None, f"{array.dtype} travels as {pack.dtype}"
+        moves.append((kind, each.stop - each.start, array.dtype.itemsize, pack.dtype.itemsize))
+    pointers = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
+    if not move_to(chosen, moves, pointers):
+        for array, each in zip(chosen, pack.slices, strict=True):
+            bucket[each] = array.ravel()
 
 
 def move_to(sources: Sequence[DeviceArray], moves: Sequence[Move], pointers: Array) -> bool:

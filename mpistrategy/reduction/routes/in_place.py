@@ -6,25 +6,28 @@ each element, so that the bits are the same everywhere.
 
 When a call begins on one node, all ranks have written their arrays (the guard's agreement comes first).  On several
 nodes the ranks may not have met before, and each looks at its own array alone.  Nobody may read the result or write its
-array again before `communicator.node_barrier()`, which the caller calls after its last reduction.
+array again before `communicator.node_barrier()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
+from mpistrategy.arrays.gpu import to_host, write_from_host
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, size_in_words
+from mpistrategy.reduction.routes.base import Copies, Description, Targets, size_in_words
 from mpistrategy.reduction.routes.communicator import described
 
 #: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
@@ -76,12 +79,12 @@ def joined(memory: SharedMemory) -> Array:
 
 
 def is_in_place(communicator: Communicator, replicas: Replicas) -> bool:
-    """Return whether `reduce_replicas` combines the ranks' arrays where they are; else they are sent."""
+    """Return whether the ranks' arrays are combined where they are; else they are sent."""
     return replicas.is_shared and communicator.nodes == 1
 
 
 def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
-    """Return whether `reduce_replicas` combines a node's arrays where they are, and sends the sums to other nodes.
+    """Return whether a node's arrays are combined where they are, and the sums sent to other nodes.
 
     Smaller buffers are left to one call of MPI, and others travel in another dtype.
     """
@@ -95,69 +98,88 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
     )
 
 
-def reduce_replicas(
-    communicator: Communicator, replicas: Replicas, op: str = "SUM", divisor: int = 1, *, into_result: bool = False
-) -> None:
-    """Combine all ranks' arrays, on all nodes; to be called inside an agreed call by all ranks.
+class InPlaceRoute:
+    """See `mpistrategy.reduction.routes.base.Route`.
 
     Args:
         communicator: the ranks.
-        replicas: the arrays of this node.
-        op: "SUM", "MIN", "MAX" or "PROD"; 16-bit floats are combined in float32 and rounded once, integers wrap.
-        divisor: the result is divided by it; floating dtypes only.
-        into_result: write `replicas.result` and leave the arrays as they are; else write every array.
+        buckets: the arrays of this node, one bucket for each array that `bring` and `run` are given.
+        op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
+        into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
     """
-    if replicas.mine.size == 0:
-        return  # on all ranks; which way is made ready for the first time must not depend on how many are on a node
-    # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
-    with np.errstate(all="ignore"):
-        targets = (_result(replicas),) if into_result else replicas.arrays
+
+    def __init__(
+        self, communicator: Communicator, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool
+    ) -> None:
+        self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
+        self.packs = tuple(map(self._pack, range(len(buckets)), buckets))
+
+    def _pack(self, index: int, replicas: Replicas) -> Pack:
+        mine, communicator = replicas.mine, self._communicator
+        wide, member = host_wire_dtype(mine.dtype), Member(index, 0, mine.size, mine.shape)
+        name = communicator.route(mine.size * wide.itemsize, wide, self._op.on_the_wire)
+        converts = wide != mine.dtype and name != "none" and not is_in_place(communicator, replicas)
+        return Pack(wide if converts else mine.dtype, mine.size, (member,), converts)
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Do nothing: the arrays are where they are combined."""
+
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Combine the buckets on all nodes, and return where the combinations are."""
+        # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
+        with np.errstate(all="ignore"):
+            for replicas in self._buckets:
+                if replicas.mine.size:  # else nothing is prepared, either: nodes may have different numbers of ranks
+                    self._reduce(replicas)
+        self._communicator.node_barrier()
+        return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
+
+    def _reduce(self, replicas: Replicas) -> None:
+        communicator, op, mine = self._communicator, self._op.on_the_wire, replicas.mine
+        divisor = self._op.divisor(mine.dtype, communicator.size)
+        targets = (_result(replicas),) if self._into_result else replicas.arrays
         if is_in_place(communicator, replicas):
             combine(replicas.arrays, targets, op, divisor, replicas.my_share)
-        elif (within := _within_node(communicator, replicas, targets, op, divisor)) is not None:
-            mine = replicas.mine
-            wire = wire_between_nodes(communicator, mine.dtype, op)
-            across_nodes(communicator).allreduce(mine, mine, op, wire, within)
-        elif not into_result:
-            _allreduce(communicator, replicas.mine, replicas.mine, op, divisor)
+        elif is_seen_across(communicator, replicas, op):
+            across = across_nodes(communicator)
+            within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
+            across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
+        elif not self._into_result:
+            _allreduce(communicator, mine, mine, op, divisor)
         else:
             if replicas.is_shared:
                 communicator.node_barrier()  # until the peers are here they may read the result of the call before
             # All ranks take part in the exchange between nodes; the first of each shows its node what came out.
             shown = replicas.local_rank == 0 or not replicas.is_shared
-            target = _result(replicas) if shown else np.empty_like(replicas.mine)
-            _allreduce(communicator, replicas.mine, target, op, divisor)
+            _allreduce(communicator, mine, _result(replicas) if shown else np.empty_like(mine), op, divisor)
 
+    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
 
-def describe_replicas(
-    communicator: Communicator, replicas: Replicas, op: str, members: tuple[Member, ...], *, into_result: bool
-) -> Description:
-    """Return what `reduce_replicas` would do with a bucket of an arena that has these members."""
-    mine, wide, local = replicas.mine, host_wire_dtype(replicas.mine.dtype), len(replicas.arrays)
-    if is_in_place(communicator, replicas):
-        read, written = size_in_words(mine.nbytes), size_in_words(mine.nbytes / (local if into_result else 1))
+    def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas) -> Description:
+        local, into_result, op = len(replicas.arrays), self._into_result, self._op.on_the_wire
+        if not is_in_place(ranks, replicas):
+            copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
+            seen, name = is_seen_across(ranks, replicas, op), ranks.route(pack.nbytes, pack.dtype, op)
+            return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen)
+        read, written = size_in_words(pack.nbytes), size_in_words(pack.nbytes / (local if into_result else 1))
         target = "into the node's one result" if into_result else "into every one"
         return Description(
-            [Pack(mine.dtype, mine.size, members, False)],
+            [pack],
             f"where the arrays are, each rank 1/{local} of them",
             (),
             f"each rank reads {read} and writes {written}, {target}",
-            mine.nbytes / communicator.thresholds.rates.arena_bytes_per_second,
-            True,
+            pack.nbytes / ranks.thresholds.rates.arena_bytes_per_second,
         )
-    name = communicator.route(mine.size * wide.itemsize, wide, op)
-    converts = wide != mine.dtype and name != "none"
-    pack = Pack(wide if converts else mine.dtype, mine.size, members, converts)
-    copies: Copies = ((2, f"all into {wide.name} and the results back"),) if converts else ()
-    seen = is_seen_across(communicator, replicas, op)
-    return replace(described(communicator, name, [pack], copies, in_place=not into_result, seen=seen), is_arena=True)
 
 
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
-    """Write rank 0's array into everybody's; to be called inside an agreed call by all ranks.
-
-    As after `reduce_replicas`, `communicator.node_barrier()` comes before anybody writes again.
-    """
+    """Write rank 0's array into everybody's; to be called inside an agreed call by all ranks."""
+    if is_on_device(replicas.mine):
+        sent = to_host(replicas.mine)
+        communicator.bcast(sent, 0)
+        write_from_host(sent, replicas.mine)
+        return
     if not replicas.is_shared:
         communicator.bcast(replicas.mine, 0)
         return
@@ -226,13 +248,6 @@ def _combine_rounded(
         targets[0][start:stop] = total
         for target in targets[1:]:
             target[start:stop] = targets[0][start:stop]
-
-
-def _within_node(communicator: Any, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int) -> Any:
-    """Return how `AcrossNodes` combines the arrays of this node where they are; None where it does not."""
-    if not is_seen_across(communicator, replicas, op):
-        return None
-    return across_nodes(communicator).within(replicas.arrays, targets, partial(divide_by, divisor))
 
 
 def _allreduce(communicator: Communicator, source: Array, target: Array, op: str, divisor: int) -> None:

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, division, mean_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import COMBINE, Array, division, host_wire_dtype, mean_dtype, quiet_runner
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, sum_of_arrays_of_one, sum_of_numbers
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.leaves import Leaves
-from mpistrategy.reduction.layout.packing import DEFAULT_BYTES_PER_PACK, Layout, Pack, plan_layouts
+from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of, size_in_words
 
 #: Returned for a value that the plan was not made for; nothing has been sent then.
@@ -43,17 +44,15 @@ NUMBERS: dict[type, np.dtype[Any]] = {
 _ALIGNMENT = 16  # enough for every dtype of NumPy
 
 
-def fits(mailboxes: Mailboxes | None, layouts: Sequence[Layout]) -> bool:
+def fits(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
     """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes each."""
-    if mailboxes is None:
-        return False
     return sum(map(_room, _packs(layouts))) * max(2, mailboxes.size) <= 2 * mailboxes.payload_bytes
 
 
 class MailboxRoute:
     """See `mpistrategy.reduction.routes.base.Route`."""
 
-    def __init__(self, mailboxes: Mailboxes, layouts: Sequence[Layout], op: ReduceOp) -> None:
+    def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.mailboxes, self.op = mailboxes, op
         self.combine, self.quiet = COMBINE[op.on_the_wire], quiet_runner()
         self.packs = _packs(layouts)
@@ -102,7 +101,6 @@ class MailboxRoute:
         return total
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        """See `Route.describe`."""
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
         return [
             Description(
@@ -116,8 +114,8 @@ class MailboxRoute:
         ]
 
 
-def _packs(layouts: Sequence[Layout]) -> tuple[Pack, ...]:
-    return plan_layouts(layouts, range(len(layouts)), DEFAULT_BYTES_PER_PACK)
+def _packs(layouts: tuple[Layout, ...]) -> tuple[Pack, ...]:
+    return packing.plan(layouts, wire=host_wire_dtype)
 
 
 def _room(pack: Pack) -> int:

@@ -20,7 +20,6 @@ from mpistrategy.mpi.gpu.transports import staged
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.options import GPU_PATH
-from mpistrategy.reduction.arena import gpu as arena_gpu
 from mpistrategy.reduction.routes import gpu
 
 several = pytest.mark.skipif(SIZE == 1, reason="one rank leaves nobody waiting")
@@ -130,7 +129,7 @@ def test_a_rank_without_memory_for_an_arena_is_heard_of(
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(arena_gpu, "communication_memory", out_of_memory)
+            patch.setattr(gpu, "communication_memory", out_of_memory)
         for one in outcomes(reduce):
             assert "there is none left" in one.text
     assert all(one.text.endswith("[2.0, 2.0, 2.0]") for one in outcomes(reduce))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.gpu import cuda_aware, cuda_trials, inventory, loaded_mpi
 from mpistrategy.mpi.gpu.transports import ipc, nccl
@@ -16,20 +17,18 @@ from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath, device_pa
 from mpistrategy.options import GPU_PATH
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.contract.call import Call
     from mpistrategy.mpi.interface.communicator import Communicator
 
 _WHERE = "the path of arrays in GPU memory"
 _THREADS = "these replicas are threads"
 
 
-def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> DevicePath:
-    """Return the path for `word`; the first time the ranks find out together, inside the agreed `call`.
+def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
+    """Return the path for `word`; the first time the ranks find out together, inside an agreed call.
 
     Args:
         ranks: who takes part.
         word: see `mpistrategy.options.path_word`.
-        call: the guard's.
         nbytes: of the largest buffer that follows; a path that is known has made room for it before the agreement.
 
     Raises:
@@ -40,23 +39,24 @@ def device_path(ranks: Communicator, word: str, call: Call, nbytes: int) -> Devi
     known = paths.known.get(word)
     if known is not None:
         return known
-    call.expect_more()  # whoever fails from here on must tell the others
-    mine = _abilities(ranks)
-    call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
-    everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
-    call.expect_more()
-    failed: dict[str, str] = {}
-    while True:
-        choice = choose(everyone, word, list(paths.by_name), failed)
-        path = paths.by_name.get(choice.name) or _make(choice.name, ranks)
-        if not isinstance(path, str):
-            break
-        failed[choice.name] = path
-    paths.by_name[choice.name] = path  # it is there, whatever comes of this call
-    path.make_room(nbytes)
-    if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
-        warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
-    call.agree("use the path of arrays in GPU memory")
+    with Call(ranks.guard, _WHERE) as call:
+        call.expect_more()  # whoever fails from here on must tell the others
+        mine = _abilities(ranks)
+        call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
+        everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
+        call.expect_more()
+        failed: dict[str, str] = {}
+        while True:
+            choice = choose(everyone, word, list(paths.by_name), failed)
+            path = paths.by_name.get(choice.name) or _make(choice.name, ranks)
+            if not isinstance(path, str):
+                break
+            failed[choice.name] = path
+        paths.by_name[choice.name] = path  # it is there, whatever comes of this call
+        path.make_room(nbytes)
+        if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
+            warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
+        call.agree("use the path of arrays in GPU memory")
     paths.reasons[word] = choice.reason
     paths.known[word] = path
     return path
