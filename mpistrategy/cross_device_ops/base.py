@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from mpistrategy.arrays.convert import like_given, to_array
-from mpistrategy.arrays.dtypes import dtype_name
-from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
+from mpistrategy.arrays.values import Mirrored, PerReplica, local_component
 from mpistrategy.errors import (
     ContextError,
-    DTypeError,
     EmptyBatchError,
     OptionError,
     OptionTypeError,
@@ -24,6 +19,7 @@ from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpistrategy.reduction.broadcast import broadcast
 from mpistrategy.reduction.layout import destinations as placing
 
 
@@ -190,15 +186,8 @@ class CrossDeviceOps:
         communicator, call = self._call("broadcast")
         with call:
             destination = placing.resolve(destinations, communicator, call.where)
-            given = contribution(tensor)
-            array = to_array(given, call.where)
-            if array.dtype.hasobject:
-                raise DTypeError.at(call.where, found=f"dtype {array.dtype}", expected="a dtype of fixed size")
-            layout = ((dtype_name(array.dtype), array.shape),)
-            sent = np.array(array, order="C", copy=True)  # short memory must show before the ranks agree
-            call.agree("broadcast", values=layout, destination=destination.text, sparingly=True)
-            communicator.bcast(sent, 0)
-            return mirrored(like_given(sent, given), destination, communicator)
+            (result,) = broadcast(communicator, [tensor], 0, call, destination.text)
+            return mirrored(result, destination, communicator)
 
 
 def mirrored(value: Any, destination: placing.Destination, communicator: Communicator) -> Mirrored:

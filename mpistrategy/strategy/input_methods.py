@@ -30,7 +30,7 @@ class _Strategy(Protocol):
 class InputMethods:
     """The part of Strategy that gives each rank its part of the data."""
 
-    def experimental_distribute_dataset(
+    def distribute_dataset(
         self: _Strategy,
         dataset: Any,
         options: InputOptions | None = None,
@@ -63,6 +63,19 @@ class InputMethods:
                 for first batches of another structure, shape or dtype, none on some rank, another number of batches,
                 and with "raise" for other rows.
         """
+        where = "Strategy.distribute_dataset"
+        return _distribute(self, where, dataset, options, drop_remainder, pad, check_batches)
+
+    def experimental_distribute_dataset(
+        self: _Strategy,
+        dataset: Any,
+        options: InputOptions | None = None,
+        *,
+        drop_remainder: bool = False,
+        pad: bool = False,
+        check_batches: str = "warn",
+    ) -> Any:
+        """Do `distribute_dataset`, under the name that TensorFlow has for it."""
         where = "Strategy.experimental_distribute_dataset"
         return _distribute(self, where, dataset, options, drop_remainder, pad, check_batches)
 
@@ -108,7 +121,7 @@ class InputMethods:
             the last batch; to be given to `experimental_run`.
 
         Raises:
-            OptionTypeError, BatchError: as `experimental_distribute_dataset`.
+            OptionTypeError, BatchError: as `distribute_dataset`.
         """
         return DatasetIterator(_distribute(self, "Strategy.make_dataset_iterator", dataset))
 

@@ -11,62 +11,25 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from mpistrategy import context
-from mpistrategy.arrays import dtypes, nest
-from mpistrategy.arrays.convert import like_given, to_reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, PerReplica, contribution, local_component
-from mpistrategy.context import Frame, Mode
-from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError, ShapeError
+from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.broadcast import broadcast, checked_root
 from mpistrategy.reduction.explain import Explained
-from mpistrategy.reduction.gather import checked_axis
-from mpistrategy.reduction.inputs import as_given, refuse_mirrored_sum
-from mpistrategy.reduction.layout.finish import finish
+from mpistrategy.reduction.inputs import as_given
+from mpistrategy.strategy.along_axis import reduce_along
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
 from mpistrategy.strategy.outside_steps import OF_DEFAULT, warn_if_alone
 from mpistrategy.strategy.random_streams import Streams
+from mpistrategy.strategy.scope import Scope
 from mpistrategy.variables.mirrored_check import MirroredCheck
-
-
-class _Scope:
-    """The context manager that `Strategy.scope` returns; may be entered several times."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._entered: list[contextlib.AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> Strategy:
-        strategy, frame = self._strategy, context.current_frame()
-        if frame is not None:
-            context.require_cross_replica(strategy, "Strategy.scope")
-        inner: contextlib.AbstractContextManager[Any] = Frame(strategy, Mode.CROSS_REPLICA)
-        if strategy.is_default:
-            inner = contextlib.nullcontext()
-        inner.__enter__()
-        self._entered.append(inner)
-        return strategy
-
-    def copy_for(self, strategy: Strategy) -> _Scope:
-        """Return that of another strategy, which nobody has entered."""
-        return _Scope(strategy)
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether somebody has entered it, and not left it."""
-        return bool(self._entered)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
 
 
 @dataclass(frozen=True)
@@ -98,7 +61,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         if not isinstance(extended, StrategyExtended):
             raise OptionTypeError.at("Strategy", found=f"extended={extended!r}", expected="a StrategyExtended")
         self._extended = extended
-        self._scope = _Scope(self)  # of the strategy as a context manager
+        self._scope = Scope(self)  # of the strategy as a context manager
 
     @property
     def extended(self) -> StrategyExtended:
@@ -116,6 +79,21 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         return self.extended.communicator.rank
 
     @property
+    def rank(self) -> int:
+        """The number of this rank in the strategy: `replica_id_in_sync_group`."""
+        return self.replica_id_in_sync_group
+
+    @property
+    def size(self) -> int:
+        """How many ranks the strategy has: `num_replicas_in_sync`."""
+        return self.num_replicas_in_sync
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among the strategy's ranks on its node, from 0 on."""
+        return self.extended.communicator.local_rank
+
+    @property
     def devices_by_rank(self) -> tuple[str, ...]:
         """The device of every replica, in rank order."""
         return tuple(str(device) for device in self.extended.communicator.devices)
@@ -128,7 +106,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         Raises:
             ContextError: on entering, in a step function or in another strategy's scope.
         """
-        return _Scope(self)
+        return Scope(self)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; return this rank's result.
@@ -187,7 +165,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             if axis is not None:
                 if weight is not None:
                     raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
-                return self._reduce_along(op, value, axis, call)
+                return reduce_along(algorithm, options, op, value, axis, call)
             if weight is not None:
                 reduced = self.extended.reducer.all_reduce_leaves(
                     call, op, leaves, lambda: nest.leaf_paths(value), weight=weight
@@ -202,34 +180,6 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
                 reduced = algorithm.batch_reduce(op, pairs, options)
             results = [local_component(result) for result in reduced]
             return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
-
-    def _reduce_along(self, op: ReduceOp, value: Any, axis: Any, call: Call) -> Any:
-        where = call.where
-        if call.structure != nest.LEAF.text:
-            raise OptionTypeError.at(
-                where, found=f"a structure {call.structure} with axis={axis!r}", expected="a single array"
-            )
-        refuse_mirrored_sum(value, op, where)
-        given = contribution(value)
-        array = to_reducible(given, where)
-        axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
-        if len(set(axes)) != len(axes):
-            raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
-        call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
-        # 16-bit floats are rounded once, at the end: what is summed here stays in the wire dtype.
-        here = _combine_along(array, axes, op)
-        length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))
-        algorithm, options = self.extended.cross_device_ops, self.extended.options
-        if op in (ReduceOp.SUM, ReduceOp.MEAN):
-            pairs = [(PerReplica((part,)), PerReplica((0,))) for part in (here, length)]
-            total, count = map(local_component, algorithm.batch_reduce(ReduceOp.SUM, pairs, options))
-            return like_given(finish(np.asarray(total), array.dtype, op, int(count)), given)
-        if op is not ReduceOp.PROD:
-            rows = algorithm.reduce(ReduceOp.SUM, PerReplica((length,)), PerReplica((0,)), options)
-            if int(local_component(rows)) == 0:
-                raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
-        extreme = algorithm.reduce(op, PerReplica((here,)), PerReplica((0,)), options)
-        return like_given(finish(np.asarray(local_component(extreme)), array.dtype, op, 1), given)
 
     @collective("gather", own=own_value("value"))
     def gather(self, value: Any, axis: int, *, name: str | None = None) -> Any:
@@ -253,6 +203,40 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             warn_if_alone(self, "Strategy.gather", *OF_DEFAULT)
         with Call(self.extended.communicator.guard, "Strategy.gather", called=name) as call:
             return self.extended.reducer.gather_nest(value, axis, call)
+
+    @collective("broadcast", own=own_value("value"))
+    def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
+        """Give every rank the value that rank `root` has.  Collective; in any context.
+
+        For several nests, or large ones, it sends one message for all small arrays and one for each large one.
+
+        Args:
+            value: arrays, numbers, variables or containers, alone or in any nest; structure, dtypes and shapes are
+                equal on all ranks.  Any dtype of fixed size, also bool and fixed-length strings.
+            root: whose value it is.
+            name: is compared between the ranks instead of the place of the call.
+
+        Returns:
+            A structure like `value`, equal on every rank, of plain values: a NumPy scalar for a number, an array for
+            a variable.  The memory is its own; small arrays of one nest share theirs.
+
+        Raises:
+            OptionTypeError, OptionError: for a root that is no rank.
+            LeafError, DTypeError, UnsupportedError, CollectiveMismatchError: on every rank.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> strategy.broadcast({"seed": 7, "w": np.ones(2)})
+        {'seed': np.int64(7), 'w': array([1., 1.])}
+        """
+        if self.is_default:
+            warn_if_alone(self, "Strategy.broadcast", *OF_DEFAULT)
+        communicator = self.extended.communicator
+        with Call(communicator.guard, "Strategy.broadcast", called=name) as call:
+            leaves, structure = nest.flatten(value)
+            call.structure = structure.text
+            results = broadcast(communicator, leaves, checked_root(root, communicator.size, call.where), call)
+            return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's components of a value: a tuple of one (empty where the value does not live)."""
@@ -380,20 +364,6 @@ class _DefaultStrategy(Strategy):
 
     def close(self) -> None:
         """Do nothing: the default strategy is always there."""
-
-
-def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
-    """Combine `array` along `axes`, in its wire dtype; a rank without elements gives the neutral one."""
-    dtype = host_wire_dtype(array.dtype)
-    wide = array.astype(dtype, copy=False)
-    with np.errstate(all="ignore"):  # as in sums between the replicas
-        if op in (ReduceOp.MIN, ReduceOp.MAX):
-            limits = np.iinfo(dtype) if dtype.kind in "iu" else None
-            if op is ReduceOp.MIN:
-                return dtypes.minimum.reduce(wide, axes, limits.max if limits else np.inf)
-            return dtypes.maximum.reduce(wide, axes, limits.min if limits else -np.inf)
-        add = np.multiply if op is ReduceOp.PROD else np.add
-        return np.asarray(add.reduce(wide, axis=axes, dtype=dtype))
 
 
 def _contribution(leaf: Any) -> Any:

@@ -26,7 +26,7 @@ KINDS = {
     "wait": "AllReduceHandle.wait",
     "reduce": "Strategy.reduce, reduce_to, batch_reduce_to, an algorithm's reduce; the sum that a variable makes",
     "gather": "ReplicaContext.all_gather, Strategy.gather",
-    "broadcast": "StrategyExtended.broadcast_to, an algorithm's broadcast",
+    "broadcast": "Strategy.broadcast, StrategyExtended.broadcast_to, an algorithm's broadcast",
     "barrier": "Strategy.barrier, StrategyExtended.barrier",
     "update": "an optimizer's apply_gradients",
     "create": "Variable(...)",

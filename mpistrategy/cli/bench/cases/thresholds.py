@@ -7,7 +7,7 @@ be clearly faster.  All ranks come to the same values, since all see the same fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -252,5 +252,5 @@ def _strategies(tried: Sequence[Thresholds]) -> Iterator[list[Strategy]]:
         made: list[Strategy] = []
         for paths in tried:
             with trying(paths):
-                made.append(stack.enter_context(MirroredStrategy()))
+                made.append(stack.enter_context(closing(MirroredStrategy())))
         yield made

@@ -1,0 +1,45 @@
+"""The scope of a strategy, as a context manager."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from mpistrategy import context
+from mpistrategy.context import Frame, Mode, Strategy
+
+S = TypeVar("S", bound=Strategy)
+
+
+class Scope(Generic[S]):
+    """Puts the thread into the cross-replica context of a strategy; may be entered several times."""
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> S:
+        strategy = self._strategy
+        if context.current_frame() is not None:
+            context.require_cross_replica(strategy, "Strategy.scope")
+        inner: AbstractContextManager[Any] = Frame(strategy, Mode.CROSS_REPLICA)
+        if strategy.is_default:
+            inner = nullcontext()
+        inner.__enter__()
+        self._entered.append(inner)
+        return strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether somebody has entered it, and not left it."""
+        return bool(self._entered)
+
+    def copy_for(self, strategy: S) -> Scope[S]:
+        """Return that of another strategy, which nobody has entered."""
+        return Scope(strategy)

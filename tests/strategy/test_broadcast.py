@@ -1,0 +1,145 @@
+"""Strategy.broadcast, and the short names of what a strategy knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, part_of, same_everywhere, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.mpi(min_size=2)
+
+DTYPES = ["?", "i1", "u8", "f2", ml_dtypes.bfloat16, "f4", "f8", "c16", "S3", "U2", "M8[s]", [("a", "i4"), ("b", "f8")]]
+
+
+@pytest.mark.parametrize("root", RANKS)
+def test_every_rank_gets_the_value_of_one(strategy: ms.MirroredStrategy, root: int) -> None:
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(3))
+    strategy.extended.update(variable, lambda v: v.assign(np.full(3, RANK + 1.0)))
+    given = {
+        "n": RANK,
+        "x": RANK / 2,
+        "large": np.full((300, 300), RANK),
+        "v": variable,
+        "more": [np.arange(RANK, RANK + 3)],
+    }
+    found = strategy.broadcast(given, root)
+    assert type(found["n"]) is np.int64
+    assert type(found["x"]) is np.float64
+    assert (found["n"], found["x"]) == (root, root / 2)
+    assert np.all(found["large"] == root)
+    assert found["large"].shape == (300, 300)
+    assert type(found["v"]) is np.ndarray
+    assert found["v"].tolist() == [root + 1.0] * 3
+    assert found["more"][0].tolist() == [root, root + 1, root + 2]
+    found["more"][0][:] = -1  # plain memory of its own
+    assert np.all(variable.numpy() == RANK + 1)
+
+
+@settings(max_examples=part_of(60), deadline=None)
+@given(data=st.data())
+def test_any_dtypes_and_shapes(strategy: ms.MirroredStrategy, data: st.DataObject) -> None:
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    layouts = data.draw(st.lists(st.tuples(st.sampled_from(range(len(DTYPES))), shapes), max_size=5), label="layouts")
+    root = data.draw(st.sampled_from(RANKS), label="root")
+    dtypes = [(np.dtype(DTYPES[number]), tuple(shape)) for number, shape in layouts]
+
+    def value(rank: int) -> list[Any]:
+        random = np.random.default_rng(rank)
+        return [
+            np.frombuffer(random.integers(0, 2, int(np.prod(shape)) * dtype.itemsize, np.uint8).tobytes(), dtype)
+            .reshape(shape)
+            .copy("F")
+            for dtype, shape in dtypes
+        ]
+
+    found = strategy.broadcast(value(RANK), root)
+    for one, wanted in zip(found, value(root), strict=True):
+        assert (one.dtype, one.shape, one.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+
+
+def test_in_any_context_and_across_nodes(strategy: ms.MirroredStrategy) -> None:
+    assert in_step(strategy, lambda _: strategy.broadcast(RANK, SIZE - 1)) == SIZE - 1
+    assert in_step(strategy, lambda ctx: ctx.merge_call(lambda s: s.broadcast(RANK + 1.0))) == 1.0
+    with strategy.scope():
+        assert strategy.broadcast(RANK) == 0
+    nodes = OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())
+    assert nodes.broadcast([np.full(5, RANK), RANK], SIZE - 1)[0].tolist() == [SIZE - 1] * 5
+    nodes.close()
+    assert ms.OneDeviceStrategy().broadcast({"a": 3}) == {"a": 3}
+
+
+SLICES = ms.IndexedSlices(np.ones((1, 2)), np.zeros(1, int), (3, 2))
+BAD: dict[str, Any] = {
+    "no rank": (lambda s: s.broadcast(1.0, SIZE), errors.OptionError),
+    "below 0": (lambda s: s.broadcast(1.0, -1), errors.OptionError),
+    "no int": (lambda s: s.broadcast(1.0, 0.5), errors.OptionTypeError),
+    "a bool": (lambda s: s.broadcast(1.0, True), errors.OptionTypeError),
+    "an object": (lambda s: s.broadcast({"a": object()}), errors.LeafError),
+    "slices": (
+        lambda s: s.broadcast(ms.IndexedSlices(np.ones((1, 2)), np.zeros(1, int), (3, 2))),
+        errors.UnsupportedError,
+    ),
+    "a name": (lambda s: s.broadcast(1.0, name=3), errors.OptionTypeError),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_raises_on_every_rank(strategy: ms.MirroredStrategy, what: str) -> None:
+    call, error = BAD[what]
+    assert {one.error for one in outcomes(call, strategy)} == {error}
+    if SIZE > 1:
+        ended = outcomes(call, strategy) if RANK == SIZE - 1 else outcomes(strategy.broadcast, 1.0)
+        assert {one.error for one in ended} == {error}
+    assert still_works(strategy)
+
+
+@several
+@pytest.mark.parametrize("what", ["shape", "dtype", "structure", "root"])
+def test_calls_that_differ_raise_on_every_rank(strategy: ms.MirroredStrategy, what: str) -> None:
+    odd = RANK == SIZE - 1
+    value: dict[str, Any] = {
+        "shape": np.ones(3 if odd else 4),
+        "dtype": np.ones(3, "f4" if odd else "f8"),
+        "structure": [1.0] if odd else (1.0,),
+        "root": 1.0,
+    }
+    ended = outcomes(strategy.broadcast, value[what], int(odd and what == "root"))
+    assert {one.error for one in ended} == {errors.CollectiveMismatchError}
+    assert still_works(strategy)
+
+
+def test_small_arrays_share_a_message(strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: Any = strategy.extended.communicator
+    sent: list[int] = []
+    bcast = ranks.bcast
+    monkeypatch.setattr(ranks, "bcast", lambda buffer, root: (sent.append(buffer.nbytes), bcast(buffer, root)))
+    strategy.broadcast([np.ones(4) for _ in range(100)] + [np.ones(100_000)])
+    assert sorted(sent) == [6400, 800_000]
+
+
+def test_the_names_a_strategy_has_for_its_ranks(strategy: ms.MirroredStrategy) -> None:
+    assert (strategy.rank, strategy.size) == (RANK, SIZE)
+    assert strategy.local_rank == RANK  # the tests run on one node
+    nodes = OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())
+    assert nodes.local_rank == RANK // 2
+    nodes.close()
+    alone = ms.OneDeviceStrategy()
+    assert (alone.rank, alone.size, alone.local_rank) == (0, 1, 0)
+
+
+def test_distribute_dataset_is_experimental_distribute_dataset(strategy: ms.MirroredStrategy) -> None:
+    batches = [np.arange(2 * SIZE)]
+    for distribute in (strategy.distribute_dataset, strategy.experimental_distribute_dataset):
+        (part,) = distribute(batches)
+        assert part.tolist() == [2 * RANK, 2 * RANK + 1]
+    assert same_everywhere(strategy.broadcast(np.arange(2 * SIZE)))
