@@ -9,7 +9,7 @@ from os import environ as _environ
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy import errors, testing
-from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
+from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ValueContext
 from mpistrategy.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -25,6 +25,7 @@ from mpistrategy.input.options import InputContext, InputOptions, InputReplicati
 from mpistrategy.options import (
     CommunicationImplementation,
     CommunicationOptions,
+    Op,
     ReduceOp,
     VariableAggregation,
     VariableSynchronization,
@@ -43,7 +44,7 @@ from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.one_device import OneDeviceStrategy
 from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.strategy.strategy import Strategy, ValueContext
+from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training import gradients, metrics, optimizers
 from mpistrategy.training.gradient_buckets import GradientBuckets
 from mpistrategy.variables.variable import Variable
@@ -103,6 +104,7 @@ __all__ = [
     "MpiAllReduce",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "Op",
     "OrderedAllReduce",
     "PerReplica",
     "PreemptionCheckpointHandler",

@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 
@@ -84,6 +84,17 @@ class ReduceOp(enum.Enum):
             found=f"reduce_op={value!r}",
             expected=f"a ReduceOp or one of the strings {', '.join(cls.__members__)}",
         )
+
+
+#: A mean, as an argument; see `Op`.
+Mean: TypeAlias = Literal[ReduceOp.MEAN, VariableAggregation.MEAN, "MEAN", "mean", "Mean"]
+#: A reduce operation, as an argument: a ReduceOp or its name.  Other mixtures of letter case work, too.
+Op: TypeAlias = (
+    Mean
+    | Literal[ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD, VariableAggregation.SUM]
+    | Literal["SUM", "MIN", "MAX", "PROD", "sum", "min", "max", "prod", "Sum", "Min", "Max", "Prod"]
+    | ReduceOp
+)
 
 
 class CommunicationImplementation(enum.Enum):

@@ -6,18 +6,19 @@ acts as an array.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrategy.arrays.convert import host_array, is_on_device, like_given
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import on_device
+from mpistrategy.arrays.operators import ArrayOperators
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
 
-class ArrayLike(NDArrayOperatorsMixin):
+class ArrayLike(ArrayOperators):
     """Arithmetic, comparison, indexing and conversion for anything with a `_read` method."""
 
     def _read(self) -> Any:
@@ -50,8 +51,9 @@ class ArrayLike(NDArrayOperatorsMixin):
             return on_device(ufunc, method, plain, kwargs)
         return getattr(ufunc, method)(*plain, **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._read()[key]
+    def __getitem__(self, key: Any) -> Array:
+        part: Array = self._read()[key]
+        return part
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise UnsupportedError.at(
@@ -230,3 +232,16 @@ def contribution(value: Any) -> Any:
     """Return this replica's part of `value` in a reduction or a gather; of a variable, its own copy."""
     value = local_component(value)
     return value.contribution() if isinstance(value, ArrayLike) else value
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What the function given to `experimental_distribute_values_from_function` is told.
+
+    Attributes:
+        replica_id_in_sync_group: the replica whose value is asked for: this rank's.
+        num_replicas_in_sync: how many replicas there are.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,10 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import BatchError, OptionError
 from mpistrategy.input.options import whole_number
+
+#: An element: a batch, or this rank's part of one.
+E = TypeVar("E")
+B = TypeVar("B")
 
 
 class Rows:
@@ -42,7 +46,7 @@ def _read(block: Any) -> Any:
     return block.copy() if hasattr(block, "copy") and not isinstance(block, np.memmap) else np.array(block)
 
 
-class Dataset:
+class Dataset(Generic[E]):
     """Arrays, cut into global batches; made by `Dataset.from_arrays`.
 
     Iterating over it yields whole global batches.  Given to `experimental_distribute_dataset`, a rank reads only its
@@ -51,8 +55,9 @@ class Dataset:
 
     def __init__(
         self,
-        arrays: Any,
+        arrays: E,
         global_batch_size: int,
+        *,
         shuffle_seed: int | None = None,
         drop_remainder: bool = False,
         epochs: int | None = 1,
@@ -77,12 +82,13 @@ class Dataset:
     @classmethod
     def from_arrays(
         cls,
-        arrays: Any,
+        arrays: B,
         global_batch_size: int,
+        *,
         shuffle_seed: int | None = None,
         drop_remainder: bool = False,
         epochs: int | None = 1,
-    ) -> Dataset:
+    ) -> Dataset[B]:
         """Return a dataset of the rows of `arrays`.
 
         Args:
@@ -102,9 +108,11 @@ class Dataset:
         >>> [batch.tolist() for batch in Dataset.from_arrays(np.arange(5), global_batch_size=2)]
         [[0, 1], [2, 3], [4]]
         """
-        return cls(arrays, global_batch_size, shuffle_seed, drop_remainder, epochs)
+        return Dataset(
+            arrays, global_batch_size, shuffle_seed=shuffle_seed, drop_remainder=drop_remainder, epochs=epochs
+        )
 
-    def epoch(self, number: int) -> Dataset:
+    def epoch(self, number: int) -> Dataset[E]:
         """Return one epoch of this dataset, with the row order of that epoch; the first is number 0.
 
         For your own loops over epochs: a dataset has the same order each time it is iterated.
@@ -113,7 +121,13 @@ class Dataset:
         if number < 0 or (self._epochs is not None and number >= self._epochs):
             raise OptionError.at("Dataset.epoch", found=f"number={number}", expected=f"one of {self._epochs} epochs")
         arrays = self._structure.pack(list(self._sources))
-        return Dataset(arrays, self._batch, self._seed, self._drop_remainder, 1, self._first_epoch + number)
+        return Dataset(
+            arrays,
+            self._batch,
+            shuffle_seed=self._seed,
+            drop_remainder=self._drop_remainder,
+            first_epoch=self._first_epoch + number,
+        )
 
     def lazy_batches(self) -> Iterator[Any]:
         """Yield the global batches as nests of unread `Rows`."""
@@ -128,7 +142,7 @@ class Dataset:
             if not self._batches_per_epoch:
                 return  # no epoch has batches, and there may be no last epoch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[E]:
         for batch in self.lazy_batches():
             yield nest.map_structure(lambda rows: rows[:], batch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.process_objects import NotPickled
 
+#: An element: a batch, or this rank's part of one.
+E = TypeVar("E")
+
 
 def part_of_batch(length: int, index: int, parts: int) -> slice:
     """Return the rows of a batch of `length` rows that belong to part `index` of `parts`.
@@ -29,7 +32,7 @@ def part_of_batch(length: int, index: int, parts: int) -> slice:
     return slice(min(index * rows, length), min((index + 1) * rows, length))
 
 
-class DistributedDataset:
+class DistributedDataset(Generic[E]):
     """Iterates over a dataset of global batches and yields this rank's part of each.
 
     Every rank makes the same number of steps; a rank without rows in a batch gets arrays of length 0.
@@ -52,7 +55,7 @@ class DistributedDataset:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Iterable[E],
         index: int,
         parts: int,
         *,
@@ -62,16 +65,17 @@ class DistributedDataset:
     ) -> None:
         where = "experimental_distribute_dataset"
         check_iterable(dataset, where)
-        if isinstance(dataset, np.ndarray) or is_cupy(dataset):
+        given: Any = dataset
+        if isinstance(given, np.ndarray) or is_cupy(given):
             raise OptionTypeError.at(
                 where,
-                found=f"an array of shape {dataset.shape}: is its first axis batches, or rows?",
+                found=f"an array of shape {given.shape}: is its first axis batches, or rows?",
                 expected="an iterable of global batches",
                 fix="Dataset.from_arrays(array, global_batch_size) cuts rows into batches; list(array) is of batches.",
             )
         if drop_remainder and pad:
             raise OptionError.at(where, found="drop_remainder and pad", expected="one of them")
-        self._dataset: Iterable[Any] = dataset
+        self._dataset: Iterable[E] = dataset
         self._index = index
         self._parts = parts
         self._drop_remainder = drop_remainder
@@ -83,7 +87,7 @@ class DistributedDataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None}  # the ranks belong to this process; a copy elsewhere compares nothing
 
-    def __iter__(self) -> DistributedIterator:
+    def __iter__(self) -> DistributedIterator[E]:
         dataset = self._dataset
         of = dataset.describe(epochs=False) if isinstance(dataset, Dataset) else "global batches"
         of += f", drop_remainder={self._drop_remainder}, pad={self._pad}"
@@ -152,7 +156,7 @@ def _padded_on_device(block: DeviceArray, rows: int) -> DeviceArray:
     return padded
 
 
-class DistributedDatasetsFromFunction(NotPickled):
+class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
     """Iterates over this rank's own dataset, in step with the other ranks.  Iterating is collective.
 
     All ranks make as many steps as the rank with the most elements; a rank without more elements gets arrays of length
@@ -167,12 +171,12 @@ class DistributedDatasetsFromFunction(NotPickled):
 
     instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."
 
-    def __init__(self, dataset: Any, communicator: Communicator, *, drop_remainder: bool = False) -> None:
+    def __init__(self, dataset: Iterable[E], communicator: Communicator, *, drop_remainder: bool = False) -> None:
         self._dataset: Iterable[Any] = dataset
         self._communicator = communicator
         self._drop_remainder = drop_remainder
 
-    def __iter__(self) -> DistributedIterator:
+    def __iter__(self) -> DistributedIterator[E]:
         is_one_shot = isinstance(self._dataset, Iterator)
         return DistributedIterator(
             Walk(self._elements, "a dataset of each rank's own", any_ranks=False, is_one_shot=is_one_shot)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mpistrategy.errors import OptionError, OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.process_objects import Created, NotPickled
+
+#: An element: a batch, or this rank's part of one.
+E = TypeVar("E")
 
 END = object()
 
@@ -34,15 +37,15 @@ class Walk:
     is_compared: bool = False
 
 
-class DistributedIterator(Created, NotPickled, Iterator[Any]):
+class DistributedIterator(Created, NotPickled, Iterator[E]):
     """An iterator over a distributed dataset, from `iter(dataset)`.  A `Checkpoint` saves its position."""
 
     instead_of_pickling = "Send the batches that it yields, or save its position with a Checkpoint."
 
-    def __init__(self, elements: Iterator[Any] | Walk) -> None:
+    def __init__(self, elements: Iterator[E] | Walk) -> None:
         #: The position; None for elements without one.
         self.walk: Walk | None = elements if isinstance(elements, Walk) else getattr(elements, "walk", None)
-        self._elements = elements.begin(elements) if isinstance(elements, Walk) else elements
+        self._elements: Iterator[E] = elements.begin(elements) if isinstance(elements, Walk) else elements
 
     def check_can_go(self) -> None:
         """Raise OptionError when `go_to` is not possible."""
@@ -67,10 +70,10 @@ class DistributedIterator(Created, NotPickled, Iterator[Any]):
         self._elements = self.walk.begin(self.walk)
 
     @collective("next")
-    def __next__(self) -> Any:
+    def __next__(self) -> E:
         return next(self._elements)
 
-    def get_next(self) -> Any:
+    def get_next(self) -> E:
         """Return this rank's part of the next global batch.
 
         Raises:
@@ -79,12 +82,12 @@ class DistributedIterator(Created, NotPickled, Iterator[Any]):
         return self.get_next_as_optional().get_value()
 
     @collective("next")
-    def get_next_as_optional(self) -> OptionalElement:
+    def get_next_as_optional(self) -> OptionalElement[E]:
         """Return the next element as an OptionalElement, which is empty at the end of the dataset."""
         return OptionalElement(next(self._elements, END))
 
 
-class OptionalElement:
+class OptionalElement(Generic[E]):
     """An element of a dataset, or none: what `get_next_as_optional` returns."""
 
     def __init__(self, element: Any = END) -> None:
@@ -94,7 +97,7 @@ class OptionalElement:
         """Return whether there is an element."""
         return self._element is not END
 
-    def get_value(self) -> Any:
+    def get_value(self) -> E:
         """Return the element.
 
         Raises:
@@ -107,13 +110,14 @@ class OptionalElement:
                 expected="one more element",
                 fix="Loop with `for`, or ask get_next_as_optional().has_value() first.",
             )
-        return self._element
+        element: E = self._element
+        return element
 
 
-class DatasetIterator(DistributedIterator):
+class DatasetIterator(DistributedIterator[E]):
     """The result of `make_dataset_iterator`: an iterator that can start again."""
 
-    def __init__(self, dataset: Iterable[Any]) -> None:
+    def __init__(self, dataset: Iterable[E]) -> None:
         self._dataset = dataset
         super().__init__(iter(dataset))  # whose `walk` is this one's
 
@@ -129,5 +133,5 @@ class DatasetIterator(DistributedIterator):
         return []
 
 
-class InputFunctionIterator(DatasetIterator):
+class InputFunctionIterator(DatasetIterator[E]):
     """The result of `make_input_fn_iterator`."""

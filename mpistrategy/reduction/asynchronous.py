@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
@@ -28,12 +28,13 @@ from mpistrategy.reduction.routes.mailboxes import MISFIT
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
 
+T_co = TypeVar("T_co", covariant=True)
 #: Makes the guard's call, given the structure of the values in words.
 _Enter: TypeAlias = "partial[Call]"
 
 
-class AllReduceHandle(NotPickled):
-    """An all-reduce that was started; `ReplicaContext.all_reduce_async` makes it."""
+class AllReduceHandle(NotPickled, Generic[T_co]):
+    """An all-reduce that was started by `ReplicaContext.all_reduce_async`; generic in the type of its result."""
 
     instead_of_pickling = "Send what wait() returns."
 
@@ -51,7 +52,7 @@ class AllReduceHandle(NotPickled):
         return self._job.is_over()
 
     @collective("wait")
-    def wait(self) -> Any:
+    def wait(self) -> T_co:
         """Return what `all_reduce` would have returned.  Collective: every rank waits, having started equally many.
 
         A second call returns the same again, and is no collective.  On several nodes, sums below 256 KiB may have
@@ -70,7 +71,8 @@ class AllReduceHandle(NotPickled):
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
             engine.known_to_all = started
-        return self._job.result()
+        result: T_co = self._job.result()
+        return result
 
     def __repr__(self) -> str:
         return f"<AllReduceHandle number {self._number}, {'over' if self.done() else 'under way'}>"
@@ -78,7 +80,7 @@ class AllReduceHandle(NotPickled):
 
 def start_all_reduce(
     reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
-) -> AllReduceHandle:
+) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     communicator = reducer.communicator
 

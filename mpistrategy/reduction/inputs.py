@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,14 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number, mean_dtype
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, contribution, local_component
+from mpistrategy.arrays.values import (
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    contribution,
+    local_component,
+)
 from mpistrategy.errors import (
     DTypeError,
     MpiStrategyError,
@@ -85,7 +92,7 @@ def as_leaf(result: Any, leaf: Any) -> Any:
     return result[()] if kind in NUMBERS else like_given(result, leaf)
 
 
-def unwrapped(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+def unwrapped(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
     """Replace the containers among the arguments by this rank's components; leave arguments without any alone."""
 
     def component(argument: Any) -> Any:
@@ -179,3 +186,8 @@ def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
             where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
         )
     return array
+
+
+def to_reduce(leaf: Any) -> Any:
+    """Return a leaf as algorithms take it: a container, or IndexedSlices."""
+    return leaf if isinstance(leaf, (DistributedValues, IndexedSlices)) else PerReplica((contribution(leaf),))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpistrategy.context import Frame, Mode, check_strategy, current_frame, current_strategy, entered, in_words
 from mpistrategy.errors import ContextError
@@ -25,16 +25,19 @@ def has_strategy() -> bool:
     return frame is not None and not frame.strategy.is_default
 
 
-def get_replica_context() -> ReplicaContext | Any:
+def get_replica_context() -> ReplicaContext:
     """Return the ReplicaContext of this thread; None in cross-replica and update context.
 
-    (Its type leaves room for None without making every program check for it.)
+    (Its type leaves None out, so that step functions need not check for it.)
 
     Outside every strategy it is the context of the default strategy, which has one replica.  Its reductions and gathers
     stay on this rank, with an OutsideStepWarning once a strategy of several ranks was made.
     """
     frame = current_frame()
-    return frame.replica_context if frame is not None else get_strategy().extended.default_replica_context
+    replica_context: ReplicaContext = (
+        frame.replica_context if frame is not None else get_strategy().extended.default_replica_context
+    )
+    return replica_context
 
 
 def in_cross_replica_context() -> bool:

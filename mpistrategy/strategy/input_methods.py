@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from mpistrategy import context
 from mpistrategy.errors import OptionError
@@ -13,6 +13,10 @@ from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
 from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode, check_options, replication_mode
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
+
+#: What is compared of the first batches, as an argument.
+CheckBatches: TypeAlias = Literal["warn", "raise", "off"]
+E = TypeVar("E")
 
 
 class _Extended(Protocol):
@@ -32,13 +36,13 @@ class InputMethods:
 
     def distribute_dataset(
         self: _Strategy,
-        dataset: Any,
+        dataset: Iterable[E],
         options: InputOptions | None = None,
         *,
         drop_remainder: bool = False,
         pad: bool = False,
-        check_batches: str = "warn",
-    ) -> Any:
+        check_batches: CheckBatches = "warn",
+    ) -> DistributedDataset[E]:
         """Return a dataset that gives each rank its part of every global batch.  Collective.
 
         Args:
@@ -68,24 +72,24 @@ class InputMethods:
 
     def experimental_distribute_dataset(
         self: _Strategy,
-        dataset: Any,
+        dataset: Iterable[E],
         options: InputOptions | None = None,
         *,
         drop_remainder: bool = False,
         pad: bool = False,
-        check_batches: str = "warn",
-    ) -> Any:
+        check_batches: CheckBatches = "warn",
+    ) -> DistributedDataset[E]:
         """Do `distribute_dataset`, under the name that TensorFlow has for it."""
         where = "Strategy.experimental_distribute_dataset"
         return _distribute(self, where, dataset, options, drop_remainder, pad, check_batches)
 
     def distribute_datasets_from_function(
         self: _Strategy,
-        dataset_fn: Callable[[InputContext], Any],
+        dataset_fn: Callable[[InputContext], Iterable[E]],
         options: InputOptions | None = None,
         *,
         drop_remainder: bool = False,
-    ) -> Any:
+    ) -> DistributedDatasetsFromFunction[E]:
         """Call `dataset_fn` once on each rank and return what it returns, as an iterable in step with the other ranks.
 
         Collective, and so is iterating.  The batches are used as they are: `dataset_fn` batches for one replica
@@ -104,16 +108,17 @@ class InputMethods:
         where = "Strategy.distribute_datasets_from_function"
         dataset = _make_input(self, where, dataset_fn, options)
         if self.is_default:
-            return dataset
+            found: DistributedDatasetsFromFunction[E] = dataset  # it acts as one
+            return found
         return DistributedDatasetsFromFunction(dataset, self.extended.communicator, drop_remainder=drop_remainder)
 
     def experimental_distribute_datasets_from_function(
-        self: _Strategy, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> Any:
+        self: _Strategy, dataset_fn: Callable[[InputContext], Iterable[E]], options: InputOptions | None = None
+    ) -> DistributedDatasetsFromFunction[E]:
         """Return `distribute_datasets_from_function(dataset_fn, options)`: its old name."""
         return InputMethods.distribute_datasets_from_function(self, dataset_fn, options)
 
-    def make_dataset_iterator(self: _Strategy, dataset: Any) -> DatasetIterator:
+    def make_dataset_iterator(self: _Strategy, dataset: Iterable[E]) -> DatasetIterator[E]:
         """Return an iterator over this rank's parts of the global batches of `dataset`.  Collective.
 
         Returns:
@@ -127,9 +132,9 @@ class InputMethods:
 
     def make_input_fn_iterator(
         self: _Strategy,
-        input_fn: Callable[[InputContext], Any],
+        input_fn: Callable[[InputContext], Iterable[E]],
         replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
-    ) -> InputFunctionIterator:
+    ) -> InputFunctionIterator[E]:
         """Return an iterator over what `input_fn`, called once on each rank, returns.  Collective.
 
         Args:
@@ -151,12 +156,12 @@ class InputMethods:
 def _distribute(
     strategy: _Strategy,
     where: str,
-    dataset: Any,
+    dataset: Iterable[E],
     options: Any = None,
     drop_remainder: bool = False,
     pad: bool = False,
     check_batches: str = WARN,
-) -> Any:
+) -> DistributedDataset[E]:
     communicator = strategy.extended.communicator
     with Call(communicator.guard, where) as call:
         check_options(options, where)
@@ -169,7 +174,7 @@ def _distribute(
         call.structure = describe(dataset)
         call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, {check_batches=}")
         strategy.extended.datasets_made = number  # after the agreement: the ranks' counts must not differ
-    return dataset if strategy.is_default else distributed
+    return cast("DistributedDataset[E]", dataset) if strategy.is_default else distributed
 
 
 def _make_input(

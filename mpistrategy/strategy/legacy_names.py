@@ -38,7 +38,7 @@ class OldNames(NotPickled):
         return self.run(fn, args, kwargs)
 
     def experimental_run(
-        self: _Strategy, fn: Callable[..., Any], input_iterator: DistributedIterator | None = None
+        self: _Strategy, fn: Callable[..., Any], input_iterator: DistributedIterator[Any] | None = None
     ) -> Any:
         """Run ``fn(element)`` on every replica, with this rank's next element of `input_iterator`.
 

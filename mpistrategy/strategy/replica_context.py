@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from sys import _getframe
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Unpack, overload
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.options import ReduceOp
+from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
 from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
@@ -36,9 +36,13 @@ from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 from mpistrategy.reduction.weights import Weighted
 from mpistrategy.strategy.outside_steps import warn_if_alone
+from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
+from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from mpistrategy.options import CommunicationOptions
+    from numpy.typing import NDArray
+
+Hints: TypeAlias = CommunicationOptions | None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 #: What to call outside a step in place of a collective of the context.
@@ -133,6 +137,32 @@ class ReplicaContext(NotPickled):
         """This replica's device: a tuple of one device string."""
         return self._strategy.extended.worker_devices
 
+    @overload  # of a mean this and the next one hold
+    def all_reduce(  # type: ignore[overload-overlap]
+        self, reduce_op: Mean, value: int, options: Hints = None, **more: Unpack[OutAndWeight]
+    ) -> np.float64: ...
+    @overload
+    def all_reduce(
+        self, reduce_op: Mean, value: Integers, options: Hints = None, **more: Unpack[OutAndWeight]
+    ) -> Floats: ...
+    @overload
+    def all_reduce(
+        self, reduce_op: Op, value: int, options: Hints = None, **more: Unpack[OutAndWeight]
+    ) -> np.int64: ...
+    @overload
+    def all_reduce(
+        self, reduce_op: Op, value: float, options: Hints = None, **more: Unpack[OutAndWeight]
+    ) -> np.float64: ...
+    @overload
+    def all_reduce(
+        self, reduce_op: Op, value: NDArray[S], options: Hints = None, **more: Unpack[OutAndWeight]
+    ) -> NDArray[S]: ...
+    @overload
+    def all_reduce(
+        self, reduce_op: Op, value: Variable, options: Hints = None, **more: Unpack[OutAndWeight]
+    ) -> NDArray[Any]: ...
+    @overload
+    def all_reduce(self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
     @collective("allreduce", own=own_value("value"))
     def all_reduce(
         self,
@@ -204,6 +234,34 @@ class ReplicaContext(NotPickled):
             )
         return structure.pack(results)
 
+    @overload  # of a mean this and the next one hold
+    def all_reduce_async(  # type: ignore[overload-overlap]
+        self, reduce_op: Mean, value: int, options: Hints = None, **more: Unpack[WithOut]
+    ) -> AllReduceHandle[np.float64]: ...
+    @overload
+    def all_reduce_async(
+        self, reduce_op: Mean, value: Integers, options: Hints = None, **more: Unpack[WithOut]
+    ) -> AllReduceHandle[Floats]: ...
+    @overload
+    def all_reduce_async(
+        self, reduce_op: Op, value: int, options: Hints = None, **more: Unpack[WithOut]
+    ) -> AllReduceHandle[np.int64]: ...
+    @overload
+    def all_reduce_async(
+        self, reduce_op: Op, value: float, options: Hints = None, **more: Unpack[WithOut]
+    ) -> AllReduceHandle[np.float64]: ...
+    @overload
+    def all_reduce_async(
+        self, reduce_op: Op, value: NDArray[S], options: Hints = None, **more: Unpack[WithOut]
+    ) -> AllReduceHandle[NDArray[S]]: ...
+    @overload
+    def all_reduce_async(
+        self, reduce_op: Op, value: Variable, options: Hints = None, **more: Unpack[WithOut]
+    ) -> AllReduceHandle[NDArray[Any]]: ...
+    @overload
+    def all_reduce_async(
+        self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[WithOut]
+    ) -> AllReduceHandle[T]: ...
     @collective("allreduce_async")
     def all_reduce_async(
         self,
@@ -213,7 +271,7 @@ class ReplicaContext(NotPickled):
         *,
         name: str | None = None,
         out: Any = None,
-    ) -> AllReduceHandle:
+    ) -> AllReduceHandle[Any]:
         """Start `all_reduce` and return at once; the handle's `wait` returns the result.  Collective.
 
         On several nodes the values travel while the step goes on computing.  Several may be under way; every rank
@@ -247,6 +305,12 @@ class ReplicaContext(NotPickled):
         with self._required("all_reduce_async"):
             return start_all_reduce(self._strategy.extended.reducer, reduce_op, value, options, name, out)
 
+    @overload
+    def all_gather(self, value: NDArray[S], axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[S]: ...
+    @overload
+    def all_gather(self, value: Variable, axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[Any]: ...
+    @overload
+    def all_gather(self, value: T, axis: int, options: Hints = None, **more: Unpack[Named]) -> T: ...
     @collective("gather", own=own_value("value"))
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None, *, name: str | None = None

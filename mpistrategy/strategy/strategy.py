@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import numbers
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.values import DistributedValues, IndexedSlices, PerReplica, contribution, local_component
+from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
-from mpistrategy.options import ReduceOp
+from mpistrategy.options import Mean, Op, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.broadcast import broadcast, checked_root
 from mpistrategy.reduction.explain import Explained
-from mpistrategy.reduction.inputs import as_given
+from mpistrategy.reduction.inputs import as_given, to_reduce
 from mpistrategy.strategy.along_axis import reduce_along
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
 from mpistrategy.strategy.outside_steps import OF_DEFAULT, warn_if_alone
+from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
 from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.strategy.scope import Scope
 from mpistrategy.variables.mirrored_check import MirroredCheck
+from mpistrategy.variables.variable import Variable
 
-
-@dataclass(frozen=True)
-class ValueContext:
-    """What the function given to `experimental_distribute_values_from_function` is told.
-
-    Attributes:
-        replica_id_in_sync_group: the replica whose value is asked for: this rank's.
-        num_replicas_in_sync: how many replicas there are.
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
@@ -108,7 +98,15 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         """
         return Scope(self)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    @overload
+    def run(self, fn: Callable[[], T]) -> T: ...
+    @overload
+    def run(self, fn: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = None) -> T: ...
+    @overload
+    def run(self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T: ...
+    @overload
+    def run(self, fn: Callable[..., T], args: Sequence[Any] = (), *, kwargs: Mapping[str, Any]) -> T: ...
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; return this rank's result.
 
         Args:
@@ -125,6 +123,20 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         context.require_cross_replica(self, "Strategy.run")
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
+    @overload  # of a mean this and the next one hold
+    def reduce(self, reduce_op: Mean, value: int, axis: Axis = None, **more: Unpack[WithWeight]) -> np.float64: ...  # type: ignore[overload-overlap]
+    @overload
+    def reduce(self, reduce_op: Mean, value: Integers, axis: Axis = None, **more: Unpack[WithWeight]) -> Floats: ...
+    @overload
+    def reduce(self, reduce_op: Op, value: int, axis: Axis = None, **more: Unpack[WithWeight]) -> np.int64: ...
+    @overload
+    def reduce(self, reduce_op: Op, value: float, axis: Axis = None, **more: Unpack[WithWeight]) -> np.float64: ...
+    @overload
+    def reduce(self, reduce_op: Op, value: NDArray[S], axis: Axis = None, **more: Unpack[WithWeight]) -> NDArray[S]: ...
+    @overload
+    def reduce(self, reduce_op: Op, value: Variable, axis: Axis = None, **more: Unpack[WithWeight]) -> NDArray[Any]: ...
+    @overload
+    def reduce(self, reduce_op: Op, value: T, axis: Axis = None, **more: Unpack[WithWeight]) -> T: ...
     @collective("reduce", own=own_value("value"))
     def reduce(
         self, reduce_op: Any, value: Any, axis: Any = None, *, weight: Any = None, name: str | None = None
@@ -173,7 +185,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
                 return structure.pack(reduced)
             if not leaves:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
-            pairs = [(_contribution(leaf), PerReplica((0,))) for leaf in leaves]
+            pairs = [(to_reduce(leaf), PerReplica((0,))) for leaf in leaves]
             if len(pairs) == 1:
                 reduced = [algorithm.reduce(op, *pairs[0], options)]
             else:
@@ -181,6 +193,12 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             results = [local_component(result) for result in reduced]
             return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
 
+    @overload
+    def gather(self, value: NDArray[S], axis: int, **more: Unpack[Named]) -> NDArray[S]: ...
+    @overload
+    def gather(self, value: Variable, axis: int, **more: Unpack[Named]) -> NDArray[Any]: ...
+    @overload
+    def gather(self, value: T, axis: int, **more: Unpack[Named]) -> T: ...
     @collective("gather", own=own_value("value"))
     def gather(self, value: Any, axis: int, *, name: str | None = None) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
@@ -204,6 +222,16 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         with Call(self.extended.communicator.guard, "Strategy.gather", called=name) as call:
             return self.extended.reducer.gather_nest(value, axis, call)
 
+    @overload
+    def broadcast(self, value: int, root: int = 0, **more: Unpack[Named]) -> np.int64: ...
+    @overload
+    def broadcast(self, value: float, root: int = 0, **more: Unpack[Named]) -> np.float64: ...
+    @overload
+    def broadcast(self, value: NDArray[S], root: int = 0, **more: Unpack[Named]) -> NDArray[S]: ...
+    @overload
+    def broadcast(self, value: Variable, root: int = 0, **more: Unpack[Named]) -> NDArray[Any]: ...
+    @overload
+    def broadcast(self, value: T, root: int = 0, **more: Unpack[Named]) -> T: ...
     @collective("broadcast", own=own_value("value"))
     def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """Give every rank the value that rank `root` has.  Collective; in any context.
@@ -307,12 +335,9 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         >>> with strategy.expect_long(1800):
         ...     pass  # rank 0 writes a large file
         """
-        given: Any = seconds
-        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < float(given) < math.inf:
-            raise OptionError.at("Strategy.expect_long", found=f"seconds={seconds!r}", expected="a number above 0")
         from mpistrategy.mpi.watchdog import watchdog  # here, for the quick import
 
-        return watchdog.expect_long(float(seconds))
+        return watchdog.expect_long(seconds, "Strategy.expect_long")
 
     @collective("close")
     def close(self) -> None:
@@ -364,10 +389,6 @@ class _DefaultStrategy(Strategy):
 
     def close(self) -> None:
         """Do nothing: the default strategy is always there."""
-
-
-def _contribution(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, (DistributedValues, IndexedSlices)) else PerReplica((contribution(leaf),))
 
 
 @cache

@@ -85,7 +85,7 @@ class GradientBuckets:
         extended = gradients.arena.strategy.extended
         extended.bucket_orders[tuple(bucket.members for bucket in self.buckets)] = None
         self.starts_early = extended.reducer.communicator.nodes > 1
-        self._handles: list[AllReduceHandle] = []
+        self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
 
     def __len__(self) -> int:

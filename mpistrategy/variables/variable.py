@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
@@ -233,7 +233,11 @@ class Variable(ArrayLike):
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def assign(self, value: Any, *, read_value: bool = True) -> Any:
+    @overload
+    def assign(self, value: Any, *, read_value: Literal[True] = True) -> Self: ...
+    @overload
+    def assign(self, value: Any, *, read_value: bool) -> Self | None: ...
+    def assign(self, value: Any, *, read_value: bool = True) -> Self | None:
         """Write `value` and return the variable.
 
         In a step function, a write to an ON_WRITE variable is collective: the replicas' values are combined as the
@@ -253,7 +257,11 @@ class Variable(ArrayLike):
         written = self._write("assign", value)
         return written if read_value else None
 
-    def assign_add(self, value: Any, *, read_value: bool = True) -> Any:
+    @overload
+    def assign_add(self, value: Any, *, read_value: Literal[True] = True) -> Self: ...
+    @overload
+    def assign_add(self, value: Any, *, read_value: bool) -> Self | None: ...
+    def assign_add(self, value: Any, *, read_value: bool = True) -> Self | None:
         """Add `value`; otherwise as `assign`.  In a step function with SUM, the sum over the replicas is added once.
 
         Raises:
@@ -262,7 +270,11 @@ class Variable(ArrayLike):
         written = self._write("assign_add", value)
         return written if read_value else None
 
-    def assign_sub(self, value: Any, *, read_value: bool = True) -> Any:
+    @overload
+    def assign_sub(self, value: Any, *, read_value: Literal[True] = True) -> Self: ...
+    @overload
+    def assign_sub(self, value: Any, *, read_value: bool) -> Self | None: ...
+    def assign_sub(self, value: Any, *, read_value: bool = True) -> Self | None:
         """Subtract `value`; otherwise as `assign_add`."""
         written = self._write("assign_sub", value)
         return written if read_value else None

@@ -96,7 +96,7 @@ class Position(Kind):
     def owns(self, value: Any) -> bool:
         return isinstance(value, DistributedIterator) and value.walk is not None
 
-    def add(self, entries: State, path: str, value: DistributedIterator) -> None:
+    def add(self, entries: State, path: str, value: DistributedIterator[Any]) -> None:
         walk = value.walk
         assert walk is not None
         more = {"of": walk.of, "any_ranks": walk.any_ranks}

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import alarm, crossed_waits, local_process
 from mpistrategy.mpi.watchdog.group import Group
@@ -215,11 +218,12 @@ def moves_on() -> None:
         _watchdog.moves_on()
 
 
-@contextlib.contextmanager
-def expect_long(seconds: float) -> Iterator[None]:
-    """Do `Watchdog.expect`, if there is one."""
-    if _watchdog is None:
-        yield
-        return
-    with _watchdog.expect(seconds):
-        yield
+def expect_long(seconds: Any, where: str) -> contextlib.AbstractContextManager[None]:
+    """Do `Watchdog.expect`, if there is one.
+
+    Raises:
+        OptionError: for anything but a number of seconds above 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not 0 < float(seconds) < math.inf:
+        raise OptionError.at(where, found=f"seconds={seconds!r}", expected="a number above 0")
+    return contextlib.nullcontext() if _watchdog is None else _watchdog.expect(float(seconds))
