@@ -1,0 +1,45 @@
+"""Lines that a type checker must refuse: each says so, and a checker that takes one reports an unused comment."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+import mpistrategy as ms
+
+
+def step(x: NDArray[np.float64], scale: float = 1.0) -> float:
+    """Return a number."""
+    return float(x.sum()) * scale
+
+
+def wrong(strategy: ms.MirroredStrategy, replica: ms.ReplicaContext, variable: ms.Variable) -> None:
+    """Call everything wrongly."""
+    x = np.ones(3)
+    strategy.reduce("SMU", x)  # type: ignore[call-overload]
+    replica.all_reduce("AVERAGE", x)  # type: ignore[call-overload]
+    replica.all_reduce_async("SUMM", x)  # type: ignore[call-overload]
+    strategy.reduce(ms.VariableAggregation.ONLY_FIRST_REPLICA, x)  # type: ignore[call-overload]
+    strategy.reduce("SUM", x, weigth=3.0)  # type: ignore[call-overload]
+    strategy.reduce("SUM", x, axis="rows")  # type: ignore[call-overload]
+    strategy.reduce("SUM", x, name=3)  # type: ignore[call-overload]
+    replica.all_reduce("SUM", x, out=None, options={"timeout": 3})  # type: ignore[call-overload]
+    strategy.gather(x)  # type: ignore[call-overload]
+    strategy.gather(x, 0.5)  # type: ignore[call-overload]
+    strategy.broadcast(x, root="first")  # type: ignore[call-overload]
+    strategy.run(step)  # type: ignore[arg-type]
+    strategy.run(step, x)  # type: ignore[call-overload]
+    strategy.run(step, args=("text",))  # type: ignore[arg-type]
+    strategy.run(step, args=(x, 2.0, 3.0))  # type: ignore[arg-type]
+    strategy.run(3)  # type: ignore[call-overload]
+    text: str = strategy.run(step, args=(x,))  # type: ignore[assignment]
+    number: int = strategy.reduce("SUM", x)  # type: ignore[assignment]
+    narrow: NDArray[np.float32] = replica.all_reduce("SUM", x)  # type: ignore[call-overload]
+    waited: NDArray[np.float32] = replica.all_reduce_async("SUM", x).wait()  # type: ignore[assignment]
+    strategy.rank = 3  # type: ignore[misc]
+    strategy.sise  # type: ignore[attr-defined]  # noqa: B018
+    variable.assign_ad(x)  # type: ignore[attr-defined]
+    strategy.experimental_distribute_dataset(3)  # type: ignore[arg-type]
+    strategy.distribute_dataset([x], check_batches="wran")  # type: ignore[arg-type]
+    ms.Dataset.from_arrays(x, 4, 1)  # type: ignore[call-arg]
+    print(text, number, narrow, waited)
