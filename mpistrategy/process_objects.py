@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
 import itertools
 from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
@@ -29,6 +31,18 @@ class Created:
         """Return the state without the number: a copy is created when it is copied."""
         state: Any = super().__getstate__()
         return {name: value for name, value in state.items() if name != "creation_order"}
+
+
+def in_words(made: object) -> str:
+    """Return ``SGD(learning_rate=0.1, momentum=0.9)``: the arguments of the constructor that are not its defaults."""
+    kind, words = type(made), []
+    for name, parameter in inspect.signature(kind).parameters.items():
+        value = getattr(made, name, parameter.default) if parameter.kind is not parameter.VAR_KEYWORD else None
+        is_default = value is parameter.default or (isinstance(value, enum.Enum) and value.name == parameter.default)
+        if parameter.kind is parameter.VAR_KEYWORD or is_default or value == parameter.default:
+            continue
+        words.append(f"{name}={value.name if isinstance(value, enum.Enum) else repr(value)}")
+    return f"{kind.__name__}({', '.join(words)})"
 
 
 class NotPickled:

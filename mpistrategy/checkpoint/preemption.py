@@ -23,6 +23,7 @@ from mpistrategy.checkpoint.checkpoint import Checkpoint
 from mpistrategy.checkpoint.manager import CheckpointManager
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
 
@@ -100,8 +101,9 @@ class PreemptionCheckpointHandler:
         checkpoint_or_checkpoint_manager: what saves.  Its checkpoints are numbered by `total_run_calls`.
         checkpoint_dir: with a Checkpoint, the folder; its last two checkpoints are kept.
         termination_config: how the job is told to stop, and what it does then; None: by signals, with status 75.
-        steps_between_checks: ranks learn of a signal when they compare their calls, as most steps do.  After this many
+        steps_between_votes: ranks learn of a signal when they compare their calls, as most steps do.  After this many
             steps without a comparison, `run` makes one.
+        steps_between_checks: the former name of `steps_between_votes`.
 
     Attributes:
         checkpoint_manager: what saves.
@@ -131,15 +133,19 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
         *,
-        steps_between_checks: int = 1,
+        steps_between_votes: int = 1,
+        steps_between_checks: int | None = None,
     ) -> None:
+        if steps_between_checks is not None:
+            warn(f"{_WHERE}: 'steps_between_checks' is now called 'steps_between_votes'", DeprecationWarning)
+            steps_between_votes = steps_between_checks
         self.checkpoint_manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._config = _config(termination_config)
-        if type(steps_between_checks) is not int or steps_between_checks < 1:
+        if type(steps_between_votes) is not int or steps_between_votes < 1:
             raise OptionError.at(
-                _WHERE, found=f"steps_between_checks={steps_between_checks!r}", expected="an int from 1 on"
+                _WHERE, found=f"steps_between_votes={steps_between_votes!r}", expected="an int from 1 on"
             )
-        self._steps_between_checks = steps_between_checks
+        self._steps_between_votes = steps_between_votes
         self._unchecked = 0
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator = self._strategy.extended.communicator
@@ -150,7 +156,7 @@ class PreemptionCheckpointHandler:
         with Call(self._guard, _WHERE) as call:
             context.require_cross_replica(self._strategy, _WHERE)
             _check_thread(self._communicator)
-            call.agree("begin", options=f"{steps_between_checks=}")
+            call.agree("begin", options=f"{steps_between_votes=}")
         self._catch()
         try:
             self._runs = self.checkpoint_manager.restore() or 0
@@ -193,7 +199,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self) -> None:
-        """Save and end if a rank was told to stop, whatever `steps_between_checks` is.  Collective.
+        """Save and end if a rank was told to stop, whatever `steps_between_votes` is.  Collective.
 
         `run` does this after its step.  Call it in long work between two steps that can be repeated from the
         checkpoint, such as an evaluation.
@@ -202,7 +208,7 @@ class PreemptionCheckpointHandler:
             Exception: as `run`.
         """
         context.require_cross_replica(self._strategy, f"{_WHERE}.save_checkpoint_if_preempted")
-        self._unchecked = self._steps_between_checks
+        self._unchecked = self._steps_between_votes
         self._look(f"{_WHERE}.save_checkpoint_if_preempted", met=False)
 
     def close(self) -> None:
@@ -271,7 +277,7 @@ class PreemptionCheckpointHandler:
             self._told = self._told or ("termination_watcher_fn", time.monotonic())
             self._raise_flag()
         self._unchecked = 0 if met else self._unchecked + 1
-        if self._unchecked >= self._steps_between_checks and not self._guard.flag_was_seen:
+        if self._unchecked >= self._steps_between_votes and not self._guard.flag_was_seen:
             self._unchecked = 0
             with Call(self._guard, where) as call:
                 call.agree("look for signals")

@@ -19,6 +19,7 @@ from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpistrategy.process_objects import in_words
 from mpistrategy.reduction.broadcast import broadcast
 from mpistrategy.reduction.layout import destinations as placing
 
@@ -161,6 +162,9 @@ class CrossDeviceOps:
         with call:
             placing.resolve(destinations, communicator, call.where)
             return self.broadcast_implementation(tensor, destinations)
+
+    def __repr__(self) -> str:
+        return in_words(self)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions

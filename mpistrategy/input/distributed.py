@@ -88,10 +88,15 @@ class DistributedDataset(Generic[E]):
         return {**self.__dict__, "_first": None}  # the ranks belong to this process; a copy elsewhere compares nothing
 
     def __iter__(self) -> DistributedIterator[E]:
-        dataset = self._dataset
-        of = dataset.describe(epochs=False) if isinstance(dataset, Dataset) else "global batches"
-        of += f", drop_remainder={self._drop_remainder}, pad={self._pad}"
-        return DistributedIterator(Walk(self._elements, of, any_ranks=True, is_one_shot=isinstance(dataset, Iterator)))
+        is_one_shot = isinstance(self._dataset, Iterator)
+        return DistributedIterator(Walk(self._elements, self._words(), any_ranks=True, is_one_shot=is_one_shot))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._words()}, part {self._index} of {self._parts}>"
+
+    def _words(self) -> str:
+        of = self._dataset.describe(epochs=False) if isinstance(self._dataset, Dataset) else "global batches"
+        return f"{of}, drop_remainder={self._drop_remainder}, pad={self._pad}"
 
     def __len__(self) -> int:
         steps = len(self._dataset)  # type: ignore[arg-type]  # a generator has none, and says so

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Self, TypeVar
 
-from mpistrategy.errors import OptionError, OutOfRangeError
+from mpistrategy.errors import CopyError, OptionError, OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.process_objects import Created, NotPickled
 
@@ -68,6 +68,29 @@ class DistributedIterator(Created, NotPickled, Iterator[E]):
         assert self.walk is not None
         self.walk.position = position
         self._elements = self.walk.begin(self.walk)
+
+    def __repr__(self) -> str:
+        at = "" if self.walk is None else f" at element {self.walk.position} of {self.walk.of}"
+        return f"<{type(self).__name__}{at}>"
+
+    def __copy__(self) -> Self:
+        """Return another iterator that goes on from the same element.
+
+        Raises:
+            CopyError: over what can be iterated only once.
+        """
+        walk = self.walk
+        if walk is None or walk.is_one_shot:
+            raise CopyError.at(
+                "copy.copy(iterator)",
+                found="an iterator over what can be iterated only once",
+                expected="an iterator over a Dataset or a list",
+                fix="Use the iterator itself, or make a list of its elements.",
+            )
+        copied = super().__copy__()
+        copied.walk = replace(walk)
+        copied.go_to(walk.position)
+        return copied
 
     @collective("next")
     def __next__(self) -> E:

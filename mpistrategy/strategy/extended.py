@@ -64,6 +64,9 @@ class StrategyExtended(Placement, NotPickled):
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
         self.bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
 
+    def __repr__(self) -> str:
+        return f"<extended of {self._container_strategy!r}>"
+
     def copy_for(self, container_strategy: Any) -> Self:
         """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
         result = copy.copy(self)

@@ -51,6 +51,9 @@ class Streams(Created):
         """The seed that it was made with."""
         return self._seed
 
+    def __repr__(self) -> str:
+        return f"<Streams of seed {self._seed}>"
+
     def at(self, *numbers: SupportsIndex) -> np.random.Generator:
         """Return a new Generator for these numbers, e.g. ``at(epoch, row)``; the same on whatever replica asks.
 

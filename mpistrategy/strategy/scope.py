@@ -35,6 +35,9 @@ class Scope(Generic[S]):
     ) -> None:
         self._entered.pop().__exit__(kind, error, trace)
 
+    def __repr__(self) -> str:
+        return f"<scope of {self._strategy!r}>"
+
     @property
     def is_entered(self) -> bool:
         """Whether somebody has entered it, and not left it."""

@@ -287,7 +287,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""
         return Streams(seed, self.extended.communicator.rank)
 
-    def arena(self, like: Any, shared_result: bool = False) -> Arena:
+    def arena(self, like: Any, *, shared_result: bool = False) -> Arena:
         """Lay out a nest of arrays so that reducing it copies nothing.  Collective.
 
         Args:

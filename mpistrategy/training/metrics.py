@@ -23,6 +23,9 @@ class Sum:
     def __init__(self, name: str = "sum") -> None:
         self._total = _per_replica_sum(f"{name}/total")
 
+    def __repr__(self) -> str:
+        return _in_words(self)
+
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The variables that hold its state; for checkpoints."""
@@ -55,6 +58,9 @@ class Mean:
     def __init__(self, name: str = "mean") -> None:
         self._total = _per_replica_sum(f"{name}/total")
         self._count = _per_replica_sum(f"{name}/count")
+
+    def __repr__(self) -> str:
+        return _in_words(self)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -148,3 +154,9 @@ def _per_replica_sum(name: str) -> Variable:
         synchronization=VariableSynchronization.ON_READ,
         aggregation=VariableAggregation.SUM,
     )
+
+
+def _in_words(metric: Sum | Mean) -> str:
+    """Return the name, and this rank's part of the state: to ask for the result is collective."""
+    parts = ", ".join(f"{var.name.rpartition('/')[2]} {float(var.local_view):g}" for var in metric.variables)
+    return f"<{type(metric).__name__} {metric.variables[0].name.rpartition('/')[0]!r}, on this rank {parts}>"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 import numpy as np
 
@@ -18,20 +18,21 @@ from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
 from mpistrategy.context import Mode, current_frame
-from mpistrategy.errors import ContextError, OptionError, UnsupportedError
+from mpistrategy.errors import ContextError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.options import ReduceOp, VariableAggregation
-from mpistrategy.process_objects import Created, NotPickled
+from mpistrategy.process_objects import Created, NotPickled, in_words
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.training.checks import check_variable, checked_count, checked_number, positive, required_context
+from mpistrategy.training import hyperparameters as setting
+from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.gradient_buckets import GradientArenas, GradientBuckets
 from mpistrategy.training.gradients import as_dense, clip_by_global_norm
 from mpistrategy.training.kernels import STEP_METHODS, Kernel, has_current_kernel, has_kernel, make_room
-from mpistrategy.training.nonfinite import checked_policy, screen, warn_of
+from mpistrategy.training.nonfinite import screen, warn_of
 from mpistrategy.training.plans import Slots, StepPlan, StepPlans
 from mpistrategy.training.sliced_step import SlicedStep
 from mpistrategy.variables.mirrored_check import is_mirrored
@@ -59,8 +60,8 @@ class Optimizer(Created, GradientArenas, NotPickled):
         learning_rate: the step size; a positive number.
         aggregation: "SUM" or "MEAN": how the replicas' gradients are combined.
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
-        check_every: every so many calls of `apply_gradients`, make sure that this optimizer's variables, slots and
-            steps are equal on all ranks, as `Strategy.assert_mirrored` does; 0 never does.
+        mirrored_check_steps: every so many calls of `apply_gradients`, make sure that this optimizer's variables, slots
+            and steps are equal on all ranks, as `Strategy.assert_mirrored` does; 0 never does.
         nonfinite: what to do when a reduced gradient has NaN or infinities in it: "raise" NonFiniteError, "skip" the
             step, or "warn" once a step on replica 0 and go on.  All ranks do the same.  Checking turns off the sliced
             path (slower on one node).  None: no check.
@@ -71,9 +72,11 @@ class Optimizer(Created, GradientArenas, NotPickled):
         latest_path: how the latest step was made: "sliced", "plain", "buckets" or "skipped"; "" before the first.
         skipped_steps: how many steps changed nothing because gradients were not finite.
 
+    All settings may be changed between steps, on all ranks alike; they are checked then as in the constructor.
+
     Raises:
-        OptionError: for a learning rate or a limit that is not positive, a negative check_every, and an unknown
-            aggregation or nonfinite.
+        OptionError: for a learning rate or a limit that is not positive, a negative mirrored_check_steps, and an
+            unknown aggregation or nonfinite.
         OptionTypeError: for values that are no numbers.
     """
 
@@ -83,26 +86,32 @@ class Optimizer(Created, GradientArenas, NotPickled):
     #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
     only_named_rows: ClassVar[bool] = False
 
+    learning_rate = setting.rate()
+    aggregation = setting.sum_or_mean()
+    global_clipnorm = setting.limit()
+    mirrored_check_steps = setting.steps()
+    nonfinite = setting.policy()
+    check_every = setting.Renamed[int]("mirrored_check_steps")
+    lr = setting.Misnamed("learning_rate")
+    clipnorm = setting.Misnamed("global_clipnorm")
+
     def __init__(
         self,
         learning_rate: float,
+        *,
         aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
-        check_every: int = 0,
+        mirrored_check_steps: int = 0,
         nonfinite: str | None = None,
+        **old: Unpack[setting.OldNames],
     ) -> None:
         where = type(self).__name__
         self.learning_rate = learning_rate
-        self.aggregation = ReduceOp.parse(aggregation, where)
-        if self.aggregation not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise OptionError.at(where, found=f"aggregation={aggregation!r}", expected="SUM or MEAN")
-        if global_clipnorm is not None:
-            global_clipnorm = checked_number(
-                where, "global_clipnorm", global_clipnorm, "a positive number or None", positive
-            )
+        self.aggregation = aggregation
         self.global_clipnorm = global_clipnorm
-        self.check_every = checked_count(where, "check_every", check_every, least=0)
-        self.nonfinite = checked_policy(where, nonfinite)
+        self.mirrored_check_steps = mirrored_check_steps
+        self.nonfinite = nonfinite
+        setting.set_old_names(self, old)
         self.skipped_steps = 0
         self._calls = 0
         self.iterations: Variable | None = None
@@ -113,16 +122,6 @@ class Optimizer(Created, GradientArenas, NotPickled):
         self._told: tuple[Any, str] = (None, "")
         #: The step counter that has been checked, its strategy, and its value.
         self._counted: tuple[Any, Any, Array] = (None, None, np.zeros((), np.int64))
-
-    @property
-    def learning_rate(self) -> float:
-        """The step size; may be changed between steps, on all ranks alike."""
-        return self._learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        where = type(self).__name__
-        self._learning_rate = checked_number(where, "learning_rate", value, "a positive number", positive)
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the step counter and the slots of `variables`.  Collective; inside scope().
@@ -204,7 +203,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
                 self.latest_path = "skipped"
                 self.skipped_steps += 1
             self._calls += 1
-            if self.check_every and self._calls % self.check_every == 0:
+            if self.mirrored_check_steps and self._calls % self.mirrored_check_steps == 0:
                 self._check_mirrored(strategy)
             if trouble and self.nonfinite == "warn":
                 warn_of(trouble, call.where, self.next_step() - 1, strategy.replica_id_in_sync_group)
@@ -363,13 +362,20 @@ class Optimizer(Created, GradientArenas, NotPickled):
                 slot.assign(np.where(others, before[name], slot.local_copy()).astype(slot.dtype, copy=False))
         var.assign_sub(change)
 
+    def __repr__(self) -> str:
+        return in_words(self)
+
+    def __copy__(self) -> Self:
+        """Return `copy.deepcopy(self)`: two optimizers share no slots."""
+        return copy.deepcopy(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return another optimizer with the same settings.
 
         Raises:
             CopyError: after the first step, or `build`: variables are created by all ranks together.
         """
-        result = copy.copy(self)
+        result = super().__copy__()
         memo[id(self)] = result
         result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__getstate__().items())
         return result

@@ -6,7 +6,7 @@ Gradients are summed over the replicas, so divide the loss by the global batch s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.options import ReduceOp
 from mpistrategy.training import kernels
-from mpistrategy.training.checks import checked_number, not_negative
+from mpistrategy.training.hyperparameters import OldNames, amount, decay, number, switch
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -31,28 +31,41 @@ class SGD(Optimizer):
         nesterov: whether to use Nesterov momentum.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
-        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        mirrored_check_steps: every so many steps, make sure that all ranks' copies are equal; 0 never does.
         nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
     """
 
     only_named_rows = True
+    momentum = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+    nesterov = switch()
 
     def __init__(
         self,
         learning_rate: float = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
+        *,
         aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
-        check_every: int = 0,
+        mirrored_check_steps: int = 0,
         nonfinite: str | None = None,
+        **old: Unpack[OldNames],
     ) -> None:
-        super().__init__(learning_rate, aggregation, global_clipnorm, check_every, nonfinite)
-        self.momentum = checked_number(
-            type(self).__name__, "momentum", momentum, "a number from 0 to 1", lambda number: 0 <= number <= 1
+        super().__init__(
+            learning_rate,
+            aggregation=aggregation,
+            global_clipnorm=global_clipnorm,
+            mirrored_check_steps=mirrored_check_steps,
+            nonfinite=nonfinite,
+            **old,
         )
+        self.momentum = momentum
         self.nesterov = nesterov
-        self.slot_values = {"momentum": 0.0} if momentum else {}
+
+    @property
+    def slot_values(self) -> Mapping[str, float]:  # type: ignore[override]
+        """The slot of the momentum, if there is one."""
+        return {"momentum": 0.0} if self.momentum else {}
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Update the momentum; return ``learning_rate`` times the step."""
@@ -83,11 +96,14 @@ class Adam(Optimizer):
         epsilon: added to the divisor.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
-        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        mirrored_check_steps: every so many steps, make sure that all ranks' copies are equal; 0 never does.
         nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
     """
 
     slot_values: Mapping[str, float] = {"m": 0.0, "v": 0.0}
+    beta_1 = decay()
+    beta_2 = decay()
+    epsilon = amount()
 
     def __init__(
         self,
@@ -95,19 +111,24 @@ class Adam(Optimizer):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
+        *,
         aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
-        check_every: int = 0,
+        mirrored_check_steps: int = 0,
         nonfinite: str | None = None,
+        **old: Unpack[OldNames],
     ) -> None:
-        super().__init__(learning_rate, aggregation, global_clipnorm, check_every, nonfinite)
-        where = type(self).__name__
-        decays = [("beta_1", beta_1), ("beta_2", beta_2)]
-        self.beta_1, self.beta_2 = (
-            checked_number(where, name, beta, "a number from 0 to below 1", lambda number: 0 <= number < 1)
-            for name, beta in decays
+        super().__init__(
+            learning_rate,
+            aggregation=aggregation,
+            global_clipnorm=global_clipnorm,
+            mirrored_check_steps=mirrored_check_steps,
+            nonfinite=nonfinite,
+            **old,
         )
-        self.epsilon = checked_number(where, "epsilon", epsilon, "a number from 0 on", not_negative)
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Update m and v; return the step."""
@@ -139,9 +160,11 @@ class AdamW(Adam):
         epsilon: added to the divisor.
         aggregation: "SUM" or "MEAN".
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
-        check_every: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        mirrored_check_steps: every so many steps, make sure that all ranks' copies are equal; 0 never does.
         nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
     """
+
+    weight_decay = amount()
 
     def __init__(
         self,
@@ -150,15 +173,25 @@ class AdamW(Adam):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
+        *,
         aggregation: ReduceOp | str = "SUM",
         global_clipnorm: float | None = None,
-        check_every: int = 0,
+        mirrored_check_steps: int = 0,
         nonfinite: str | None = None,
+        **old: Unpack[OldNames],
     ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, aggregation, global_clipnorm, check_every, nonfinite)
-        self.weight_decay = checked_number(
-            type(self).__name__, "weight_decay", weight_decay, "a number from 0 on", not_negative
+        super().__init__(
+            learning_rate,
+            beta_1,
+            beta_2,
+            epsilon,
+            aggregation=aggregation,
+            global_clipnorm=global_clipnorm,
+            mirrored_check_steps=mirrored_check_steps,
+            nonfinite=nonfinite,
+            **old,
         )
+        self.weight_decay = weight_decay
 
     def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
         """Let the variable decay, all of it, before Adam's step."""

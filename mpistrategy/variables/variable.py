@@ -63,6 +63,7 @@ class Variable(ArrayLike):
     def __init__(
         self,
         initial_value: Any,
+        *,
         trainable: bool | None = None,
         dtype: Any = None,
         name: str | None = None,
@@ -126,6 +127,7 @@ class Variable(ArrayLike):
         self.colocated_with: Variable | None = None
         extended.register_variable(self)
 
+    __hash__ = object.__hash__  # by identity: a variable may be a key, although == compares elements
     # ------------------------------------------------------------------------------------------- what it is
 
     @property

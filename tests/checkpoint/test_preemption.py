@@ -69,7 +69,7 @@ def made(strategy: ms.MirroredStrategy, folder: Path) -> Iterator[Callable[..., 
             with on.scope():
                 checkpoint = ms.Checkpoint(x=ms.Variable(0.0))
         told = ms.TerminationConfig(**{"exit_fn": stop, **config})
-        handlers.append(ms.PreemptionCheckpointHandler(checkpoint, folder, told, steps_between_checks=every))
+        handlers.append(ms.PreemptionCheckpointHandler(checkpoint, folder, told, steps_between_votes=every))
         return handlers[-1]
 
     before = [signal.getsignal(number) for number in (TERM, USR1, USR2)]
@@ -486,8 +486,8 @@ def test_bad_arguments(strategy: ms.MirroredStrategy, folder: Path) -> None:
         ((manager, folder), {}, errors.OptionTypeError),
         ((None, folder), {}, errors.OptionTypeError),
         ((manager, None, {"grace_period": 1}), {}, errors.OptionTypeError),
-        ((manager,), {"steps_between_checks": 0}, errors.OptionError),
-        ((manager,), {"steps_between_checks": 1.0}, errors.OptionError),
+        ((manager,), {"steps_between_votes": 0}, errors.OptionError),
+        ((manager,), {"steps_between_votes": 1.0}, errors.OptionError),
     ]
     for arguments, named, error in bad:
         with pytest.raises(error):

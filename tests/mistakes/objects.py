@@ -162,7 +162,7 @@ def another_nonfinite(p: Program, wrong: bool) -> Any:
 
 @mistake()
 def another_check_every(p: Program, wrong: bool) -> Any:
-    _made_with(p, check_every=2 if wrong else 3)
+    _made_with(p, mirrored_check_steps=2 if wrong else 3)
 
 
 @mistake()

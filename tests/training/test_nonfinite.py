@@ -142,7 +142,7 @@ def test_skip_is_as_if_the_step_had_not_been(place: tuple[ms.Strategy, str], nam
 
 def test_the_first_step_can_be_skipped(strategy: ms.Strategy) -> None:
     with strategy.scope():
-        var, optimizer = ms.Variable(np.ones(3)), Adam(0.1, nonfinite="skip", check_every=1)
+        var, optimizer = ms.Variable(np.ones(3)), Adam(0.1, nonfinite="skip", mirrored_check_steps=1)
     strategy.run(lambda: optimizer.apply_gradients([(np.full(3, np.nan), var)]))
     assert var.numpy().tolist() == [1, 1, 1]
     assert [float(np.sum(v)) for v in optimizer.variables] == [0, 0, 0]
@@ -169,7 +169,7 @@ def test_warn_makes_the_step_and_says_so_once_on_rank_0(place: tuple[ms.Strategy
 
 @several
 def test_a_warning_that_is_made_an_error_leaves_the_replicas_equal(strategy: ms.Strategy) -> None:
-    training = Training(strategy, OPTIMIZERS["SGD"], nonfinite="warn", check_every=1)
+    training = Training(strategy, OPTIMIZERS["SGD"], nonfinite="warn", mirrored_check_steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", errors.NonFiniteWarning)
         ended = outcomes(lambda: training.step(SIZE - 1))
@@ -315,7 +315,7 @@ def test_on_simulated_replicas() -> None:
         strategy = ms.MirroredStrategy()
         me = strategy.replica_id_in_sync_group
         with strategy.scope():
-            var, optimizer = ms.Variable(np.zeros(3)), SGD(0.1, nonfinite="skip", check_every=1)
+            var, optimizer = ms.Variable(np.zeros(3)), SGD(0.1, nonfinite="skip", mirrored_check_steps=1)
         for step in range(4):
             gradient = np.full(3, np.nan if (step, me) == (2, 1) else 1.0)
             strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, var)]))  # type: ignore[misc]

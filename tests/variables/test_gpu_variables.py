@@ -129,7 +129,7 @@ OPTIMIZERS = {
     "momentum": lambda: SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: Adam(0.1),
     "adamw": lambda: AdamW(0.1),
-    "clipped": lambda: SGD(0.1, global_clipnorm=0.5, check_every=2, nonfinite="raise"),
+    "clipped": lambda: SGD(0.1, global_clipnorm=0.5, mirrored_check_steps=2, nonfinite="raise"),
 }
 
 

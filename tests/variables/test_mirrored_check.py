@@ -357,7 +357,7 @@ def test_a_hundred_steps_give_no_alarm(strategy: ms.Strategy, two_nodes: ms.Stra
     with where.scope():
         variables = [ms.Variable(np.linspace(-1, 1, int(np.prod(s)), dtype=d).reshape(s)) for s, d in SHAPES]
         own = ms.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
-        optimizer = OPTIMIZERS[name](check_every=1, global_clipnorm=1e9 if path == "plain" else None)
+        optimizer = OPTIMIZERS[name](mirrored_check_steps=1, global_clipnorm=1e9 if path == "plain" else None)
     random = np.random.default_rng([7, RANK])
 
     def step() -> None:
@@ -386,7 +386,7 @@ def test_a_hundred_steps_give_no_alarm(strategy: ms.Strategy, two_nodes: ms.Stra
 def test_every_third_step_finds_what_has_drifted(strategy: ms.Strategy, path: str) -> None:
     with strategy.scope():
         var, still = ms.Variable(np.zeros(3), name="moves"), ms.Variable(np.zeros(3), name="stays")
-        optimizer = SGD(0.1, momentum=0.9, check_every=3, global_clipnorm=1e9 if path == "plain" else None)
+        optimizer = SGD(0.1, momentum=0.9, mirrored_check_steps=3, global_clipnorm=1e9 if path == "plain" else None)
         optimizer.build([var, still])
 
     def step() -> None:
@@ -409,17 +409,17 @@ def test_every_third_step_finds_what_has_drifted(strategy: ms.Strategy, path: st
 
 @pytest.mark.parametrize("bad", [-1, 1.5, True, "10", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_bad_check_every_is_refused(name: str, bad: Any) -> None:
+def test_a_bad_mirrored_check_steps_is_refused(name: str, bad: Any) -> None:
     kind = errors.OptionError if bad == -1 else errors.OptionTypeError
-    with pytest.raises(kind, match="check_every"):
-        OPTIMIZERS[name](check_every=bad)
+    with pytest.raises(kind, match="mirrored_check_steps"):
+        OPTIMIZERS[name](mirrored_check_steps=bad)
 
 
 @several
 def test_ranks_that_check_at_different_steps_do_not_meet(strategy: ms.Strategy) -> None:
     with strategy.scope():
         var = ms.Variable(np.zeros(3))
-        optimizer = SGD(0.1, check_every=1 if RANK == 0 else 2)
+        optimizer = SGD(0.1, mirrored_check_steps=1 if RANK == 0 else 2)
     ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), var)])))
     assert {one.error for one in ended} == {errors.CollectiveMismatchError}
-    assert "check_every" in ended[0].text
+    assert "mirrored_check_steps" in ended[0].text

@@ -24,6 +24,7 @@ Launch = Callable[..., launching.Finished]
 
 FREE = """
 import builtins, sys, threading
+from contextlib import closing
 from mpi4py import MPI
 import mpistrategy as ms
 
@@ -40,14 +41,14 @@ for make in (
     lambda: ms.MirroredStrategy(communicator=half),
     lambda: ms.MirroredStrategy(on_error="raise"),
 ):
-    with make() as first, make() as second:
+    with closing(make()) as first, closing(make()) as second:
         assert first.reduce("SUM", 1.0) == second.reduce("SUM", 1.0)
         assert len(threads()) > 1
     assert hooks() == before
     assert threads() == ["MainThread"], threads()
 with ms.MirroredStrategy(on_error="raise") as strategy:
     assert hooks() == before, "it ends nothing"
-with ms.MirroredStrategy() as strategy:
+with closing(ms.MirroredStrategy()) as strategy:
     with ms.MirroredStrategy(on_error="raise") as inner:
         ours = hooks()
         assert all(one is not other for one, other in zip(ours, before))

@@ -1,0 +1,176 @@
+"""The settings of an optimizer: checked whenever they are set, by the constructor or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+
+from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.options import ReduceOp
+from mpistrategy.training.checks import checked_count, checked_number, not_negative, positive
+from mpistrategy.training.nonfinite import checked_policy
+
+T = TypeVar("T")
+#: Returns a setting as it is kept, given the optimizer's class, the setting's name and what it is set to.
+Check = Callable[[str, str, Any], T]
+
+
+class OldNames(TypedDict, total=False):
+    """Former names of the keywords of optimizers."""
+
+    check_every: int
+
+
+class Setting(Generic[T]):
+    """An attribute that is checked when it is set; reading it costs what a plain attribute costs.
+
+    Args:
+        check: returns the value to keep, or raises.
+    """
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __init__(self, check: Check[T]) -> None:
+        self._check = check
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, instance: object, value: Any) -> None:
+        # Without __get__ the value is read from the instance's own dictionary.
+        instance.__dict__[self._name] = self._check(type(instance).__name__, self._name, value)
+
+
+class Misnamed:
+    """An attribute of other libraries: setting it names ours.
+
+    Args:
+        right: the name to write.
+
+    Attributes:
+        right: as above.
+    """
+
+    def __init__(self, right: str) -> None:
+        self.right, self._name = right, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no attribute {self._name!r}; write {self.right!r}")
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise OptionError.at(
+            f"{type(instance).__name__}.{self._name}",
+            found=f"an attribute that optimizers do not have, set to {value!r}",
+            expected=f"{self.right!r}",
+            fix=f"Write optimizer.{self.right} = {value!r}.",
+        )
+
+
+class Renamed(Generic[T]):
+    """An attribute under its former name, which warns."""
+
+    def __init__(self, new: str) -> None:
+        self._new, self._name = new, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        warn_of_old_name(owner.__name__, self._name, self._new)
+        return getattr(instance, self._new)
+
+    def __set__(self, instance: object, value: Any) -> None:
+        warn_of_old_name(type(instance).__name__, self._name, self._new)
+        setattr(instance, self._new, value)
+
+
+def warn_of_old_name(where: str, old: str, new: str) -> None:
+    """Warn at the call site that `old` is now `new`."""
+    warn(f"{where}: {old!r} is now called {new!r}", DeprecationWarning)
+
+
+def set_old_names(optimizer: object, old: Mapping[str, Any]) -> None:
+    """Set what a constructor was given under former names; refuse other names as Python does, and name ours."""
+    kind = type(optimizer)
+    for name, value in old.items():
+        attribute = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        if isinstance(attribute, Renamed):
+            setattr(optimizer, name, value)
+            continue
+        hint = f"; write {attribute.right!r}" if isinstance(attribute, Misnamed) else ""
+        raise TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}")
+
+
+def number(expected: str, fits: Callable[[float], bool]) -> Setting[float]:
+    """Return a setting that is a finite number."""
+    return Setting(lambda where, name, value: checked_number(where, name, value, expected, fits))
+
+
+def rate() -> Setting[float]:
+    """Return a setting that is a positive number."""
+    return number("a positive number", positive)
+
+
+def decay() -> Setting[float]:
+    """Return a setting that is a number from 0 to below 1."""
+    return number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+
+
+def amount() -> Setting[float]:
+    """Return a setting that is a number from 0 on."""
+    return number("a number from 0 on", not_negative)
+
+
+def limit() -> Setting[float | None]:
+    """Return a setting that is a positive number or None."""
+
+    def check(where: str, name: str, value: Any) -> float | None:
+        return None if value is None else checked_number(where, name, value, "a positive number or None", positive)
+
+    return Setting(check)
+
+
+def steps() -> Setting[int]:
+    """Return a setting that is a number of steps, from 0 on."""
+    return Setting(lambda where, name, value: checked_count(where, name, value, least=0))
+
+
+def switch() -> Setting[bool]:
+    """Return a setting that is True or False."""
+
+    def check(where: str, name: str, value: Any) -> bool:
+        if type(value) is not bool:
+            raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="True or False")
+        return value
+
+    return Setting(check)
+
+
+def policy() -> Setting[str | None]:
+    """Return a setting that is one of `mpistrategy.training.nonfinite.POLICIES`."""
+    return Setting(lambda where, name, value: checked_policy(where, value))
+
+
+def sum_or_mean() -> Setting[ReduceOp]:
+    """Return a setting that is SUM or MEAN."""
+
+    def check(where: str, name: str, value: Any) -> ReduceOp:
+        expected = '"SUM" or "MEAN"'
+        try:
+            op = ReduceOp.parse(value, where)
+        except ReduceOpError as error:  # it does not know the argument's name
+            raise ReduceOpError.at(where, found=f"{name}={value!r}", expected=expected) from error
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise OptionError.at(where, found=f"{name}={value!r}", expected=expected)
+        return op
+
+    return Setting(check)

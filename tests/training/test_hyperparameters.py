@@ -1,0 +1,138 @@
+"""Settings of optimizers are checked whenever they are set; names of other libraries and former names."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import SIZE, outcomes
+
+import mpistrategy as ms
+from mpistrategy.errors import CopyError, OptionError, OptionTypeError, ReduceOpError
+from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
+
+pytestmark = pytest.mark.mpi
+
+BAD: list[tuple[type[Optimizer], str, Any, type[Exception]]] = [
+    (SGD, "learning_rate", 0, OptionError),
+    (SGD, "learning_rate", "fast", OptionTypeError),
+    (SGD, "momentum", 1.5, OptionError),
+    (SGD, "nesterov", "yes", OptionTypeError),
+    (SGD, "aggregation", "MAX", OptionError),
+    (SGD, "aggregation", "mena", ReduceOpError),
+    (SGD, "global_clipnorm", -1.0, OptionError),
+    (SGD, "mirrored_check_steps", -1, OptionError),
+    (SGD, "mirrored_check_steps", 1.5, OptionTypeError),
+    (SGD, "nonfinite", "stop", OptionError),
+    (Adam, "beta_1", 1.0, OptionError),
+    (Adam, "beta_2", -0.1, OptionError),
+    (Adam, "epsilon", float("nan"), OptionError),
+    (AdamW, "weight_decay", -1, OptionError),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "error"), BAD, ids=lambda given: getattr(given, "__name__", given))
+def test_a_setting_is_checked_alike_by_the_constructor_and_later(
+    kind: type[Optimizer], name: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error) as made:
+        kind(**{name: value})
+    optimizer = kind()
+    before = getattr(optimizer, name)
+    with pytest.raises(error) as changed:
+        setattr(optimizer, name, value)
+    assert str(made.value) == str(changed.value)
+    assert str(made.value).startswith(f"{kind.__name__}: found {name}={value!r}; expected ")
+    assert getattr(optimizer, name) == before
+
+
+def test_a_setting_that_was_changed_holds(strategy: ms.MirroredStrategy) -> None:
+    with strategy.scope():
+        variable, optimizer = ms.Variable(np.zeros(3)), SGD(0.5)
+    optimizer.learning_rate, optimizer.aggregation, optimizer.momentum = 0.25, "mean", 0.5
+    for _ in range(2):
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), variable)]))
+    assert variable.numpy().tolist() == [-0.25 - 0.25 * 1.5] * 3
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("lr", "learning_rate"), ("clipnorm", "global_clipnorm")])
+def test_a_name_of_another_library_is_refused_with_ours(wrong: str, right: str) -> None:
+    optimizer = SGD()
+    with pytest.raises(OptionError, match=f"expected '{right}'"):
+        setattr(optimizer, wrong, 0.5)
+    with pytest.raises(AttributeError, match=right):
+        getattr(optimizer, wrong)
+    assert not hasattr(optimizer, wrong)
+    with pytest.raises(TypeError, match=right):
+        SGD(**{wrong: 0.5})
+    with pytest.raises(TypeError, match="rate_of_learning"):
+        SGD(rate_of_learning=0.5)
+
+
+def test_settings_after_the_hyperparameters_have_names() -> None:
+    arguments: Any = (0.5, 0.0, False, "SUM")
+    with pytest.raises(TypeError):
+        SGD(*arguments)
+
+
+def test_the_former_name_of_a_setting_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="mirrored_check_steps") as told:
+        optimizer = Adam(check_every=3)
+    assert told[0].filename == __file__
+    assert optimizer.mirrored_check_steps == 3
+    with pytest.warns(DeprecationWarning, match="mirrored_check_steps"):
+        assert optimizer.check_every == 3
+    with pytest.warns(DeprecationWarning, match="mirrored_check_steps"):
+        optimizer.check_every = 4
+    assert optimizer.mirrored_check_steps == 4
+
+
+def test_a_repr_tells_the_settings_that_are_no_defaults() -> None:
+    assert repr(SGD()) == "SGD()"
+    assert repr(SGD(0.5, momentum=0.9, aggregation="mean")) == "SGD(learning_rate=0.5, momentum=0.9, aggregation=MEAN)"
+    assert repr(AdamW(nonfinite="skip")) == "AdamW(nonfinite='skip')"
+    assert repr(ms.HierarchicalCopyAllReduce(num_packs=2)) == "HierarchicalCopyAllReduce(num_packs=2)"
+    assert repr(ms.MpiAllReduce()) == "MpiAllReduce()"
+
+
+def test_a_copy_is_another_optimizer_or_an_error(strategy: ms.MirroredStrategy) -> None:
+    optimizer = Adam(0.5)
+    copied = copy.copy(optimizer)
+    copied.learning_rate = 0.25
+    assert (optimizer.learning_rate, copied.learning_rate) == (0.5, 0.25)
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(3))
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), variable)]))
+    assert {one.error for one in outcomes(copy.copy, optimizer)} == {CopyError}
+    strategy.run(lambda: copied.apply_gradients([(np.ones(3), variable)]))
+    assert int(optimizer.iterations) == int(copied.iterations) == 1  # type: ignore[arg-type]
+
+
+def test_reprs_of_metrics_say_what_this_rank_has(strategy: ms.MirroredStrategy) -> None:
+    with strategy.scope():
+        loss = ms.metrics.Mean("loss")
+    strategy.run(lambda: loss.update_state(np.ones(4)))
+    assert repr(loss) == "<Mean 'loss', on this rank total 4, count 4>"
+
+
+def test_a_variable_may_be_a_key(strategy: ms.MirroredStrategy) -> None:
+    with strategy.scope():
+        first, second = ms.Variable(np.zeros(3)), ms.Variable(np.zeros(3))
+    rates = {first: 1.0, second: 2.0}
+    assert (rates[first], rates[second], len({first, second, first})) == (1.0, 2.0, 2)
+    assert (first == second).all()  # elements are compared, as before
+
+
+def test_a_copied_iterator_goes_on_by_itself(strategy: ms.MirroredStrategy) -> None:
+    batches = [np.full(SIZE, number) for number in range(4)]
+    iterator = iter(strategy.distribute_dataset(batches))
+    next(iterator)
+    copied = copy.copy(iterator)
+    assert [int(part[0]) for part in iterator] == [1, 2, 3]
+    assert [int(part[0]) for part in copied] == [1, 2, 3]
+    once = iter(strategy.distribute_dataset(iter(batches)))
+    with pytest.raises(CopyError, match="only once"):
+        copy.copy(once)
+    assert "at element 4 of global batches" in repr(iterator)
