@@ -111,6 +111,10 @@ class FallbackWarning(UserWarning):
     """A faster method is not available here; the library uses another one with the same results."""
 
 
+class OptionWarning(UserWarning):
+    """A setting that has no effect, such as a variable of the environment that is misspelt."""
+
+
 class DatasetWarning(UserWarning):
     """The ranks iterate over different global batches, so rows are lost."""
 

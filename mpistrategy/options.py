@@ -200,3 +200,12 @@ def path_word(options: CommunicationOptions, chosen: str = "") -> str:
     if word not in (*_PATH_WORDS, *_BY_IMPLEMENTATION.values()):
         raise OptionError.at(GPU_PATH, found=repr(word), expected=" or ".join(map(repr, _PATH_WORDS)))
     return word
+
+
+#: What a variable of the environment may say for no and for yes, in any letter case.
+NO_WORDS, YES_WORDS = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
+
+
+def is_on(text: str) -> bool:
+    """Return whether a variable of the environment with this text switches something on: "" and `NO_WORDS` do not."""
+    return text.lower() not in ("", *NO_WORDS)

@@ -12,6 +12,7 @@ from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
+from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
 from mpistrategy.options import CommunicationOptions
@@ -115,6 +116,8 @@ class MirroredStrategy(Strategy):
             ranks.free()
             raise
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
+        if ranks.rank == 0:
+            warn_of_unknown()
 
 
 def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCommunicator:

@@ -18,6 +18,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.flight_recorder import values_in_words
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.options import is_on
 from mpistrategy.telemetry import spans
 
 #: The environment variable that switches the ranges on: 1.
@@ -137,6 +138,6 @@ def nvtx() -> Nvtx:
 
 def start_from_environment() -> None:
     """Make ranges for the rest of the program where MPISTRATEGY_NVTX says so."""
-    if os.environ.get(VARIABLE, "") not in ("", "0") and not _by_environment:
+    if is_on(os.environ.get(VARIABLE, "")) and not _by_environment:
         _by_environment.append(Nvtx())
         _by_environment[0].start()

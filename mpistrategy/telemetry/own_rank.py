@@ -7,6 +7,7 @@ import os
 from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.job.launcher import ALONE, claim_in
 from mpistrategy.mpi.watchdog import watchdog
+from mpistrategy.options import is_on
 
 
 def own_place() -> tuple[int, int]:
@@ -21,7 +22,7 @@ def own_place() -> tuple[int, int]:
     dog = watchdog.in_this_process()
     if dog is not None:
         return dog.rank, dog.size
-    if os.environ.get(ALONE, "") not in ("", "0"):
+    if is_on(os.environ.get(ALONE, "")):
         return 0, 1
     claim = claim_in(os.environ)
     return (0, 1) if claim is None else (claim.rank, claim.tasks)

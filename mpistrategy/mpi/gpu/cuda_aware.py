@@ -16,6 +16,7 @@ from typing import Any
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.job.launcher import ranks_in_words
 from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.options import NO_WORDS, YES_WORDS, is_on
 
 #: The user's decision: 1 or 0.
 VARIABLE = "MPISTRATEGY_CUDA_AWARE"
@@ -116,9 +117,9 @@ def said(given: Any = None, environment: Mapping[str, str] | None = None) -> boo
             raise OptionTypeError.at("cuda_aware", found=repr(given), expected="True, False, or None to find out")
         return given
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
-    if text not in ("", "0", "1"):
+    if text.lower() not in ("", *NO_WORDS, *YES_WORDS):
         raise OptionError.at(VARIABLE, found=repr(text), expected="1 or 0")
-    return bool(int(text)) if text else None
+    return is_on(text) if text else None
 
 
 def decide(evidence: Evidence, word: bool | None = None) -> Answer:

@@ -26,6 +26,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks
 from mpistrategy.mpi.watchdog import reports
+from mpistrategy.options import is_on
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 _FORWARDING_SECONDS = 0.2
@@ -99,7 +100,11 @@ def in_words(kind: type[BaseException], error: BaseException, trace: TracebackTy
     """Return the traceback; for errors of this package without its own frames, which do not help a user."""
     report = traceback.TracebackException(kind, error, trace)
     theirs = [frame for frame in report.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
-    if isinstance(error, MpiStrategyError | SystemExit) and theirs and not os.environ.get("MPISTRATEGY_FULL_TRACEBACK"):
+    if (
+        isinstance(error, MpiStrategyError | SystemExit)
+        and theirs
+        and not is_on(os.environ.get("MPISTRATEGY_FULL_TRACEBACK", ""))
+    ):
         report.stack = traceback.StackSummary.from_list(theirs)
         if report.__cause__ is None:
             report.__suppress_context__ = True

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.watchdog import earlier_runs
 from mpistrategy.mpi.watchdog.local_process import stat_of
+from mpistrategy.options import is_on
 
 #: Set to 1 to start several programs of one rank each on purpose.
 ALONE = "MPISTRATEGY_ALONE"
@@ -125,7 +126,7 @@ def refusal(environment: Mapping[str, str], process: Process, where: str = "Mirr
         process: what else is known of it.
         where: the public name that the error speaks of.
     """
-    if process.world_size > 1 or environment.get(ALONE, "") not in ("", "0"):
+    if process.world_size > 1 or is_on(environment.get(ALONE, "")):
         return None
     claim = claim_in(environment, process.slurm_step)
     if claim is None or claim.tasks <= 1 or process.is_child_of_rank(claim):

@@ -1,0 +1,41 @@
+"""The variables of the environment that this package reads; one that nobody reads is told of."""
+
+from __future__ import annotations
+
+import os
+
+from mpistrategy.errors import OptionWarning
+from mpistrategy.mpi.contract.call_sites import warn
+
+_PREFIX = "MPISTRATEGY_"
+#: What each variable sets.  README.md has the same table, with the arguments and the options of `run` that win.
+VARIABLES = {
+    "MPISTRATEGY_ALONE": "one replica is meant, although a launcher started several ranks",
+    "MPISTRATEGY_CHECK": "how often calls are compared between nodes",
+    "MPISTRATEGY_CUDA_AWARE": "whether the MPI takes pointers to GPU memory",
+    "MPISTRATEGY_FULL_TRACEBACK": "whether tracebacks show frames of this package",
+    "MPISTRATEGY_GPU_MAP": "which GPU each rank of a node drives",
+    "MPISTRATEGY_GPU_PATH": "how arrays in GPU memory travel",
+    "MPISTRATEGY_INJECT": "faults to inject",
+    "MPISTRATEGY_NVTX": "whether ranges are made for NVIDIA's profilers",
+    "MPISTRATEGY_PATHS": "the file of thresholds",
+    "MPISTRATEGY_PROGRESS": "how progress is shown",
+    "MPISTRATEGY_RUN_DIR": "the folder of run directories",
+    "MPISTRATEGY_TIMEOUT": "how long a collective may take",
+    "MPISTRATEGY_TRACE": "the folder of a recording",
+}
+#: Variables of the tests begin so.
+_TESTS = ("MPISTRATEGY_TEST_", "MPISTRATEGY_GPU_LANE")
+
+_told: set[str] = set()
+
+
+def warn_of_unknown() -> None:
+    """Warn, once a process and name, of variables that look like those of this package and are none."""
+    unknown = {name for name in os.environ if name.startswith(_PREFIX) and not name.startswith(_TESTS)}
+    for name in sorted(unknown - VARIABLES.keys() - _told):
+        _told.add(name)
+        import difflib  # here, for the quick import
+
+        near = difflib.get_close_matches(name, VARIABLES, 1, 0.0)[0]
+        warn(f"the variable {name} of the environment is read by nobody; did you mean {near}?", OptionWarning)

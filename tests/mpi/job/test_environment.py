@@ -1,0 +1,68 @@
+"""Variables of the environment: all are in the table, and one that nobody reads is told of."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+
+import mpistrategy
+from mpistrategy.mpi.job import environment
+from mpistrategy.options import is_on
+
+Launch = Callable[..., launching.Finished]
+ROOT = Path(mpistrategy.__file__).parent
+TEXTS = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+
+
+def test_the_tables_have_the_variables_that_the_package_reads() -> None:
+    read = {name for text in TEXTS.values() for name in re.findall(r"\bMPISTRATEGY_[A-Z]+(?:_[A-Z]+)*\b", text)}
+    assert {name for name in read if not name.startswith(("MPISTRATEGY_TEST", "MPISTRATEGY_GPU_LANE"))} == {
+        *environment.VARIABLES
+    }
+    readme = (ROOT.parent / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"(?m)^\| `(MPISTRATEGY_\w+)` \|", readme)) == {*environment.VARIABLES}
+
+
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [
+        ("", False),
+        ("0", False),
+        ("off", False),
+        ("OFF", False),
+        ("False", False),
+        ("no", False),
+        ("1", True),
+        ("yes", True),
+    ],
+)
+def test_switches(text: str, on: bool) -> None:
+    assert is_on(text) is on
+
+
+def test_a_variable_that_nobody_reads_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setenv("MPISTRATEGY_TIMEOUTS", "60")
+    with pytest.warns(
+        mpistrategy.errors.OptionWarning, match="MPISTRATEGY_TIMEOUTS .* did you mean MPISTRATEGY_TIMEOUT"
+    ) as told:
+        environment.warn_of_unknown()
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        environment.warn_of_unknown()
+
+
+@pytest.mark.one_rank
+def test_a_job_tells_of_it_on_rank_0(launch: Launch) -> None:
+    program = "import mpistrategy as ms\nms.MirroredStrategy().barrier()\n"
+    job = launch(2, program, env={"MPISTRATEGY_CHEKC": "off"}).check()
+    assert (
+        job.stderr.count("MPISTRATEGY_CHEKC of the environment is read by nobody; did you mean MPISTRATEGY_CHECK?") == 1
+    )
+    assert "OptionWarning" in job.stderr
