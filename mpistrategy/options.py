@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import numbers
 import os
 from dataclasses import dataclass, fields
@@ -127,10 +126,10 @@ class CommunicationOptions:
     Raises:
         OptionError: for a negative bytes_per_pack, a negative timeout_seconds, an unknown implementation or
             wire.
-        OptionTypeError: for a bytes_per_pack or a timeout_seconds that is no number.
+        OptionTypeError: for a bytes_per_pack that is no int, or a timeout_seconds that is no number.
     """
 
-    bytes_per_pack: float = 0
+    bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
     wire: str | None = None
@@ -138,10 +137,11 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         where = "CommunicationOptions"
         given: Any = self.bytes_per_pack
-        if isinstance(given, bool) or not isinstance(given, numbers.Real):
-            raise OptionTypeError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
-        if not 0 <= self.bytes_per_pack < math.inf:
-            raise OptionError.at(where, found=f"bytes_per_pack={self.bytes_per_pack!r}", expected="an int >= 0")
+        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+            raise OptionTypeError.at(where, found=f"bytes_per_pack={given!r}", expected="an int >= 0")
+        if given < 0:
+            raise OptionError.at(where, found=f"bytes_per_pack={given!r}", expected="an int >= 0")
+        object.__setattr__(self, "bytes_per_pack", int(given))
         seconds: Any = self.timeout_seconds
         if seconds is not None:
             if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
@@ -157,8 +157,10 @@ class CommunicationOptions:
                 found=f"implementation={chosen!r}",
                 expected='"AUTO", "RING", "NCCL" or a CommunicationImplementation',
             )
-        if self.wire not in (None, "bfloat16"):
-            raise OptionError.at(where, found=f"wire={self.wire!r}", expected='None or "bfloat16"')
+        wire: Any = self.wire
+        if wire is not None and not (isinstance(wire, str) and wire.lower() == "bfloat16"):
+            raise OptionError.at(where, found=f"wire={wire!r}", expected='None or "bfloat16"')
+        object.__setattr__(self, "wire", wire and wire.lower())
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options with the fields of `options` that differ from the defaults."""

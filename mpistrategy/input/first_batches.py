@@ -31,14 +31,14 @@ _MOST_LEAVES, _MOST_TEXT = 4, 200
 
 
 def checked_level(level: Any, where: str) -> str:
-    """Return `level` if it is one of "warn", "raise" and "off".
+    """Return `level` in small letters if it is one of "warn", "raise" and "off".
 
     Raises:
         OptionError: for anything else.
     """
-    if not isinstance(level, str) or level not in (WARN, RAISE, OFF):
+    if not isinstance(level, str) or level.lower() not in (WARN, RAISE, OFF):
         raise OptionError.at(where, found=f"check_batches={level!r}", expected='"warn", "raise" or "off"')
-    return level
+    return level.lower()
 
 
 class FirstBatches:

@@ -172,7 +172,7 @@ def _distribute(
             dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first
         )
         call.structure = describe(dataset)
-        call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, {check_batches=}")
+        call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, check_batches={level!r}")
         strategy.extended.datasets_made = number  # after the agreement: the ranks' counts must not differ
     return cast("DistributedDataset[E]", dataset) if strategy.is_default else distributed
 

@@ -72,7 +72,8 @@ class MirroredStrategy(Strategy):
         on_error: str = "abort",
     ) -> None:
         where = "MirroredStrategy"
-        contains_errors = on_error == "raise"
+        reaction = str(on_error).lower()
+        contains_errors = reaction == "raise"
         ranks = _connect(communicator, contains_errors)
         try:
             local_rank, local_size = ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank])
@@ -89,7 +90,7 @@ class MirroredStrategy(Strategy):
                         found=f"communication_options={communication_options!r}",
                         expected="a CommunicationOptions",
                     )
-                if on_error not in ("abort", "raise"):
+                if reaction not in ("abort", "raise"):
                     raise OptionError.at(where, found=f"on_error={on_error!r}", expected='"abort" or "raise"')
                 several_nodes = ranks.nodes > 1
                 level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
@@ -105,7 +106,7 @@ class MirroredStrategy(Strategy):
                     "create a strategy",
                     op=getattr(cross_device_ops, "configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
-                    options=f"devices={request}, check={level}, on_error={on_error}",
+                    options=f"devices={request}, check={level}, on_error={reaction}",
                 )
                 device = choose_device(request, ranks)
                 ranks.guard.check_as(level)

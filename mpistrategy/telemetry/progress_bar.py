@@ -39,7 +39,7 @@ class Progress(Generic[T]):
         self.total = total
         self.count = 0
         self._title = title
-        asked = os.environ.get(VARIABLE, "")
+        asked = os.environ.get(VARIABLE, "").lower()
         self._is_bar = asked == "bar" or (not asked and own_place()[0] == 0 and terminal.is_watched())
         self._period = _BAR_SECONDS if self._is_bar else every or (_LINE_SECONDS if asked == "lines" else math.inf)
         if own_place()[0] != 0 or asked == "off":
@@ -146,7 +146,7 @@ def progress(
         raise OptionError.at(_WHERE, found=f"total={total!r}", expected="a number from 0 on, or None")
     if every is not None and not (_is_number(every) and every > 0):
         raise OptionError.at(_WHERE, found=f"every={every!r}", expected="seconds > 0, or None")
-    asked = os.environ.get(VARIABLE, "")
+    asked = os.environ.get(VARIABLE, "").lower()
     if asked not in ("", "bar", "lines", "off"):
         raise OptionError.at(VARIABLE, found=f"{asked!r}", expected="bar, lines or off")
     return Progress(iterable, total, title, every)

@@ -23,10 +23,10 @@ _PIECE = 2**16
 
 
 def checked_policy(where: str, policy: Any) -> str | None:
-    """Return `policy`; raise OptionError unless it is one of `POLICIES`."""
-    if not (policy is None or (isinstance(policy, str) and policy in POLICIES)):
+    """Return `policy` in small letters; raise OptionError unless it is one of `POLICIES`."""
+    if not (policy is None or (isinstance(policy, str) and policy.lower() in POLICIES)):
         raise OptionError.at(where, found=f"nonfinite={policy!r}", expected='"raise", "skip", "warn" or None')
-    return policy
+    return policy and policy.lower()
 
 
 def all_finite(array: Array) -> bool:

@@ -217,7 +217,7 @@ def test_two_datasets_in_another_order(strategy: ms.MirroredStrategy) -> None:
     assert still_works(strategy)
 
 
-@pytest.mark.parametrize("level", ["Warn", "", None, 1, True, []])
+@pytest.mark.parametrize("level", ["warning", "", None, 1, True, []])
 def test_levels_that_are_none(strategy: ms.MirroredStrategy, level: Any) -> None:
     for outcome in outcomes(lambda: strategy.experimental_distribute_dataset([np.zeros(2)], check_batches=level)):
         assert outcome.error is errors.OptionError, outcome.text

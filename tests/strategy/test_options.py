@@ -54,6 +54,14 @@ def test_an_implementation_may_be_named(name: Any) -> None:
     assert CommunicationOptions(implementation=name).implementation is CommunicationImplementation.RING
 
 
+def test_words_are_taken_in_any_letter_case() -> None:
+    assert CommunicationOptions(wire="BFloat16").wire == "bfloat16"
+    assert ms.optimizers.SGD(nonfinite="SKIP").nonfinite == "skip"
+    with ms.MirroredStrategy("CPU", check="Always", on_error="RAISE") as strategy:
+        assert strategy.extended.communicator.guard.contains_errors
+        assert len(list(strategy.distribute_dataset([np.ones(4)], check_batches="Raise"))) == 1  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("number", [0, 1, 2**40, np.int64(8), np.int32(8)])
 def test_bytes_per_pack_takes_any_kind_of_integer(number: Any) -> None:
     assert CommunicationOptions(bytes_per_pack=number).bytes_per_pack == number
@@ -64,6 +72,8 @@ def test_bytes_per_pack_takes_any_kind_of_integer(number: Any) -> None:
     [
         ({"bytes_per_pack": -1}, ValueError, "bytes_per_pack=-1"),
         ({"bytes_per_pack": "8"}, TypeError, "bytes_per_pack='8'"),
+        ({"bytes_per_pack": 8.0}, TypeError, "bytes_per_pack=8.0"),
+        ({"wire": "float16"}, ValueError, "wire='float16'"),
         ({"bytes_per_pack": None}, TypeError, "bytes_per_pack=None"),
         ({"bytes_per_pack": float("nan")}, (TypeError, ValueError), "bytes_per_pack=nan"),
         ({"bytes_per_pack": float("inf")}, (TypeError, ValueError), "bytes_per_pack=inf"),

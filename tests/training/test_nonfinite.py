@@ -290,7 +290,7 @@ def test_one_number_among_many(size: int, dtype: str, place: float, kind: str, l
         assert what_is_not(array) == ("1 NaN" if kind == "NaN" else "1 infinite")
 
 
-@pytest.mark.parametrize("bad", ["Raise", "ignore", "", 1, True, ["skip"]])
+@pytest.mark.parametrize("bad", ["raises", "ignore", "", 1, True, ["skip"]])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_unknown_policy_is_refused_with_the_allowed_ones(name: str, bad: Any) -> None:
     with pytest.raises(errors.OptionError, match='"raise", "skip", "warn" or None'):
