@@ -7,11 +7,50 @@ expected, and how to fix it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Self
 
 
+@dataclass(frozen=True)
+class RankCall:
+    """What one rank did when the ranks' calls differed.
+
+    Attributes:
+        call: the public name; "" for a rank that has left.
+        op: the reduce operation, and what else tells calls of one name apart.
+        structure: of the values, e.g. ``{'a':*,'b':[*,*]}``.
+        dtypes, shapes: of the arrays, in the order of the leaves.
+        destination, options: as the ranks compare them.
+        name: the argument `name`, or that of the variable.
+        place: the lines of the program that are compared, innermost first; "" with a name.
+        site: the line of the call, for people.
+        left: why the rank makes no call, e.g. that its program has ended; "" for one that makes a call.
+    """
+
+    call: str = ""
+    op: str = ""
+    structure: str = ""
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    destination: str = ""
+    options: str = ""
+    name: str = ""
+    place: str = ""
+    site: str = ""
+    left: str = ""
+
+
 class MpiStrategyError(Exception):
-    """Base of every error that mpistrategy raises on purpose."""
+    """Base of every error that mpistrategy raises on purpose.
+
+    Attributes:
+        where, found, expected, fix: the parts of the text; "" where it was not built of parts, as a table is not.
+        rank: the rank whose mistake it is, where the other ranks raise the error because of it; else None.
+    """
+
+    where = found = expected = fix = ""
+    rank: int | None = None
 
     @classmethod
     def at(cls, where: str, *, found: str, expected: str, fix: str = "") -> Self:
@@ -24,7 +63,9 @@ class MpiStrategyError(Exception):
             fix: what to write instead; may be empty when `expected` says it.
         """
         text = f"{where}: found {found}; expected {expected}."
-        return cls(f"{text} {fix}" if fix else text)
+        error = cls(f"{text} {fix}" if fix else text)
+        error.where, error.found, error.expected, error.fix = where, found, expected, fix
+        return error
 
 
 class ContextError(MpiStrategyError, RuntimeError):
@@ -132,14 +173,31 @@ class NonFiniteError(MpiStrategyError, FloatingPointError):
 
 
 class ReplicasDivergedError(MpiStrategyError, RuntimeError):
-    """The copies of a mirrored variable differ.  Raised on every rank; the text names variables and ranks."""
+    """The copies of a mirrored variable differ.  Raised on every rank; the text names variables and ranks.
+
+    Attributes:
+        variables: the names of all variables that differ.
+        ranks: the ranks that differ from the majority in one of them, or from rank 0 where there is none.
+    """
+
+    variables: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class CollectiveMismatchError(MpiStrategyError, RuntimeError):
     """The ranks called different collectives, or the same one with values that do not match.
 
     Raised on every rank before any data moved; the text is a table rank -> call.
+
+    Attributes:
+        calls: what each rank did, by rank; the same on all ranks.  Empty where the ranks differ in something else than
+            a call, such as the rows of their datasets, or wait for each other in different strategies.
+        differ: the fields in which the calls differ: "call", "op", "structure", "values" (dtypes and shapes),
+            "destination", "options", "name", "place".
     """
+
+    calls: Mapping[int, RankCall] = {}
+    differ: tuple[str, ...] = ()
 
 
 class CheckpointError(MpiStrategyError, RuntimeError):
@@ -182,4 +240,11 @@ class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake 
 
 
 class RemoteError(MpiStrategyError, RuntimeError):
-    """Another rank raised an exception in a call that all ranks make together."""
+    """Another rank raised an exception in a call that all ranks make together.
+
+    Attributes:
+        rank: which; None where it is not known.
+        error: the name and the text of that exception, as ``KeyError: 'x'``; "" where it is not known.
+    """
+
+    error = ""

@@ -7,7 +7,7 @@ ranks exchange the digests of the variables, 16 bytes each, and every rank raise
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -81,16 +81,9 @@ class MirroredCheck:
             call.agree("compare copies")
             if _equal_on_all(communicator, mine):
                 return
-            rows = list(_differing(_entries_of_all(communicator, mine), dict(numbered)))
-            if rows:
-                shown = rows[:_MOST_ROWS]
-                more = [f"  and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else []
-                raise ReplicasDivergedError.at(
-                    call.where,
-                    found=f"copies that differ in {len(rows)} of {len(numbered)} variables",
-                    expected="the same bits on every rank",
-                    fix="\n".join(["These differ:", *shown, *more, _FIX]),
-                )
+            differing = list(_differing(_entries_of_all(communicator, mine), dict(numbered)))
+            if differing:
+                raise _diverged(call.where, differing, len(numbered))
 
 
 _FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
@@ -175,22 +168,55 @@ def _entries_of_all(communicator: Communicator, entries: Array) -> list[dict[int
     return [{int(number): int(one) for number, one in block} for block in blocks]
 
 
-def _differing(entries: Sequence[dict[int, int]], variables: dict[int, Variable]) -> Iterator[str]:
-    """Yield a line for each variable whose digests differ; variables that some rank has collected are left out."""
+#: The ranks that have the same digest, by digest.
+_Groups: TypeAlias = dict[int, list[int]]
+
+
+def _differing(entries: Sequence[dict[int, int]], variables: dict[int, Variable]) -> Iterator[tuple[Variable, _Groups]]:
+    """Yield each variable whose digests differ; variables that some rank has collected are left out."""
     for number, var in variables.items():
         if not all(number in theirs for theirs in entries):
             continue
-        groups: dict[int, list[int]] = {}
+        groups: _Groups = {}
         for rank, theirs in enumerate(entries):
             groups.setdefault(theirs[number], []).append(rank)
         if len(groups) > 1:
-            yield f"  {var.key} {dtype_name(var.dtype)}{list(var.shape)}: {_in_words(groups, len(entries))}"
+            yield var, groups
 
 
-def _in_words(groups: dict[int, list[int]], size: int) -> str:
-    majority = max(groups.values(), key=len)
-    if 2 * len(majority) > size:
-        others = sorted(rank for ranks in groups.values() if ranks is not majority for rank in ranks)
+def _diverged(where: str, differing: Sequence[tuple[Variable, _Groups]], count: int) -> ReplicasDivergedError:
+    shown = [_row(var, groups) for var, groups in differing[:_MOST_ROWS]]
+    more = [f"  and {len(differing) - len(shown)} more"] if len(differing) > len(shown) else []
+    error = ReplicasDivergedError.at(
+        where,
+        found=f"copies that differ in {len(differing)} of {count} variables",
+        expected="the same bits on every rank",
+        fix="\n".join(["These differ:", *shown, *more, _FIX]),
+    )
+    error.variables = tuple(var.name for var, _ in differing)
+    error.ranks = tuple(sorted({rank for _, groups in differing for rank in _outliers(groups)}))
+    return error
+
+
+def _row(var: Variable, groups: _Groups) -> str:
+    return f"  {var.key} {dtype_name(var.dtype)}{list(var.shape)}: {_in_words(groups)}"
+
+
+def _majority(groups: _Groups) -> list[int]:
+    """Return the ranks that more than half of all ranks agree with; none where there is no majority."""
+    most = max(groups.values(), key=len)
+    return most if 2 * len(most) > sum(map(len, groups.values())) else []
+
+
+def _outliers(groups: _Groups) -> list[int]:
+    """Return the ranks that differ from the majority, or from rank 0 where there is none."""
+    right = _majority(groups) or next(ranks for ranks in groups.values() if 0 in ranks)
+    return sorted(rank for ranks in groups.values() if ranks is not right for rank in ranks)
+
+
+def _in_words(groups: _Groups) -> str:
+    if majority := _majority(groups):
+        others = _outliers(groups)
         differ = "differs" if len(others) == 1 else "differ"
         kinds = "" if len(groups) == 2 else f", in {len(groups) - 1} ways"
         return f"{ranks_in_words(others)} {differ} from the majority ({ranks_in_words(majority)}){kinds}"

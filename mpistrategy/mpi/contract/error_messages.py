@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
+from mpistrategy.errors import DeviceError, MpiStrategyError
 from mpistrategy.mpi.contract.call_sites import Site
 from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
 from mpistrategy.mpi.contract.check_level import Sparingly
-from mpistrategy.mpi.contract.failures import NO_MORE_CALLS, Failures
+from mpistrategy.mpi.contract.failures import Failures, remote
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report
 
 E = TypeVar("E", bound=BaseException)
@@ -93,7 +93,7 @@ class TellsErrors(ABC):
         rank = None if self.failures is None else self.failures.left_by()
         if self.failures is not None and rank is not None:
             return self.failures.remote_error(rank)
-        return RemoteError(f"{self.broken}. {NO_MORE_CALLS}")
+        return remote(self.broken)
 
     def stop(self, reason: str) -> None:
         """Take no more calls: it is not known which messages are under way."""

@@ -8,6 +8,7 @@ goes on: it has the data that it needs.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -115,7 +116,7 @@ class Failures:
         origin = int(numbers[_ORIGIN])
         if not self._is_broken:
             self._break(text, origin)
-        return RemoteError(f"{_of(origin, text)}. {NO_MORE_CALLS}")
+        return remote(_of(origin, text))
 
     def _concerns(self, rank: int, first: float) -> bool:
         numbers = self._numbers[rank]
@@ -133,6 +134,15 @@ class Failures:
         mine[_LENGTH], mine[_ORIGIN] = len(data), origin
         if self._fence is not None:
             self._fence()
+
+
+def remote(reason: str) -> RemoteError:
+    """Return the error that tells of another rank's failure; `reason` is such as ``rank 2 failed in barrier: ...``."""
+    error = RemoteError(f"{reason}. {NO_MORE_CALLS}")
+    known = re.match(r"rank (\d+) (?:failed in|has ended: )(?:[^:]*: )??(\w+(?::.*)?)$", reason, re.DOTALL)
+    if known is not None:
+        error.rank, error.error = int(known[1]), known[2]
+    return error
 
 
 def _of(rank: int, text: str) -> str:

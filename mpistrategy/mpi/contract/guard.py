@@ -31,7 +31,7 @@ from mpistrategy.mpi.contract.check_level import ALWAYS, Sparingly
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.flight_recorder import WHAT, FlightRecord
-from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, is_late, table
+from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, is_late, mismatch
 from mpistrategy.mpi.contract.signature import Digests, Signature
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 
@@ -306,7 +306,7 @@ class Guard(TellsErrors):
         if self.hear_of_ends(reports):
             return
         if all(LEFT in report.call for report in reports):
-            raise CollectiveMismatchError(table(reports))  # their earlier calls differed
+            raise mismatch(reports)  # their earlier calls differed
         self.start_leaving()
 
     def _report(self, signature: Signature) -> Report:
@@ -365,8 +365,11 @@ class Guard(TellsErrors):
                 text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
                 error = kind(text)
                 error.__dict__[OF_ANOTHER_RANK] = True
+                error.rank = rank
+                if isinstance(error, RemoteError):
+                    error.error = f"{report.error}: {report.text}"
                 raise self.mark_told(error)
         if is_late(reports):
             # A message that was sent and not received would be taken for the next data.
             self.closed = self.is_spoiled = True
-        raise self.mark_told(CollectiveMismatchError(table(reports)))
+        raise self.mark_told(mismatch(reports))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mpistrategy.errors import CollectiveMismatchError, RankCall
 from mpistrategy.mpi.contract.call_sites import without_columns
 
 _SHOWN = 160
@@ -47,6 +49,36 @@ _ALIKE = (
     "is the line of the call, and the lines that called it. If branches differ by rank, pass the same name= in both:",
     "it is compared instead of the place. A call that takes no name= must come from the same lines on all ranks.",
 )
+
+
+def mismatch(reports: Sequence[Report]) -> CollectiveMismatchError:
+    """Return what every rank raises: the table as its text, and the calls that differ as data."""
+    error = CollectiveMismatchError(table(reports))
+    earlier = _earlier_calls(reports)
+    calls = [report.call for report in reports] if earlier is None else earlier[1]
+    error.differ = tuple(_different(calls))
+    error.calls = {
+        rank: _as_data(call, report.site if earlier is None else "")
+        for rank, (call, report) in enumerate(zip(calls, reports, strict=True))
+    }
+    return error
+
+
+def _as_data(call: Words, site: str) -> RankCall:
+    arrays = re.findall(r"([^\s,\[]+)\[([\d, ]*)\]", call.get("values", ""))
+    return RankCall(
+        call=call.get("call", ""),
+        op=call.get("op", ""),
+        structure=call.get("structure", ""),
+        dtypes=tuple(dtype for dtype, _ in arrays),
+        shapes=tuple(tuple(map(int, re.findall(r"\d+", shape))) for _, shape in arrays),
+        destination=call.get("destination", ""),
+        options=call.get("options", ""),
+        name=call.get("name", ""),
+        place=call.get("place", ""),
+        site=site,
+        left=call.get(LEFT, ""),
+    )
 
 
 def table(reports: Sequence[Report]) -> str:
@@ -93,18 +125,26 @@ def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]
     return rows
 
 
-def _first_divergence(reports: Sequence[Report]) -> str | None:
-    """Return the table of the first earlier call that differs; None without one."""
+def _earlier_calls(reports: Sequence[Report]) -> tuple[int, list[Words]] | None:
+    """Return the number of the first earlier call that differs, and what the ranks called then; None without one."""
     logs = [report.earlier for report in reports]
     alike = [len({digest for _, digest, _ in entries}) == 1 for entries in zip(*logs, strict=False)]
     number = [*alike, False].index(False)
     if number == max(map(len, logs)):
         return None  # the present call differs
-    calls: list[Words] = [
+    first = next(log[number][0] for log in logs if number < len(log))
+    return first, [
         log[number][2] if number < len(log) else report.call for log, report in zip(logs, reports, strict=True)
     ]
+
+
+def _first_divergence(reports: Sequence[Report]) -> str | None:
+    """Return the table of the first earlier call that differs; None without one."""
+    found = _earlier_calls(reports)
+    if found is None:
+        return None
+    first, calls = found
     different = _different(calls)
-    first = next(log[number][0] for log in logs if number < len(log))
     now = {report.site for report in reports}
     lines = [
         f"the ranks did not make the same call earlier: call #{first} of this strategy differed in: "
