@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,40 +10,11 @@ import numpy as np
 from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, may_share_memory
 from mpistrategy.arrays.dtypes import Array, dtype_name, span
 from mpistrategy.arrays.values import IndexedSlices
-from mpistrategy.errors import ContextError, DTypeError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.errors import ContextError, DTypeError, OptionError, ShapeError
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable
-
-
-def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
-    """Return `value` as a float; raise OptionTypeError if it is no number, OptionError if it does not fit."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
-    number = float(value)
-    if not (np.isfinite(number) and fits(number)):
-        raise OptionError.at(where, found=f"{name}={value!r}", expected=expected)
-    return number
-
-
-def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, an int; raise OptionTypeError for another type, OptionError below `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
-    if value < least:
-        raise OptionError.at(where, found=f"{name}={value}", expected=f"{least} or more")
-    return int(value)
-
-
-def positive(number: float) -> bool:
-    """Return whether a number is above 0."""
-    return number > 0
-
-
-def not_negative(number: float) -> bool:
-    """Return whether a number is 0 or above."""
-    return number >= 0
 
 
 def required_context(where: str) -> ReplicaContext:

@@ -18,7 +18,8 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.current import get_replica_context, get_strategy
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.training.checks import check_variable, checked_count, required_context
+from mpistrategy.training.checks import check_variable, required_context
+from mpistrategy.training.hyperparameters import checked_count
 from mpistrategy.training.plans import StepPlans
 from mpistrategy.training.sliced_step import GradientArena
 from mpistrategy.variables.variable import Variable

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
+import numpy as np
+
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.options import ReduceOp
-from mpistrategy.training.checks import checked_count, checked_number, not_negative, positive
 from mpistrategy.training.nonfinite import checked_policy
 
 T = TypeVar("T")
@@ -43,6 +44,21 @@ class Setting(Generic[T]):
     def __set__(self, instance: object, value: Any) -> None:
         # Without __get__ the value is read from the instance's own dictionary.
         instance.__dict__[self._name] = self._check(type(instance).__name__, self._name, value)
+
+
+class Momentum(Setting[float]):
+    """A number from 0 to 1; with 0 there is no slot."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda where, name, value: checked_number(
+                where, name, value, "a number from 0 to 1", lambda number: 0 <= number <= 1
+            )
+        )
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        super().__set__(instance, value)
+        instance.slot_values = {"momentum": 0.0} if instance.momentum else {}
 
 
 class Misnamed:
@@ -108,6 +124,35 @@ def set_old_names(optimizer: object, old: Mapping[str, Any]) -> None:
             continue
         hint = f"; write {attribute.right!r}" if isinstance(attribute, Misnamed) else ""
         raise TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}")
+
+
+def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+    """Return `value` as a float; raise OptionTypeError if it is no number, OptionError if it does not fit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
+    number = float(value)
+    if not (np.isfinite(number) and fits(number)):
+        raise OptionError.at(where, found=f"{name}={value!r}", expected=expected)
+    return number
+
+
+def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
+    """Return `value`, an int; raise OptionTypeError for another type, OptionError below `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
+    if value < least:
+        raise OptionError.at(where, found=f"{name}={value}", expected=f"{least} or more")
+    return int(value)
+
+
+def positive(number: float) -> bool:
+    """Return whether a number is above 0."""
+    return number > 0
+
+
+def not_negative(number: float) -> bool:
+    """Return whether a number is 0 or above."""
+    return number >= 0
 
 
 def number(expected: str, fits: Callable[[float], bool]) -> Setting[float]:

@@ -14,7 +14,7 @@ from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.options import ReduceOp
 from mpistrategy.training import kernels
-from mpistrategy.training.hyperparameters import OldNames, amount, decay, number, switch
+from mpistrategy.training.hyperparameters import Momentum, OldNames, amount, decay, switch
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -36,7 +36,7 @@ class SGD(Optimizer):
     """
 
     only_named_rows = True
-    momentum = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+    momentum = Momentum()
     nesterov = switch()
 
     def __init__(
@@ -61,11 +61,6 @@ class SGD(Optimizer):
         )
         self.momentum = momentum
         self.nesterov = nesterov
-
-    @property
-    def slot_values(self) -> Mapping[str, float]:  # type: ignore[override]
-        """The slot of the momentum, if there is one."""
-        return {"momentum": 0.0} if self.momentum else {}
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Update the momentum; return ``learning_rate`` times the step."""

@@ -173,9 +173,10 @@ def test_the_word_of_the_user() -> None:
     assert said(None, {}) is None
     assert said(None, {VARIABLE: ""}) is None
     assert said(None, {VARIABLE: "1"}) is True
-    assert said(None, {VARIABLE: "0"}) is False
+    assert said(None, {VARIABLE: "0"}) is said(None, {VARIABLE: "OFF"}) is False
+    assert said(None, {VARIABLE: "yes"}) is True
     assert said(False, {VARIABLE: "1"}) is False, "the argument comes first"
-    for text in ("yes", "2", " 1", "auto", "cuda"):
+    for text in ("ja", "2", " 1", "auto", "cuda"):
         with pytest.raises(OptionError, match=rf"{VARIABLE}: found '{text}'; expected 1 or 0"):
             said(None, {VARIABLE: text})
     for given in (1, "1", "yes"):

@@ -134,7 +134,7 @@ def test_a_reduction_in_an_arena_is_that_of_other_arrays(
 ) -> None:
     refused = {"MEAN": "iu", "MIN": "c", "MAX": "c"}.get(op, "")
     like = nested([np.empty(shape, dtype) for dtype, shape in layouts if dtype.kind not in refused] or [np.empty(3)])
-    arena = each_strategy.arena(like, shared_result)
+    arena = each_strategy.arena(like, shared_result=shared_result)
     for seed in (0, 50):  # twice, in the same memory
         filled(arena, seed)
         result = each_strategy.reduce(op, arena)
@@ -158,7 +158,10 @@ def test_large_arenas_on_several_nodes_between_other_reductions(node_of: list[in
     """Pieces of arenas are counted with those of other arrays; the bits are those of the latter."""
     strategy, size = OnNodes(node_of, ms.MpiAllReduce()), 1_300_001  # five pieces
     options = ms.CommunicationOptions(wire=wire)
-    arenas = [strategy.arena({"w": np.empty(size, np.float32), "b": np.empty(3)}, shared) for shared in (False, True)]
+    arenas = [
+        strategy.arena({"w": np.empty(size, np.float32), "b": np.empty(3)}, shared_result=shared)
+        for shared in (False, True)
+    ]
     plain = {"w": np.empty(size, np.float32), "b": np.empty(3)}
     for seed in range(3):
         random = np.random.default_rng([seed, RANK])
@@ -220,7 +223,7 @@ def test_a_mean_with_weights_is_that_of_other_arrays(each_strategy: ms.Strategy)
     like = [np.empty(7, np.float32), np.empty((2, 3), np.float16)]
     weights = [rank % 3 for rank in RANKS]
     for shared_result in (False, True):
-        arena = each_strategy.arena(like, shared_result)
+        arena = each_strategy.arena(like, shared_result=shared_result)
         filled(arena, 0)
         plain = [leaf.copy() for leaf in arena.leaves]
         result = each_strategy.reduce("MEAN", arena, weight=weights[RANK])
@@ -585,7 +588,7 @@ def test_arenas_that_are_dropped_leave_nothing_open(strategy: ms.Strategy) -> No
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
 def test_one_replica_and_simulated_ones_have_arenas(shared_result: bool) -> None:
     for alone in (ms.OneDeviceStrategy(), ms.get_strategy()):
-        arena = alone.arena({"a": np.zeros(3), "b": np.zeros((), np.int8)}, shared_result)
+        arena = alone.arena({"a": np.zeros(3), "b": np.zeros((), np.int8)}, shared_result=shared_result)
         arena.values["a"][...] = [1, 2, 3]
         assert alone.reduce("SUM", arena)["a"].tolist() == [1, 2, 3]
         assert not arena.is_shared
@@ -593,7 +596,7 @@ def test_one_replica_and_simulated_ones_have_arenas(shared_result: bool) -> None
 
     def program() -> list[float]:
         strategy = ms.MirroredStrategy()
-        arena = strategy.arena([np.zeros(2, np.float16), np.zeros(1, np.float32)], shared_result)
+        arena = strategy.arena([np.zeros(2, np.float16), np.zeros(1, np.float32)], shared_result=shared_result)
         arena.leaves[0][...] = strategy.replica_id_in_sync_group
         arena.leaves[1][...] = 1
         got: list[float] = strategy.reduce("SUM", arena)[0].tolist()

@@ -79,10 +79,10 @@ def test_the_memory_is_back_when_close_returns(
     for shared_result in (False, True):
         if shared_result and way in (reduce_values_in_step, reduce_in_the_background):
             continue
-        way(strategy, strategy.arena([np.zeros(COUNT)], shared_result))  # what is made once is there
+        way(strategy, strategy.arena([np.zeros(COUNT)], shared_result=shared_result))  # what is made once is there
         before = mappings()
         for _ in range(2):
-            arena = strategy.arena([np.zeros(COUNT)], shared_result)
+            arena = strategy.arena([np.zeros(COUNT)], shared_result=shared_result)
             arena.values[0][...] = 1
             for _ in range(2):
                 way(strategy, arena)
