@@ -11,6 +11,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+__all__ = [
+    "AggregationError",
+    "BatchError",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointMismatchError",
+    "CheckpointMissingError",
+    "CheckpointReadError",
+    "CheckpointWriteError",
+    "CollectiveMismatchError",
+    "ContextError",
+    "CopyError",
+    "DTypeError",
+    "DTypeMismatchError",
+    "DatasetWarning",
+    "DestinationError",
+    "DeviceError",
+    "EmptyBatchError",
+    "FallbackWarning",
+    "ForkedProcessError",
+    "InjectedFault",
+    "LaunchError",
+    "LeafError",
+    "MpiStrategyError",
+    "NonFiniteError",
+    "NonFiniteWarning",
+    "OptionError",
+    "OptionTypeError",
+    "OptionWarning",
+    "OutOfRangeError",
+    "OutsideStepWarning",
+    "PlacementError",
+    "RankCall",
+    "ReduceOpError",
+    "RemoteError",
+    "ReplicasDivergedError",
+    "ShapeError",
+    "StructureError",
+    "TraceError",
+    "UnsupportedError",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 @dataclass(frozen=True)
 class RankCall:

@@ -8,6 +8,16 @@ from typing import TypeVar
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.over_threads import run_threads
 
+__all__ = [
+    "run_replicas",
+    "run_threads",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 T = TypeVar("T")
 
 

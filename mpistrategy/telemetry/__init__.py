@@ -24,9 +24,12 @@ __all__ = [
     "progress",
     "setup_logging",
     "span",
-    "start_from_environment",
     "trace",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def start_from_environment() -> None:

@@ -13,6 +13,16 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.process_objects import Created
 
+__all__ = [
+    "GradientAccumulator",
+    "clip_by_global_norm",
+    "global_norm",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 def global_norm(arrays: Sequence[Any]) -> float:
     """Return the Euclidean norm of all elements of all arrays, summed in float64."""

@@ -12,6 +12,16 @@ from mpistrategy.errors import LeafError, ShapeError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.variable import Variable
 
+__all__ = [
+    "Accuracy",
+    "Mean",
+    "Sum",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 class Sum:
     """The sum of everything that all replicas added.  Create it in `strategy.scope()`.

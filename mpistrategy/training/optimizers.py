@@ -18,7 +18,16 @@ from mpistrategy.training.hyperparameters import Momentum, OldNames, amount, dec
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
-__all__ = ["SGD", "Adam", "AdamW", "Optimizer"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 class SGD(Optimizer):
