@@ -100,13 +100,13 @@ def watch_waiting(
     _watch(comm, Group(guard, StatusBoard(memory), node_of[comm.rank], nodes, directory, shown, _identity(path)))
 
 
-def _watch(comm: MPI.Intracomm, watched: Group) -> None:
+def _watch(comm: MPI.Intracomm, group: Group) -> None:
     world = MPI.COMM_WORLD
-    watched.guard.timeout = timeouts.expected()
-    watched.ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
+    group.guard.timeout = timeouts.expected()
+    group.ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
     # Hydra, MPICH's and Intel MPI's launcher, takes the status of any rank that it has to kill for that of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(watched)
+    watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
 
 
 def watch_from_now_on() -> None:
@@ -143,13 +143,13 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     guard = Guard(None, ranks.rank, ranks.size)
     board = StatusBoard(private_memory(status_board.BYTES))
     directory = RunDirectory(earlier_runs.proposal(), f"[rank {ranks.rank}] ")
-    watched = Group(guard, board, 0, 1, directory, identity=_identity(f"the making of {where}"))
-    watched.is_making = True
-    _watch(ranks, watched)
+    group = Group(guard, board, 0, 1, directory, identity=_identity(f"the making of {where}"))
+    group.is_making = True
+    _watch(ranks, group)
     try:
         with Call(guard, where, anywhere=True):
             _meet(ranks, guard)
-            watched.identity = 0  # what follows may take long without a wait
+            group.identity = 0  # what follows may take long without a wait
             yield
     finally:
         watchdog.forget(guard)

@@ -36,7 +36,7 @@ _FORWARDING_SECONDS = 0.3
 
 
 def answer(
-    everything: Sequence[Group],
+    groups: Sequence[Group],
     status: Callable[[], RankStatus],
     rank: int,
     size: int,
@@ -45,14 +45,14 @@ def answer(
     """Answer the alarm of this rank or of another one, and end this process.
 
     Args:
-        everything: the groups that this process watches.
+        groups: the groups that this process watches.
         status: returns the status of this rank.
         rank: its number in the job.
         size: how many there are.
         end: ends the job with a status, where the launcher would report another one otherwise; may hang.
     """
     try:
-        _call_the_roll(everything, status, rank, size)
+        _call_the_roll(groups, status, rank, size)
         if end is not None:
             _within(_END_SECONDS, lambda: end(STATUS))
     except Exception as error:  # an error in here must not keep the job from ending
@@ -61,38 +61,38 @@ def answer(
         os._exit(STATUS)
 
 
-def contain(watched: Group, status: Callable[[], RankStatus], rank: int, size: int) -> None:
+def contain(group: Group, status: Callable[[], RankStatus], rank: int, size: int) -> None:
     """Answer the alarm of ranks whose errors are contained: the job goes on, and the ranks that wait raise.
 
     Args:
-        watched: the ranks.
+        group: the ranks.
         status, rank, size: as for `answer`.
     """
     try:
-        _call_the_roll((watched,), status, rank, size)
+        _call_the_roll((group,), status, rank, size)
     finally:
-        watched.guard.stop_waiting(RemoteError(f"a collective is late, as the roll call says. {NO_MORE_CALLS}"))
+        group.guard.stop_waiting(RemoteError(f"a collective is late, as the roll call says. {NO_MORE_CALLS}"))
 
 
-def _call_the_roll(everything: Sequence[Group], status: Callable[[], RankStatus], rank: int, size: int) -> None:
+def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], rank: int, size: int) -> None:
     began = time.monotonic()
-    widest = max(everything, key=lambda watched: len(watched.ranks))
-    _set_state(everything, ALARMED)
+    widest = max(groups, key=lambda group: len(group.ranks))
+    _set_state(groups, ALARMED)
     _within(_FILE_SECONDS, widest.alarm)
     title = f"[rank {rank}/{size}] "
-    where = _write_record(widest, everything, rank, title)
+    where = _write_record(widest, groups, rank, title)
     mine = replace(status(), state=ANSWERED)
-    for watched in everything:
-        watched.board.write(mine)
+    for group in groups:
+        group.board.write(mine)
     _until(lambda: all(each.state >= ANSWERED for each in widest.board.read()), began + _NODE_SECONDS)
     if widest.board.state() < CALLED and _speaks(widest, rank):
-        last_calls = {each: text for watched in everything for each, text in watched.last_calls().items()}
+        last_calls = {each: text for group in groups for each, text in group.last_calls().items()}
         text = _text(widest, began, where, last_calls)
         if text:
             _say(title, text)
             _within(_FILE_SECONDS, lambda: widest.publish(text))
             _forward()
-        _set_state(everything, CALLED)
+        _set_state(groups, CALLED)
     else:
         _until(lambda: widest.board.state() >= CALLED, began + _NODES_SECONDS + 2 * _FILE_SECONDS)
     _say(title, reports.failed_tests())
@@ -100,9 +100,9 @@ def _call_the_roll(everything: Sequence[Group], status: Callable[[], RankStatus]
     _forward()
 
 
-def _write_record(widest: Group, everything: Sequence[Group], rank: int, title: str) -> str:
+def _write_record(widest: Group, groups: Sequence[Group], rank: int, title: str) -> str:
     """Write this rank's record and stacks to the run directory, else to its stderr; return where they are."""
-    guards = [watched.guard for watched in everything]
+    guards = [group.guard for group in groups]
     text = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
     written: list[bool] = []
     _within(_FILE_SECONDS, lambda: written.append(widest.directory.write(f"rank-{rank}.txt", text)))
@@ -149,9 +149,9 @@ def _ask_for_stacks(lines: Sequence[RankStatus]) -> None:
                 os.kill(status.process, status.signal)
 
 
-def _set_state(everything: Sequence[Group], state: int) -> None:
-    for watched in everything:
-        watched.board.set_state(state)
+def _set_state(groups: Sequence[Group], state: int) -> None:
+    for group in groups:
+        group.board.set_state(state)
 
 
 def _until(ready: Callable[[], bool], end: float) -> None:

@@ -20,13 +20,13 @@ from mpistrategy.mpi.watchdog.status_board import RankStatus
 #: How long both must have waited, in seconds: two looks of the watchdog, and a peer that leaves a call.
 _LEAST_SECONDS = 1.5
 _OUR_THREADS = "mpistrategy"
-#: StatusBoard that are older than this say nothing about what a rank does now.
+#: Statuses that are older than this, in seconds, say nothing about what a rank does now.
 _OLDEST_SECONDS = 2.5
 
 
-def only_wait(everything: Sequence[Group], now: float) -> Group | None:
+def only_wait(groups: Sequence[Group], now: float) -> Group | None:
     """Return where this process waits for others, if its program has no thread that could do anything else."""
-    waiting = (each for each in everything if each.identity and not each.guard.is_in_background)
+    waiting = (each for each in groups if each.identity and not each.guard.is_in_background)
     mine = next((each for each in waiting if each.host_waited(now) > _LEAST_SECONDS), None)
     if mine is None:
         return None
@@ -34,36 +34,36 @@ def only_wait(everything: Sequence[Group], now: float) -> Group | None:
     return mine if len(sys._current_frames().keys() - ours) == 1 else None
 
 
-def find(everything: Sequence[Group], rank: int, now: float) -> tuple[Group, CollectiveMismatchError] | None:
+def find(groups: Sequence[Group], rank: int, now: float) -> tuple[Group, CollectiveMismatchError] | None:
     """Return where this rank waits for a peer that waits for it elsewhere, and what to raise there; None if nowhere.
 
     Args:
-        everything: the groups that this process watches.
+        groups: the groups that this process watches.
         rank: its number in the job.
         now: time.monotonic().
     """
-    mine = only_wait(everything, now)
+    mine = only_wait(groups, now)
     if mine is None:
         return None
-    known = {each.identity: each for each in everything}
-    for peer in _lines(everything):
+    known = {each.identity: each for each in groups}
+    for peer in _statuses(groups):
         if peer.rank == rank or peer.rank not in mine.ranks or not peer.strategy or peer.strategy == mine.identity:
             continue
         waits = peer.waited > _LEAST_SECONDS and now - peer.beat < _OLDEST_SECONDS
         there = known.get(peer.strategy)
-        for_me = peer.is_whole if there is None else not there.was_met_by(rank, peer.rank)
+        for_me = peer.has_all_ranks if there is None else not there.was_met_by(rank, peer.rank)
         if waits and for_me and not mine.was_met_by(peer.rank, rank):
-            return mine, CollectiveMismatchError(_in_words(everything, mine, peer))
+            return mine, CollectiveMismatchError(_in_words(groups, mine, peer))
     return None
 
 
-def _lines(everything: Sequence[Group]) -> Iterator[RankStatus]:
-    for watched in everything:
-        yield from watched.board.read()
+def _statuses(groups: Sequence[Group]) -> Iterator[RankStatus]:
+    for group in groups:
+        yield from group.board.read()
 
 
-def _in_words(everything: Sequence[Group], mine: Group, peer: RankStatus) -> str:
-    told = {status.rank: status.text for status in _lines(everything) if status.rank in mine.ranks and status.process}
+def _in_words(groups: Sequence[Group], mine: Group, peer: RankStatus) -> str:
+    told = {status.rank: status.text for status in _statuses(groups) if status.rank in mine.ranks and status.process}
     told[peer.rank] = peer.text
     rows = [f"  rank {rank}: {told[rank]}" for rank in sorted(told)]
     return "\n".join(

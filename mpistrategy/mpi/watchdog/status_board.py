@@ -36,7 +36,7 @@ class RankStatus:
         signal: the signal that makes the process print its stacks; 0 without one.
         text: where it was.
         strategy: a number for the strategy in which it waited; 0 for none.
-        is_whole: whether that strategy has all ranks of the job.
+        has_all_ranks: whether that strategy has all ranks of the job.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class RankStatus:
     signal: int
     text: str
     strategy: int = 0
-    is_whole: bool = False
+    has_all_ranks: bool = False
 
 
 class StatusBoard:
@@ -75,7 +75,7 @@ class StatusBoard:
         mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = status.rank, status.process, status.signal
         mine[_BEAT], mine[_EXPECTED] = _to_ns(status.beat), _to_ns(status.expected)
         mine[_WAITED], mine[_LIMIT] = _to_ns(status.waited), _to_ns(status.limit)
-        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), status.strategy, status.is_whole
+        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), status.strategy, status.has_all_ranks
         self._texts[self.local_rank][: len(text)] = text
         mine[_STATE] = max(mine[_STATE], status.state)
         self._order()

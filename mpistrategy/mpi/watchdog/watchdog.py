@@ -46,7 +46,7 @@ class Watchdog:
         self.rank = rank
         self.size = size
         self.pid = os.getpid()
-        self._watched: dict[Guard, Group] = {}
+        self._groups: dict[Guard, Group] = {}
         self._expected = 0.0
         #: Until when, for each `expect` that lasts.
         self._busy: list[float] = []
@@ -56,27 +56,27 @@ class Watchdog:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, watched: Group) -> None:
+    def add(self, group: Group) -> None:
         """Watch over one more communicator."""
         with self._lock:
-            self._watched[watched.guard] = watched
+            self._groups[group.guard] = group
             self._changed.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
                 self._thread.start()
 
-    def watched(self, guard: Guard) -> Group | None:
+    def group_of(self, guard: Guard) -> Group | None:
         """Return the group of `guard`; None where it is not watched."""
-        return self._watched.get(guard)
+        return self._groups.get(guard)
 
     def remove(self, guard: Guard) -> None:
         """Stop watching the communicator of `guard`; the thread ends after the last one."""
         with self._lock:
-            watched = self._watched.pop(guard, None)
-            thread = None if self._watched else self._thread
+            group = self._groups.pop(guard, None)
+            thread = None if self._groups else self._thread
             self._changed.set()
-        if watched is not None:
-            watched.directory.remove()
+        if group is not None:
+            group.directory.remove()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
 
@@ -103,8 +103,8 @@ class Watchdog:
         if os.getpid() != self.pid:
             return  # a forked child sees the board, too, but must not write there
         self._expected = until
-        for watched in list(self._watched.values()):
-            watched.board.expect(until)
+        for group in list(self._groups.values()):
+            group.board.expect(until)
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -126,61 +126,61 @@ class Watchdog:
     def _is_over(self) -> bool:
         """Return whether nothing is watched any more; another thread is started for what comes after that."""
         with self._lock:
-            if not self._watched:
+            if not self._groups:
                 self._thread = None
-            return not self._watched
+            return not self._groups
 
     def _tick(self) -> float:
-        limits = [watched.limit for watched in list(self._watched.values())]
+        limits = [group.limit for group in list(self._groups.values())]
         return min(max(min(limits, default=math.inf) / 10, _SHORTEST_TICK), _LONGEST_TICK)
 
     def _look(self, now: float) -> None:
-        everything = list(self._watched.values())
-        if not everything:
+        groups = list(self._groups.values())
+        if not groups:
             return
-        status = self._status(now, everything)
-        for watched in everything:
-            watched.look()
-            watched.board.write(status)
-            watched.update_nodes(now)
-        crossed = crossed_waits.find(everything, self.rank, now)
+        status = self._status(now, groups)
+        for group in groups:
+            group.look()
+            group.board.write(status)
+            group.update_nodes(now)
+        crossed = crossed_waits.find(groups, self.rank, now)
         if crossed is not None:
             crossed[0].guard.stop_waiting(crossed[1])
-        contained = [watched for watched in everything if watched.guard.contains_errors]
-        for watched in contained:
-            if not watched.guard.is_told_late and (watched.is_alarmed() or self._is_late(now, [watched])):
-                alarm.contain(watched, lambda: self._status(time.monotonic(), everything), self.rank, self.size)
-        ending = [watched for watched in everything if not watched.guard.contains_errors]
-        if any(watched.is_alarmed() for watched in ending) or self._is_late(now, ending):
-            alarm.answer(ending, lambda: self._status(time.monotonic(), everything), self.rank, self.size, self._end)
-        self._remind(now, everything)
+        contained = [group for group in groups if group.guard.contains_errors]
+        for group in contained:
+            if not group.guard.is_told_late and (group.is_alarmed() or self._is_late(now, [group])):
+                alarm.contain(group, lambda: self._status(time.monotonic(), groups), self.rank, self.size)
+        ending = [group for group in groups if not group.guard.contains_errors]
+        if any(group.is_alarmed() for group in ending) or self._is_late(now, ending):
+            alarm.answer(ending, lambda: self._status(time.monotonic(), groups), self.rank, self.size, self._end)
+        self._remind(now, groups)
 
-    def _is_late(self, now: float, everything: list[Group]) -> bool:
-        if any(watched.has_failed for watched in everything):
+    def _is_late(self, now: float, groups: list[Group]) -> bool:
+        if any(group.has_failed for group in groups):
             return True
-        late = [watched for watched in everything if watched.is_late(now, self._resumed)]
+        late = [group for group in groups if group.is_late(now, self._resumed)]
         if not late:
             return False
-        limit = min(watched.limit for watched in late)
-        return not any(watched.is_excused(now, limit) for watched in everything)
+        limit = min(group.limit for group in late)
+        return not any(group.is_excused(now, limit) for group in groups)
 
-    def _status(self, now: float, everything: list[Group]) -> RankStatus:
-        longest = max(everything, key=lambda watched: watched.waited(now, self._resumed) / watched.limit)
-        text = local_process.now_doing(watched.guard for watched in everything)
+    def _status(self, now: float, groups: list[Group]) -> RankStatus:
+        longest = max(groups, key=lambda group: group.waited(now, self._resumed) / group.limit)
+        text = local_process.now_doing(group.guard for group in groups)
         waited, limit = longest.waited(now, self._resumed), longest.limit
-        alone = crossed_waits.only_wait(everything, now)
-        where, is_whole = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
+        alone = crossed_waits.only_wait(groups, now)
+        where, has_all_ranks = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
         return RankStatus(
-            self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, is_whole
+            self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, has_all_ranks
         )
 
-    def _remind(self, now: float, everything: list[Group]) -> None:
+    def _remind(self, now: float, groups: list[Group]) -> None:
         """Say once that this rank has ended and waits for the others, which may still be at work."""
-        waiting = [watched for watched in everything if watched.guard.leaving]
-        if self._reminded or not any(now - watched.guard.since > watched.guard.timeout for watched in waiting):
+        waiting = [group for group in groups if group.guard.leaving]
+        if self._reminded or not any(now - group.guard.since > group.guard.timeout for group in waiting):
             return
         self._reminded = True
-        widest = max(waiting, key=lambda watched: len(watched.ranks))
+        widest = max(waiting, key=lambda group: len(group.ranks))
         others = [
             status for status in widest.board.read() if status.rank != self.rank and "at its end" not in status.text
         ]

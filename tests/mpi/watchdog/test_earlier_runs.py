@@ -172,7 +172,7 @@ import mpistrategy as ms
 from mpistrategy.mpi.watchdog import watchdog
 
 strategy = ms.MirroredStrategy()
-directory = watchdog.in_this_process().watched(strategy.extended.communicator.guard).directory
+directory = watchdog.in_this_process().group_of(strategy.extended.communicator.guard).directory
 assert directory.write(f"node-{strategy.replica_id_in_sync_group}.json", "{}")
 if strategy.replica_id_in_sync_group == 0:
     print(os.path.basename(directory.path), flush=True)
