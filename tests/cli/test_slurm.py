@@ -324,11 +324,11 @@ NO_TOML: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_files_that_were_made_up_to_harm(capsys: pytest.CaptureFixture[str], tmp_path: Path, what: str) -> None:
     make, word = NO_TOML[what]
     make(tmp_path / "x.toml")
-    began = time.monotonic()
+    began = time.process_time()  # on a busy machine, too
     for arguments in ([f"site={tmp_path / 'x.toml'}"], ["--from", tmp_path / "x.toml"]):
         status, _, told = command(capsys, "single_node", *arguments)
         assert (status, word in told) == (2, True), told[:500]
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
 
 
 def test_a_profile_may_be_named_by_a_link(tmp_path: Path) -> None:
