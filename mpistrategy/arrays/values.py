@@ -133,7 +133,7 @@ class DistributedValues(ArrayLike):
                 expected="a tuple of one: this rank's own component",
                 fix="The other components live on the other ranks.",
             )
-        self.values = tuple(values)
+        self.values: tuple[Any, ...] = tuple(values)
 
     def _read(self) -> Any:
         return self.values[0]

@@ -65,7 +65,7 @@ class CheckpointManager:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise OptionError.at(where, found=f"keep={keep!r}", expected="an int from 1 on, or None")
         self.checkpoint = checkpoint
-        self.directory = checked_path(directory, where)
+        self.directory: str = checked_path(directory, where)
         self.keep = keep
         self.skipped: dict[str, str] = {}
         self.restored: Restored | None = None

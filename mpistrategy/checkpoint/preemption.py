@@ -139,7 +139,7 @@ class PreemptionCheckpointHandler:
         if steps_between_checks is not None:
             warn(f"{_WHERE}: 'steps_between_checks' is now called 'steps_between_votes'", DeprecationWarning)
             steps_between_votes = steps_between_checks
-        self.checkpoint_manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self.checkpoint_manager: CheckpointManager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._config = _config(termination_config)
         if type(steps_between_votes) is not int or steps_between_votes < 1:
             raise OptionError.at(

@@ -231,7 +231,7 @@ class Fit:
         self._partial = partial
         self._lasting = _holders_of_lasting(state)
         self.problems: list[str] = []
-        self.more_problems = 0
+        self.more_problems: int = 0
         self.left_out: list[str] = []
         self.fetched: dict[str, Callable[[], Variable] | None] = {}
         self.shared: set[str] = set()

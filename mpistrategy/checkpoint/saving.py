@@ -56,8 +56,8 @@ class Saving:
 
     def __init__(self, communicator: Communicator, path: str, overwrite: bool, layout: dict[str, Any]) -> None:
         self.path = path
-        self.is_committed = False
-        self.has_failed = False
+        self.is_committed: bool = False
+        self.has_failed: bool = False
         self._communicator = communicator
         self._overwrite = overwrite
         self._parent: Folder | None = None

@@ -44,7 +44,7 @@ class NcclAllReduce(PackedCrossDeviceOps):
     device_path = "nccl"
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = checked_num_packs(num_packs, "NcclAllReduce")
+        self.num_packs: float = checked_num_packs(num_packs, "NcclAllReduce")
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
@@ -68,7 +68,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     to_every_rank = None
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
+        self.num_packs: float = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
 
     def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: on several nodes the same for all sizes."""

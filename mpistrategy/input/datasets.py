@@ -28,7 +28,7 @@ class Rows:
     def __init__(self, source: Any, rows: range | Array) -> None:
         self._source = source
         self._rows = rows
-        self.shape = (len(rows), *source.shape[1:])
+        self.shape: tuple[Any, ...] = (len(rows), *source.shape[1:])
 
     def __getitem__(self, part: slice) -> Any:
         rows = self._rows[part]

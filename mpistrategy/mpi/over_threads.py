@@ -142,19 +142,19 @@ class SimulatedCommunicator:
         self._meeting = meeting
         self._nodes = list(nodes) if nodes is not None else [0] * len(meeting.members)
         self.rank = rank
-        self.size = len(meeting.members)
-        self.guard = Guard(self if self.size > 1 else None, rank, self.size)
+        self.size: int = len(meeting.members)
+        self.guard: Guard = Guard(self if self.size > 1 else None, rank, self.size)
         self.devices: tuple[Device, ...] = ()
         numbers = list(dict.fromkeys(self._nodes))
-        self.node_of = tuple(numbers.index(node) for node in self._nodes)
-        self.nodes = len(numbers)
-        self.local_rank = self.node_of[:rank].count(self.node_of[rank])
+        self.node_of: tuple[int, ...] = tuple(numbers.index(node) for node in self._nodes)
+        self.nodes: int = len(numbers)
+        self.local_rank: int = self.node_of[:rank].count(self.node_of[rank])
         self.library, self.shares_memory = "", False
         self.thresholds = DEFAULT
         self.mailboxes: Mailboxes | None = None
         self.result_buffers: ResultBuffers | None = None
-        self.pool = Pool()
-        self.once = Once()
+        self.pool: Pool = Pool()
+        self.once: Once = Once()
 
     def duplicate(self) -> SimulatedCommunicator:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""

@@ -34,7 +34,7 @@ class Reports:
     """
 
     def __init__(self) -> None:
-        self.stderr = os.dup(2)
+        self.stderr: int = os.dup(2)
         self._pid = os.getpid()
         self._failures: list[str] = []
         self._more = 0

@@ -67,7 +67,7 @@ class SitePlans:
     __slots__ = ("dtype", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
 
     def __init__(self, site: Site) -> None:
-        self.text = site.place
+        self.text: str = site.place
         self.known: dict[Any, Run | None] = {}
         self.kind: type | None = None
         self.op: Any = None

@@ -72,11 +72,11 @@ class Reducer:
 
     def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
         self.communicator = communicator
-        self.is_alone = isinstance(communicator, SingleCommunicator)
+        self.is_alone: bool = isinstance(communicator, SingleCommunicator)
         self._algorithm = algorithm
         self._options = options
-        self.plans = Plans(communicator, algorithm, options)
-        self.changes = 0
+        self.plans: Plans = Plans(communicator, algorithm, options)
+        self.changes: int = 0
         self._agreed: dict[Any, AgreedPlan | None] = {}
         #: The plans of calls with options of their own.
         self._others: dict[CommunicationOptions, Plans] = {}

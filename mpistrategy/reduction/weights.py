@@ -59,7 +59,7 @@ class WeightedMean:
         if array.ndim != 0 or array.dtype.kind not in "iuf":
             raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
         #: This rank's weight.
-        self.weight = float(array)
+        self.weight: float = float(array)
         if not (np.isfinite(self.weight) and self.weight >= 0):
             raise OptionError.at(where, found=f"weight={weight!r}", expected="a finite number that is not negative")
 

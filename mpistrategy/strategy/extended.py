@@ -54,11 +54,13 @@ class StrategyExtended(Placement, NotPickled):
         self.communicator: Communicator = communicator or SingleCommunicator()
         note_ranks(self.communicator)
         #: What everything of this strategy is reduced with.
-        self.reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
+        self.reducer: Reducer = Reducer(
+            self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions()
+        )
         self.reducer.entered = self._entered
         #: Whether variables belong to this rank alone (one replica, no synchronization).
-        self.is_local = self.reducer.is_alone
-        self.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        self.is_local: bool = self.reducer.is_alone
+        self.default_replica_context: ReplicaContext = ReplicaContext(container_strategy, self.communicator.rank)
         #: How many datasets of global batches were distributed.
         self.datasets_made = 0
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.

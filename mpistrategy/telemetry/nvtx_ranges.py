@@ -69,7 +69,7 @@ class Nvtx(spans.Switched):
     """
 
     def __init__(self) -> None:
-        self.source = ""
+        self.source: str = ""
         self._ways: Ways | None = None
         self._is_on = False
         self._inside: set[Guard] = set()

@@ -37,7 +37,7 @@ class Progress(Generic[T]):
     def __init__(self, iterable: Iterable[T] | None, total: int | None, title: str, every: float | None) -> None:
         self._iterable = iterable
         self.total = total
-        self.count = 0
+        self.count: int = 0
         self._title = title
         asked = os.environ.get(VARIABLE, "").lower()
         self._is_bar = asked == "bar" or (not asked and own_place()[0] == 0 and terminal.is_watched())

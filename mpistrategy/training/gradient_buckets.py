@@ -78,14 +78,14 @@ class GradientBuckets:
     def __init__(self, gradients: GradientArena, op: ReduceOp, bytes_per_bucket: int) -> None:
         self._gradients = gradients
         self.values: Sequence[Array] = gradients.arena.values
-        self.variables = gradients.variables
+        self.variables: tuple[Variable, ...] = gradients.variables
         self.op = op
-        self.buckets = _cut(gradients, bytes_per_bucket)
+        self.buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
         self._bucket_of = {number: at for at, bucket in enumerate(self.buckets) for number in bucket.members}
         self._index = {id(var): number for number, var in enumerate(self.variables)}
         extended = gradients.arena.strategy.extended
         extended.bucket_orders[tuple(bucket.members for bucket in self.buckets)] = None
-        self.starts_early = extended.reducer.communicator.nodes > 1
+        self.starts_early: bool = extended.reducer.communicator.nodes > 1
         self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
 

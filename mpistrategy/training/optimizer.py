@@ -112,10 +112,10 @@ class Optimizer(Created, GradientArenas, NotPickled):
         self.mirrored_check_steps = mirrored_check_steps
         self.nonfinite = nonfinite
         setting.set_old_names(self, old)
-        self.skipped_steps = 0
+        self.skipped_steps: int = 0
         self._calls = 0
         self.iterations: Variable | None = None
-        self.latest_path = ""
+        self.latest_path: str = ""
         self._slots = Slots(where)
         self._plans = StepPlans(self._slots)
         #: What `_settings` has put into words, and the words.

@@ -162,7 +162,7 @@ class StepPlans:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._scratch = Scratch()
-        self.sliced = SlicedSteps(self._scratch)
+        self.sliced: SlicedSteps = SlicedSteps(self._scratch)
         self._updates: dict[int, FlatUpdate] = {}
         self._known: dict[tuple[int, ...], StepPlan] = {}
 

@@ -124,7 +124,7 @@ class SlicedSteps:
         self._failures: SharedMemory | None = None
         self._steps: WeakKeyDictionary[Any, SlicedStep | None] = WeakKeyDictionary()
         #: How many arenas have been made: a step that was prepared before one of them is prepared again.
-        self.arenas_made = 0
+        self.arenas_made: int = 0
 
     def arena(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
         """Return the arena of exactly these variables.  Collective when there is none yet."""

@@ -131,7 +131,7 @@ class SlicedUpdate:
         self._failed = failures.mine
         runs = list(_merged(variables, communicator.local_rank)) if merged else list(variables)
         #: How many runs the variables make.
-        self.runs = len(runs)
+        self.runs: int = len(runs)
         self._chunks: list[_Chunk] = []
         #: For each variable, the parts of this rank's gradient that only this rank reads, in chunks of their own.
         self.own_parts: list[list[slice]] = [[] for _ in variables]

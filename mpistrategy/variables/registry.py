@@ -33,11 +33,11 @@ class Placement:
         self._colocated_with: list[Variable] = []
         self._unnamed_variables = 0
         #: How many variables have been created; the same on every rank.
-        self.variables_made = 0
+        self.variables_made: int = 0
         # By number; weak, so a variable can be collected.
         self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         # Shared by all copies of a strategy: they have the same ranks.
-        self.variable_storage = VariableStorage()
+        self.variable_storage: VariableStorage = VariableStorage()
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Colocate the variables created in the ``with`` block with another variable; only inside scope().

@@ -78,7 +78,7 @@ class Variable(ArrayLike):
             given = _member(VariableSynchronization, synchronization, "synchronization")
             creation = CREATION[given]
             self._synchronization = _kept_as(given, extended)
-            self.trainable = creation.trainable if trainable is None else bool(trainable)
+            self.trainable: bool = creation.trainable if trainable is None else bool(trainable)
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
             call.name = "Variable" if name is None else name
@@ -110,7 +110,7 @@ class Variable(ArrayLike):
                 write_from_host(sent, on_device)
                 storage, slot = on_device, None
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
-        self.name = extended.next_variable_name() if name is None else name
+        self.name: str = extended.next_variable_name() if name is None else name
         self._storage: Array = storage
         self._memory_slot = slot
         self._view: Array = storage.view()
@@ -122,7 +122,7 @@ class Variable(ArrayLike):
         self.extended = extended
         self._policies = policies_of(self)
         #: Names this variable when ranks compare their calls; names need not be unique.
-        self.key = f"{self.name} (variable {extended.variables_made})"
+        self.key: str = f"{self.name} (variable {extended.variables_made})"
         #: The variable in whose `colocate_vars_with` block this one was created, if any.
         self.colocated_with: Variable | None = None
         extended.register_variable(self)

@@ -93,7 +93,7 @@ class Folder:
     """
 
     def __init__(self, descriptor: int, path: str) -> None:
-        self.descriptor = descriptor
+        self.descriptor: int = descriptor
         self.path = path
 
     @classmethod

@@ -77,14 +77,14 @@ class Call:
         #: What was compared last.
         self.signature: Signature | None = None
         #: Whether it contains no other call, so that a call inside it comes from another thread.
-        self.is_leaf = False
+        self.is_leaf: bool = False
         #: How long it may wait for the other ranks, in seconds; None: the strategy's timeout.
         self.timeout: float | None = None
-        self.where = where
-        self.structure = structure
-        self.name = name or (called if isinstance(called, str) else "")
+        self.where: str = where
+        self.structure: str = structure
+        self.name: str = name or (called if isinstance(called, str) else "")
         #: The call site as ranks compare it; "" for a call that may be made anywhere.
-        self.place = ""
+        self.place: str = ""
         self._on_gpu: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Call:

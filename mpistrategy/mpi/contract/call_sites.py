@@ -125,8 +125,8 @@ class Node(Generic[T]):
     __slots__ = ("callers", "code", "following", "found", "is_module")
 
     def __init__(self, code: CodeType | None = None, following: Node[T] | None = None) -> None:
-        self.code = code
-        self.is_module = code is not None and code.co_name == _MODULE
+        self.code: CodeType | None = code
+        self.is_module: bool = code is not None and code.co_name == _MODULE
         self.found: T | None = None
         self.callers: dict[int, Node[T]] = {}
         self.following = following

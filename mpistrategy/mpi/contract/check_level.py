@@ -61,7 +61,7 @@ class Sparingly:
         self._rolled = 0
         self._seen: set[int] = set()
         self.pending: list[tuple[int, int, Any]] = []
-        self.unseen = 0
+        self.unseen: int = 0
 
     def number_to_compare(self, digest: int, signature: Any, *, due: bool) -> int | None:
         """Return the number that the ranks compare now; None if this call is not compared.

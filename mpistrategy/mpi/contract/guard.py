@@ -87,7 +87,7 @@ class Guard(TellsErrors):
         #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
         self.late: tuple[MpiStrategyError, int] | None = None
         #: Whether this rank has sent its digest and has no answer yet.
-        self.is_comparing = False
+        self.is_comparing: bool = False
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
         #: Whether a comparison through MPI must be one that this rank can leave.
@@ -99,26 +99,26 @@ class Guard(TellsErrors):
         self._digests = Digests()
         #: The public call that this rank is in, the innermost one.
         self.current: CurrentCall | None = None
-        self.record = FlightRecord()
+        self.record: FlightRecord = FlightRecord()
         #: Since when this rank has been waiting, if it is in a call that began before; time.monotonic().
-        self.since = 0.0
+        self.since: float = 0.0
         #: How long a collective may wait for the other ranks, in seconds.
         self.timeout = DEFAULT_SECONDS
         #: Whether the program of this rank has ended.
-        self.leaving = False
+        self.leaving: bool = False
         #: Whether all ranks have agreed to end their programs now; each then waits for the others, whatever its status.
         self.all_leave = False
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
         #: How often calls are compared: see `mpistrategy.mpi.contract.check_level`.
-        self.level = ALWAYS
+        self.level: str = ALWAYS
         self._sparingly: Sparingly | None = None
         #: How far this rank's GPU is with its collectives: a `gpu_progress.GpuProgress`, once there is one.
         self.gpu_progress: Any = None
         #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
         self.on_gpu: Callable[[], AbstractContextManager[Any]] | None = None
         #: Since when this rank waits for earlier work of its own GPU; infinity if it does not.
-        self.own_gpu_since = math.inf
+        self.own_gpu_since: float = math.inf
         #: Ends the job with an error that the other ranks cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
         self._closed = False
@@ -126,16 +126,16 @@ class Guard(TellsErrors):
         if size > 1:
             forks.close_in_children(self)
         #: Whether messages of calls that differed may be under way; this guard takes no more calls then.
-        self.is_spoiled = False
+        self.is_spoiled: bool = False
         #: Whether no plan may run without a `Call`: the guard is closed, or this rank's flag is up.
-        self.must_enter = False
+        self.must_enter: bool = False
         self._flag = 0
         #: Whether some rank has raised its flag; set on all ranks in the same call.
-        self.flag_was_seen = False
+        self.flag_was_seen: bool = False
         #: Called by `Strategy.close`; not called when the program ends without it.
         self.at_close: list[Callable[[], object]] = []
         #: How many comparisons this guard has made; plans in the mailboxes make their own. Equal on all ranks.
-        self.comparisons = 0
+        self.comparisons: int = 0
 
     @property
     def closed(self) -> bool:

@@ -125,7 +125,7 @@ class Flight:
     def __init__(self, steps: Steps | None) -> None:
         self._steps = steps
         self._messages: list[Request] = []
-        self.is_over = steps is None
+        self.is_over: bool = steps is None
 
     def nudge(self) -> None:
         """Let MPI move messages on."""

@@ -115,7 +115,7 @@ class AcrossNodes:
         self._groups: NodeGroups | None = None
         self._node = NodeStage()
         lanes = lanes_of(communicator.node_of)
-        self.piece_bytes = piece_bytes_for(lanes, nodes, communicator.thresholds)
+        self.piece_bytes: int = piece_bytes_for(lanes, nodes, communicator.thresholds)
         nbytes = BufferStage.bytes_of(self.piece_bytes, manner.flights)
         memory = communicator.shared(nbytes) if communicator.size > nodes else None
         if not hasattr(communicator, "links") or (memory is not None and not memory.is_shared):

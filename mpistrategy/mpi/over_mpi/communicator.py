@@ -81,21 +81,21 @@ class MpiCommunicator(Collectives):
         leader = int(self._peers.text_of_leader(str(self.rank)))
         ranks = self._introduce(Introduction.of_this_rank(self.size, leader, self.local_size, sorted(cores())))
         leaders = sorted({each.leader for each in ranks})
-        self.node_of = tuple(leaders.index(each.leader) for each in ranks)
-        self.nodes = len(leaders)
+        self.node_of: tuple[int, ...] = tuple(leaders.index(each.leader) for each in ranks)
+        self.nodes: int = len(leaders)
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
-        self.library = library_name(MPI.Get_library_version())
+        self.library: str = library_name(MPI.Get_library_version())
         self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.mailboxes: Mailboxes | None = None
         self.result_buffers: ResultBuffers | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
-        self.shares_memory = self.nodes < self.size
-        self.pool = Pool()
-        self.once = Once()
+        self.shares_memory: bool = self.nodes < self.size
+        self.pool: Pool = Pool()
+        self.once: Once = Once()
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         is_free = usual is None or usual is not self._control
-        self.guard = Guard(
+        self.guard: Guard = Guard(
             None if usual is None else channel(usual),
             self.rank,
             self.size,
@@ -268,11 +268,11 @@ class _Group(MpiCommunicator):
     ) -> None:
         self._comm = comm
         self._inside = MPI.COMM_NULL
-        self.rank = comm.rank
-        self.size = comm.size
+        self.rank: int = comm.rank
+        self.size: int = comm.size
         self.local_rank, self.local_size = (self.rank, self.size) if pipelined is not None else (0, 1)
-        self.node_of = (0,) * self.size if pipelined is not None else tuple(range(self.size))
-        self.nodes = 1 if pipelined is not None else self.size
+        self.node_of: tuple[int, ...] = (0,) * self.size if pipelined is not None else tuple(range(self.size))
+        self.nodes: int = 1 if pipelined is not None else self.size
         self.thresholds = DEFAULT
         self.mailboxes, self.result_buffers, self.pipelined, self.failures = None, None, pipelined, failures
         self.pool, self.once = Pool(), Once()

@@ -46,7 +46,7 @@ class Job:
         self._over = threading.Event()
         self._result: Any = None
         self.error: BaseException | None = None
-        self.was_waited_for = False
+        self.was_waited_for: bool = False
 
     def run(self, caught: type[BaseException] = Exception) -> None:
         """Call the function in this thread; keep its error for `result`."""
@@ -83,8 +83,8 @@ class AtOnce:
 
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
-        self.submitted = 0
-        self.known_to_all = 0
+        self.submitted: int = 0
+        self.known_to_all: int = 0
         self.views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._failed: list[Job] = []
 

@@ -67,8 +67,8 @@ class PipelinedAllReduce:
         waiting: Waiting,
         more: Callable[[int], SharedMemory | None] | None = None,
     ) -> None:
-        self.local_rank = memory.local_rank
-        self.size = len(memory.segments)
+        self.local_rank: int = memory.local_rank
+        self.size: int = len(memory.segments)
         self._waiting = waiting
         self._sent, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
         self._bounce_buffers = [BounceBuffers(memory, chunk_bytes, counter_bytes(_COUNTERS))]

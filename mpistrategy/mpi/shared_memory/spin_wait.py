@@ -36,7 +36,9 @@ class Counter:
     """
 
     def __init__(self, memory: SharedMemory, line: int) -> None:
-        self.numbers = [segment[counter_bytes(line) :][:8].data.cast("B").cast("q") for segment in memory.segments]
+        self.numbers: list[memoryview[int]] = [
+            segment[counter_bytes(line) :][:8].data.cast("B").cast("q") for segment in memory.segments
+        ]
         self.fence = memory.fence
         self._mine = self.numbers[memory.local_rank]
 

@@ -60,8 +60,8 @@ class StatusBoard:
     """
 
     def __init__(self, memory: SharedMemory) -> None:
-        self.local_rank = memory.local_rank
-        self.count = len(memory.segments)
+        self.local_rank: int = memory.local_rank
+        self.count: int = len(memory.segments)
         self._fence = memory.fence
         self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
         self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in memory.segments]

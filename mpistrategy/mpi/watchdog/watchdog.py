@@ -45,7 +45,7 @@ class Watchdog:
         self._end = end
         self.rank = rank
         self.size = size
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self._groups: dict[Guard, Group] = {}
         self._expected = 0.0
         #: Until when, for each `expect` that lasts.

@@ -86,7 +86,7 @@ class Arena:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
             layouts = layouts_of(given, like, call.where)
             #: Whether it is in GPU memory: of this rank's GPU, or of that of an array.
-            self.on_device = gpu_of(communicator.devices, communicator.rank) is not None or any(
+            self.on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
                 is_on_device(contribution(leaf)) for leaf in given
             )
             call.agree(
@@ -102,10 +102,10 @@ class Arena:
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
         #: What each bucket holds of this rank.
         self._mine = [bucket.mine for bucket in self.buckets]
-        self.leaves = self._views(self._mine)
+        self.leaves: list[Array] = self._views(self._mine)
         self._nest = UnchangedNest(self._structure, self.leaves)
         self._values = self._nest.value
-        self.in_place = not shared_result
+        self.in_place: bool = not shared_result
         self.is_unchanged = self._nest.is_unchanged
         #: What an all-reduce returns.
         self.result = self._values

@@ -112,7 +112,7 @@ class InPlaceRoute:
         self, communicator: Communicator, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool
     ) -> None:
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
-        self.packs = tuple(map(self._pack, range(len(buckets)), buckets))
+        self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
 
     def _pack(self, index: int, replicas: Replicas) -> Pack:
         mine, communicator = replicas.mine, self._communicator

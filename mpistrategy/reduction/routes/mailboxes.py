@@ -55,7 +55,7 @@ class MailboxRoute:
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.mailboxes, self.op = mailboxes, op
         self.combine, self.quiet = COMBINE[op.on_the_wire], quiet_runner()
-        self.packs = _packs(layouts)
+        self.packs: tuple[Pack, ...] = _packs(layouts)
         self._count = len(layouts)
         self._divisions = {
             pack.dtype: division(divisor, pack.dtype)
@@ -63,7 +63,7 @@ class MailboxRoute:
             if (divisor := op.divisor(pack.dtype, mailboxes.size)) != 1
         }
         #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
-        self.parts = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
+        self.parts: list[list[list[Array]]] = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
         me = mailboxes.local_rank
         self._places = [
             [place for pack, theirs in zip(self.packs, parts, strict=True) for place in pack.views(theirs[me])]

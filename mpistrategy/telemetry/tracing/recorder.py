@@ -55,7 +55,7 @@ class Recorder:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         #: The file, once something was recorded.
-        self.path = ""
+        self.path: str = ""
         self._waiting: deque[tuple[Any, ...]] = deque()
         self._lost = 0
         self._open: dict[Any, list[Any]] = {}
