@@ -76,7 +76,7 @@ class _Stack(threading.local):
 
 
 #: The contexts of the calling thread are ``entered.frames``, the innermost last.
-entered = _Stack()
+entered: _Stack = _Stack()
 
 
 def _current_step() -> Any:

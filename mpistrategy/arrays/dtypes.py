@@ -199,8 +199,8 @@ def _set_nan(found: Array) -> None:
         np.copyto(found, found.dtype.type(np.nan), where=is_nan)
 
 
-minimum = Extreme(np.minimum)
-maximum = Extreme(np.maximum)
+minimum: Extreme = Extreme(np.minimum)
+maximum: Extreme = Extreme(np.maximum)
 
 #: Writes the combination of two arrays to a third: ``combine(one, other, out=third)``.
 Combine: TypeAlias = Callable[..., Any]

@@ -37,9 +37,9 @@ class CrossDeviceOps:
             not say so itself has none of the first two: it may do something else.
     """
 
-    in_rank_order = False
-    has_plans = False
-    is_built_in = False
+    in_rank_order: bool = False
+    has_plans: bool = False
+    is_built_in: bool = False
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ class Reducer:
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
         self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
         #: The numbers of new arenas, the same on every rank.
-        self.arena_numbers = itertools.count(1)
+        self.arena_numbers: Iterator[int] = itertools.count(1)
 
     @property
     def algorithm(self) -> Algorithm:

@@ -43,8 +43,8 @@ class Streams(Created):
 
     def __init__(self, seed: SupportsIndex, replica_id: int) -> None:
         self._seed = _checked(seed, "seed")
-        self.shared = self._generator(_SHARED)
-        self.replica = self._generator(_REPLICA, replica_id)
+        self.shared: np.random.Generator = self._generator(_SHARED)
+        self.replica: np.random.Generator = self._generator(_REPLICA, replica_id)
 
     @property
     def seed(self) -> int:

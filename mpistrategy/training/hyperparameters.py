@@ -72,7 +72,8 @@ class Misnamed:
     """
 
     def __init__(self, right: str) -> None:
-        self.right, self._name = right, ""
+        self.right: str = right
+        self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -86,14 +86,14 @@ class Optimizer(Created, GradientArenas, NotPickled):
     #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
     only_named_rows: ClassVar[bool] = False
 
-    learning_rate = setting.rate()
-    aggregation = setting.sum_or_mean()
-    global_clipnorm = setting.limit()
-    mirrored_check_steps = setting.steps()
-    nonfinite = setting.policy()
-    check_every = setting.Renamed[int]("mirrored_check_steps")
-    lr = setting.Misnamed("learning_rate")
-    clipnorm = setting.Misnamed("global_clipnorm")
+    learning_rate: setting.Setting[float] = setting.rate()
+    aggregation: setting.Setting[ReduceOp] = setting.sum_or_mean()
+    global_clipnorm: setting.Setting[float | None] = setting.limit()
+    mirrored_check_steps: setting.Setting[int] = setting.steps()
+    nonfinite: setting.Setting[str | None] = setting.policy()
+    check_every: setting.Renamed[int] = setting.Renamed[int]("mirrored_check_steps")
+    lr: setting.Misnamed = setting.Misnamed("learning_rate")
+    clipnorm: setting.Misnamed = setting.Misnamed("global_clipnorm")
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.options import ReduceOp
 from mpistrategy.training import kernels
-from mpistrategy.training.hyperparameters import Momentum, OldNames, amount, decay, switch
+from mpistrategy.training.hyperparameters import Momentum, OldNames, Setting, amount, decay, switch
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -45,8 +45,8 @@ class SGD(Optimizer):
     """
 
     only_named_rows = True
-    momentum = Momentum()
-    nesterov = switch()
+    momentum: Setting[float] = Momentum()
+    nesterov: Setting[bool] = switch()
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class Adam(Optimizer):
     """
 
     slot_values: Mapping[str, float] = {"m": 0.0, "v": 0.0}
-    beta_1 = decay()
-    beta_2 = decay()
-    epsilon = amount()
+    beta_1: Setting[float] = decay()
+    beta_2: Setting[float] = decay()
+    epsilon: Setting[float] = amount()
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class AdamW(Adam):
         nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
     """
 
-    weight_decay = amount()
+    weight_decay: Setting[float] = amount()
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ missing: the work is limited by the size of the manifest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, members_of
 from mpistrategy.checkpoint.storage.manifest import ABSENT, NOT_PLAIN, Item, below, to_json
@@ -47,7 +47,7 @@ class Dict(Container):
     """A dict; restored in place."""
 
     name = "dict"
-    types = (dict,)
+    types: ClassVar[tuple[type, ...]] = (dict,)
 
     def children(self, value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
@@ -85,7 +85,7 @@ class List(Container):
     """A list; restored in place."""
 
     name = "list"
-    types = (list,)
+    types: ClassVar[tuple[type, ...]] = (list,)
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not self._expect(fit, path, item, value):
@@ -106,7 +106,7 @@ class Tuple(Container):
     """A tuple; a new one is made."""
 
     name = "tuple"
-    types = (tuple,)
+    types: ClassVar[tuple[type, ...]] = (tuple,)
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not self._expect(fit, path, item, value):

@@ -6,7 +6,7 @@ Their states are plain values.  NumPy checks little of a state that it is given,
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Generator(Kind):
     """One of NumPy's random generators; a rank that was not there gets an independent stream."""
 
     name = "rng"
-    types = (np.random.Generator, np.random.RandomState)
+    types: ClassVar[tuple[type, ...]] = (np.random.Generator, np.random.RandomState)
 
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_value(path, self.name, UNDECIDED, to_json(state_of(value)))
@@ -65,7 +65,7 @@ class RankStreams(Kind):
     """What `strategy.rng` returns."""
 
     name = "streams"
-    types = (Streams,)
+    types: ClassVar[tuple[type, ...]] = (Streams,)
 
     def add(self, entries: State, path: str, value: Streams) -> None:
         entries.add_value(path, self.name, OWN, to_json(state_of_streams(value)))

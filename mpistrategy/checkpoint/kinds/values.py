@@ -15,7 +15,7 @@ class Plain(Kind):
     """Python's numbers, strings, bytes and None; and lists, tuples and dicts that hold nothing else."""
 
     name = "plain"
-    types = (type(None), bool, int, str, float, complex, bytes)
+    types: ClassVar[tuple[type, ...]] = (type(None), bool, int, str, float, complex, bytes)
     is_exact = True
     is_replaceable = True
 
@@ -78,7 +78,7 @@ class Scalar(AnyArray):
     """A NumPy scalar."""
 
     name = "scalar"
-    types = (np.generic,)
+    types: ClassVar[tuple[type, ...]] = (np.generic,)
 
     def owns(self, value: Any) -> bool:
         return isinstance(value, self.types)

@@ -7,7 +7,7 @@ each variable with slots is; the variables here at the same paths are given slot
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class OneVariable(Kind):
     """A Variable; restored in place."""
 
     name = "variable"
-    types = (Variable,)
+    types: ClassVar[tuple[type, ...]] = (Variable,)
 
     def add(self, entries: State, path: str, value: Variable) -> None:
         _add_variable(entries, path, value)
@@ -60,7 +60,7 @@ class Accumulator(Kind):
     """
 
     name = "accumulator"
-    types = (GradientAccumulator,)
+    types: ClassVar[tuple[type, ...]] = (GradientAccumulator,)
 
     def add(self, entries: State, path: str, value: GradientAccumulator) -> None:
         count, dtypes = value.position
@@ -96,7 +96,7 @@ class AnyOptimizer(Kind):
     """An optimizer: settings, steps, and slots."""
 
     name = "optimizer"
-    types = (Optimizer,)
+    types: ClassVar[tuple[type, ...]] = (Optimizer,)
 
     def add(self, entries: State, path: str, value: Optimizer) -> None:
         entries.items[path] = Item(self.name)  # reserves its position in the table

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -39,8 +39,8 @@ class FlightRecord:
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=LENGTH)
-        self.append = self.entries.append
-        self.next_number = count(1).__next__
+        self.append: Callable[[Any], None] = self.entries.append
+        self.next_number: Callable[[], int] = count(1).__next__
         self._again = 0
 
     def enter(self, what: Any, now: float) -> list[Any]:

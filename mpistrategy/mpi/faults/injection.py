@@ -53,7 +53,7 @@ class _Inside(threading.local):
 
 
 #: How many marked calls this thread is in; calls inside them are not counted.
-inside = _Inside()
+inside: _Inside = _Inside()
 
 
 class Armed:

@@ -28,7 +28,9 @@ class NoGpus(Exception):  # noqa: N818  (no mistake of anybody's)
 
     def __init__(self, reason: str, fix: str, *, is_strange: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.fix, self.is_strange = reason, fix, is_strange
+        self.reason: str = reason
+        self.fix: str = fix
+        self.is_strange: bool = is_strange
 
 
 class CudaDriver:

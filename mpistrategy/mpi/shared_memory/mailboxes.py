@@ -65,11 +65,13 @@ class Mailboxes:
     def __init__(self, memory: SharedMemory, payload_bytes: int, waiting: Waiting) -> None:
         self.payload_bytes = payload_bytes
         self.sequence: int = 0
-        self.fence = memory.fence
+        self.fence: Callable[[], object] | None = memory.fence
         self.waiting = waiting
         self.local_rank: int = memory.local_rank
         self.size: int = len(memory.segments)
-        self.slots = tuple(self._slot(memory, index * aligned(_NUMBERS + payload_bytes)) for index in (0, 1))
+        self.slots: tuple[MailboxSlot, ...] = tuple(
+            self._slot(memory, index * aligned(_NUMBERS + payload_bytes)) for index in (0, 1)
+        )
         self._digest = 0
 
     def _slot(self, memory: SharedMemory, start: int) -> MailboxSlot:

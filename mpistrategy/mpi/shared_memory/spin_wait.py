@@ -39,7 +39,7 @@ class Counter:
         self.numbers: list[memoryview[int]] = [
             segment[counter_bytes(line) :][:8].data.cast("B").cast("q") for segment in memory.segments
         ]
-        self.fence = memory.fence
+        self.fence: Callable[[], object] | None = memory.fence
         self._mine = self.numbers[memory.local_rank]
 
     def tell(self, number: int) -> None:
