@@ -9,6 +9,7 @@ from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import checked_num_packs
+from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
@@ -41,7 +42,7 @@ class NcclAllReduce(PackedCrossDeviceOps):
     """
 
     in_rank_order = True
-    device_path = "nccl"
+    device_path: str | None = "nccl"
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs: float = checked_num_packs(num_packs, "NcclAllReduce")
@@ -64,8 +65,8 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     """
 
     in_rank_order = True
-    device_path = None
-    to_every_rank = None
+    device_path: str | None = None
+    to_every_rank: ChooseRoute | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs: float = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")

@@ -21,7 +21,7 @@ from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import with_result_buffers
+from mpistrategy.reduction.plan import ChooseRoute, with_result_buffers
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 
@@ -74,8 +74,8 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     algorithms send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
 
-    device_path = None
-    to_every_rank = staticmethod(ordered_route)
+    device_path: str | None = None
+    to_every_rank: ChooseRoute | None = staticmethod(ordered_route)
 
     def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: share by share from rank to rank."""

@@ -16,6 +16,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Pack
+from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Description, Route, Targets, grouped
 from mpistrategy.reduction.routes.communicator import described
 
@@ -35,8 +36,8 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         OptionTypeError: for an accumulation_fn that cannot be called.
     """
 
-    device_path = None
-    to_every_rank = None
+    device_path: str | None = None
+    to_every_rank: ChooseRoute | None = None
 
     def __init__(
         self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Array]], Any] | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
@@ -38,14 +40,18 @@ class Plan:
     """
 
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
-        self.route, self.bring, self.op, self._size = route, route.bring, op, communicator.size
-        self.layouts, self.dtypes = layouts, [dtype for dtype, _ in layouts]
+        self.route: Route = route
+        self.bring: Callable[..., None] = route.bring
+        self.op: ReduceOp = op
+        self._size = communicator.size
+        self.layouts: tuple[Layout, ...] = layouts
+        self.dtypes: list[np.dtype[Any]] = [dtype for dtype, _ in layouts]
         # What the route returns is the result where it has its own dtype, and no integers are divided.
         is_exact = all(
             dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
             for dtype in self.dtypes
         )
-        self.run = route.run if is_exact else self._run_and_finish
+        self.run: Callable[..., list[Array]] = route.run if is_exact else self._run_and_finish
 
     def _run_and_finish(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         results = self.route.run(arrays, targets)

@@ -107,7 +107,7 @@ class Plans:
         #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or MISFIT before anything
         #: has been sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
         #: `step` is the code of the step function.
-        self.run = self._runner()
+        self.run: Callable[[Any, Any, Any, FrameType | None, Any], Any] = self._runner()
 
     def serve(self, algorithm: Algorithm, options: CommunicationOptions) -> None:
         """Serve another algorithm, or other options, from now on."""

@@ -216,25 +216,25 @@ def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) 
     return refuse
 
 
-drifts = _refused(
+drifts: Callable[[Write], Change] = _refused(
     AggregationError,
     "a write in replica context to an ON_WRITE variable with aggregation NONE",
     "an aggregation that combines the replicas' values",
     "Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA', or write in cross-replica context.",
 )
-n_times = _refused(
+n_times: Callable[[Write], Change] = _refused(
     AggregationError,
     "an ON_READ variable with aggregation SUM in cross-replica context, where it would be added to every copy",
     "a call in a step function, where each replica adds to its own copy",
     "Call it inside strategy.run, or use assign to set the total.",
 )
-no_rows = _refused(
+no_rows: Callable[[Write], Change] = _refused(
     UnsupportedError,
     "an ON_READ variable",
     "an ON_WRITE variable",
     "Write whole values: v.assign(...), v.assign_add(slices.to_dense()).",
 )
-not_sum = _refused(
+not_sum: Callable[[Write], Change] = _refused(
     UnsupportedError,
     "an aggregation that adds",
     "aggregation NONE or ONLY_FIRST_REPLICA",

@@ -106,7 +106,7 @@ class Arena:
         self._nest = UnchangedNest(self._structure, self.leaves)
         self._values = self._nest.value
         self.in_place: bool = not shared_result
-        self.is_unchanged = self._nest.is_unchanged
+        self.is_unchanged: Callable[[], bool] = self._nest.is_unchanged
         #: What an all-reduce returns.
         self.result = self._values
         if shared_result:

@@ -53,7 +53,8 @@ class MailboxRoute:
     """See `mpistrategy.reduction.routes.base.Route`."""
 
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
-        self.mailboxes, self.op = mailboxes, op
+        self.mailboxes: Mailboxes = mailboxes
+        self.op: ReduceOp = op
         self.combine, self.quiet = COMBINE[op.on_the_wire], quiet_runner()
         self.packs: tuple[Pack, ...] = _packs(layouts)
         self._count = len(layouts)
