@@ -43,6 +43,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.own_files import is_trusted, printable
+from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
@@ -226,8 +227,9 @@ class Fit:
     def __init__(self, manifest: Manifest, state: State, communicator: Communicator, partial: bool) -> None:
         self.manifest = manifest
         self.here = state
-        self.strategy = state.strategy
-        self.rank, self.same_ranks = communicator.rank, communicator.size == manifest.ranks
+        self.strategy: Strategy = state.strategy
+        self.rank: int = communicator.rank
+        self.same_ranks: bool = communicator.size == manifest.ranks
         self._partial = partial
         self._lasting = _holders_of_lasting(state)
         self.problems: list[str] = []

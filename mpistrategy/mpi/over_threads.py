@@ -149,7 +149,8 @@ class SimulatedCommunicator:
         self.node_of: tuple[int, ...] = tuple(numbers.index(node) for node in self._nodes)
         self.nodes: int = len(numbers)
         self.local_rank: int = self.node_of[:rank].count(self.node_of[rank])
-        self.library, self.shares_memory = "", False
+        self.library: str = ""
+        self.shares_memory: bool = False
         self.thresholds = DEFAULT
         self.mailboxes: Mailboxes | None = None
         self.result_buffers: ResultBuffers | None = None

@@ -27,6 +27,7 @@ from mpistrategy.checkpoint.storage.shards import (
     LONGEST_TEXT,
     MOST_AXES,
     MOST_BYTES,
+    Stored,
     byte_count,
     dtype_of,
     is_numeric,
@@ -316,7 +317,7 @@ class OpenShard:
 
     def __init__(self, file: OpenFile, checksum: str, items: Mapping[str, Item]) -> None:
         self.file = file
-        self.stored = parsed(file.read, file.size, file.path)
+        self.stored: dict[str, Stored] = parsed(file.read, file.size, file.path)
         self._checksum = checksum
         self.items = items
         for path, item in items.items():

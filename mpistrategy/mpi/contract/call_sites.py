@@ -129,7 +129,7 @@ class Node(Generic[T]):
         self.is_module: bool = code is not None and code.co_name == _MODULE
         self.found: T | None = None
         self.callers: dict[int, Node[T]] = {}
-        self.following = following
+        self.following: Node[T] | None = following
 
     def caller(self, frame: FrameType) -> Node[T]:
         """Return the node of a calling frame; make it the first time."""

@@ -60,7 +60,8 @@ class BufferStage(NodeStage):
     ) -> None:
         self._me, self._ranks, self._lanes = memory.local_rank, len(memory.segments), lanes
         self._until = until
-        self.sent, self._shown, self._done = (Counter(memory, line) for line in range(_COUNTERS))
+        sent, self._shown, self._done = (Counter(memory, line) for line in range(_COUNTERS))
+        self.sent: Counter = sent
         start = counter_bytes(_COUNTERS)
         self._buffers = [
             [segment[start + index * piece_bytes :][:piece_bytes] for segment in memory.segments]

@@ -50,6 +50,9 @@ class MpiCommunicator(Collectives):
         OptionTypeError: when `comm` is no intracommunicator of mpi4py.
     """
 
+    pipelined: PipelinedAllReduce | None
+    failures: Failures | None
+
     def __init__(
         self,
         comm: Any = None,
@@ -77,7 +80,8 @@ class MpiCommunicator(Collectives):
         else:
             self._inside = self._comm.Split(node_key, self.rank)
         self._peers = NodePeers(self._inside, self.allgather_text)
-        self.local_rank, self.local_size = self._peers.local_rank, self._peers.local_size
+        self.local_rank: int = self._peers.local_rank
+        self.local_size: int = self._peers.local_size
         leader = int(self._peers.text_of_leader(str(self.rank)))
         ranks = self._introduce(Introduction.of_this_rank(self.size, leader, self.local_size, sorted(cores())))
         leaders = sorted({each.leader for each in ranks})
@@ -270,13 +274,19 @@ class _Group(MpiCommunicator):
         self._inside = MPI.COMM_NULL
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.local_rank, self.local_size = (self.rank, self.size) if pipelined is not None else (0, 1)
+        self.local_rank: int = self.rank if pipelined is not None else 0
+        self.local_size: int = self.size if pipelined is not None else 1
         self.node_of: tuple[int, ...] = (0,) * self.size if pipelined is not None else tuple(range(self.size))
         self.nodes: int = 1 if pipelined is not None else self.size
         self.thresholds = DEFAULT
-        self.mailboxes, self.result_buffers, self.pipelined, self.failures = None, None, pipelined, failures
-        self.pool, self.once = Pool(), Once()
-        self.guard, self.devices = Guard(), ()
+        self.mailboxes: Mailboxes | None = None
+        self.result_buffers: ResultBuffers | None = None
+        self.pipelined: PipelinedAllReduce | None = pipelined
+        self.failures: Failures | None = failures
+        self.pool: Pool = Pool()
+        self.once: Once = Once()
+        self.guard: Guard = Guard()
+        self.devices: tuple[Device, ...] = ()
         self._is_free = False
         self._control = None
         self.max_count = max_count

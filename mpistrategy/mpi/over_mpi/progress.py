@@ -115,6 +115,8 @@ class Engine(AtOnce):
         communicator: the strategy's; all its ranks make an engine at the same time.
     """
 
+    submitted: int
+
     def __init__(self, communicator: Any) -> None:
         self._idle = threading.Event()
         self._idle.set()

@@ -22,13 +22,13 @@ from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.arena.layout import buckets_for, check_dtypes, laid_out, layouts_of
+from mpistrategy.reduction.arena.layout import Place, buckets_for, check_dtypes, laid_out, layouts_of
 from mpistrategy.reduction.arena.unchanged import UnchangedNest
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.base import Description, Route
-from mpistrategy.reduction.routes.in_place import InPlaceRoute, broadcast_replicas, combine, is_in_place
+from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, combine, is_in_place
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 
@@ -76,7 +76,8 @@ class Arena:
     def __init__(self, strategy: _Strategy, like: Any, shared_result: bool = False) -> None:
         self.strategy = strategy
         reducer = strategy.extended.reducer
-        self.communicator = communicator = reducer.communicator
+        communicator = reducer.communicator
+        self.communicator: Communicator = communicator
         with Call(communicator.guard, "Strategy.arena") as call:
             if not isinstance(shared_result, bool):
                 raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
@@ -95,8 +96,9 @@ class Arena:
                 options=f"shared_result={shared_result}{', on a GPU' if self.on_device else ''}",
             )
             call.expect_more()
-            self.places, dtypes, sizes = laid_out(layouts)
-            self.buckets = buckets_for(communicator, dtypes, sizes, shared_result, self.on_device)
+            places, dtypes, sizes = laid_out(layouts)
+            self.places: tuple[Place, ...] = places
+            self.buckets: tuple[Replicas, ...] = buckets_for(communicator, dtypes, sizes, shared_result, self.on_device)
             call.agree("use an arena")  # no rank has run out of memory
         self._number = next(reducer.arena_numbers)
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
@@ -108,7 +110,7 @@ class Arena:
         self.in_place: bool = not shared_result
         self.is_unchanged: Callable[[], bool] = self._nest.is_unchanged
         #: What an all-reduce returns.
-        self.result = self._values
+        self.result: Any = self._values
         if shared_result:
             views = self._views([bucket.result for bucket in self.buckets if bucket.result is not None])
             for view in [] if self.on_device else views:  # CuPy has no read-only arrays

@@ -29,7 +29,7 @@ class UnchangedNest:
     def __init__(self, structure: nest.Structure, leaves: Sequence[Array]) -> None:
         self._structure = structure
         self._leaves = list(leaves)
-        self.value = structure.pack(self._leaves)
+        self.value: Any = structure.pack(self._leaves)
         self._twin = structure.pack(self._leaves)
         self._single = [(path, _at(self.value, path)) for path in _single(self.value)]
         self._is_plain = len(self._single) == sum(leaf.size == 1 for leaf in leaves)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, division, host_wire_dtype, mean_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, mean_dtype, quiet_runner
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -55,7 +55,8 @@ class MailboxRoute:
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.mailboxes: Mailboxes = mailboxes
         self.op: ReduceOp = op
-        self.combine, self.quiet = COMBINE[op.on_the_wire], quiet_runner()
+        self.combine: Combine = COMBINE[op.on_the_wire]
+        self.quiet: Callable[..., Any] = quiet_runner()
         self.packs: tuple[Pack, ...] = _packs(layouts)
         self._count = len(layouts)
         self._divisions = {

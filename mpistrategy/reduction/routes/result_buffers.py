@@ -41,7 +41,8 @@ class ResultBufferRoute:
         assert communicator.result_buffers is not None
         self._ranks, self._buffers, self._otherwise = communicator, communicator.result_buffers, otherwise
         self._op, self._combine, self._quiet = op.on_the_wire, combination, quiet_runner()
-        self.packs = packs = otherwise.packs
+        packs = otherwise.packs
+        self.packs: tuple[Pack, ...] = packs
         self._count = sum(len(pack.members) for pack in packs)
         self._numbers = [m.index for p in packs for m in p.members if m.stop - m.start == 1]
         self._slots: list[_PackSlot] = []

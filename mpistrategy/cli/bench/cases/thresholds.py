@@ -72,7 +72,8 @@ class Search:
         self.tell = tell
         self.effort = effort
         self.trials = trials
-        self.default = self.paths = default
+        self.default: Thresholds = default
+        self.paths: Thresholds = default
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Thresholds:

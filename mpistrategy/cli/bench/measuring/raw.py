@@ -5,7 +5,7 @@ It calls MPI directly, since the reference must not go through the library.  Imp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,12 @@ class RawRanks:
         self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
-        self.barrier = self.comm.Barrier
+        self.barrier: Callable[[], None] = self.comm.Barrier
         #: The plain call, on buffers that mpi4py looks at itself.
-        self.allreduce = self.comm.Allreduce
-        self.sum = MPI.SUM
+        self.allreduce: Callable[..., None] = self.comm.Allreduce
+        self.sum: MPI.Op = MPI.SUM
         #: Passed as the source: the target is also the operand.
-        self.in_place = MPI.IN_PLACE
+        self.in_place: Any = MPI.IN_PLACE
 
     def job(self) -> Job:
         """Say what runs here, the same on every rank.  Collective."""
