@@ -67,7 +67,7 @@ def strategy() -> ms.MirroredStrategy:
 def gpus() -> Iterator[ms.MirroredStrategy]:
     """Give a strategy whose ranks drive the doubles' GPUs, one each, or the real ones that there are."""
     if IS_REAL:
-        with installed(), strategy() as made:
+        with installed(), closing(strategy()) as made:
             yield made
     else:
         with (
