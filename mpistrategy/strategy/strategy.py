@@ -307,7 +307,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         >>> strategy.reduce("SUM", arena)["b"]
         array([1., 1.])
         """
-        return Arena(self, like, shared_result)
+        return Arena(self, like, shared_result=shared_result)
 
     @collective("barrier")
     def barrier(self, name: str = "") -> None:

@@ -73,7 +73,7 @@ class Arena:
         CollectiveMismatchError: when the ranks' structures, shapes or dtypes differ.
     """
 
-    def __init__(self, strategy: _Strategy, like: Any, shared_result: bool = False) -> None:
+    def __init__(self, strategy: _Strategy, like: Any, *, shared_result: bool = False) -> None:
         self.strategy = strategy
         reducer = strategy.extended.reducer
         communicator = reducer.communicator
