@@ -37,11 +37,12 @@ def in_words(made: object) -> str:
     """Return ``SGD(learning_rate=0.1, momentum=0.9)``: the arguments of the constructor that are not its defaults."""
     kind, words = type(made), []
     for name, parameter in inspect.signature(kind).parameters.items():
-        value = getattr(made, name, parameter.default) if parameter.kind is not parameter.VAR_KEYWORD else None
-        is_default = value is parameter.default or (isinstance(value, enum.Enum) and value.name == parameter.default)
-        if parameter.kind is parameter.VAR_KEYWORD or is_default or value == parameter.default:
+        if not hasattr(made, name):
             continue
-        words.append(f"{name}={value.name if isinstance(value, enum.Enum) else repr(value)}")
+        value = getattr(made, name)
+        is_member = isinstance(value, enum.Enum)
+        if (value.name if is_member else value) != parameter.default:
+            words.append(f"{name}={value.name if is_member else repr(value)}")
     return f"{kind.__name__}({', '.join(words)})"
 
 

@@ -23,7 +23,7 @@ from mpistrategy.checkpoint.checkpoint import Checkpoint
 from mpistrategy.checkpoint.manager import CheckpointManager
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
 
@@ -137,7 +137,7 @@ class PreemptionCheckpointHandler:
         steps_between_checks: int | None = None,
     ) -> None:
         if steps_between_checks is not None:
-            warn(f"{_WHERE}: 'steps_between_checks' is now called 'steps_between_votes'", DeprecationWarning)
+            warn_of_old_name(_WHERE, "steps_between_checks", "steps_between_votes")
             steps_between_votes = steps_between_checks
         self.checkpoint_manager: CheckpointManager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._config = _config(termination_config)

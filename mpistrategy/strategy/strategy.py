@@ -236,7 +236,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
     def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """Give every rank the value that rank `root` has.  Collective; in any context.
 
-        For several nests, or large ones, it sends one message for all small arrays and one for each large one.
+        All small arrays of a nest travel in one message, and each large one in a message of its own.
 
         Args:
             value: arrays, numbers, variables or containers, alone or in any nest; structure, dtypes and shapes are

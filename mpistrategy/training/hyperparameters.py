@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
-from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.options import ReduceOp
 from mpistrategy.training.nonfinite import checked_policy
 
@@ -108,11 +108,6 @@ class Renamed(Generic[T]):
     def __set__(self, instance: object, value: Any) -> None:
         warn_of_old_name(type(instance).__name__, self._name, self._new)
         setattr(instance, self._new, value)
-
-
-def warn_of_old_name(where: str, old: str, new: str) -> None:
-    """Warn at the call site that `old` is now `new`."""
-    warn(f"{where}: {old!r} is now called {new!r}", DeprecationWarning)
 
 
 def set_old_names(optimizer: object, old: Mapping[str, Any]) -> None:
