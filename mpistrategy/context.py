@@ -27,7 +27,7 @@ class Extended(Protocol):
 class Strategy(Protocol):
     """What a context uses of a strategy."""
 
-    is_default: bool
+    _is_default: bool
 
     @property
     def extended(self) -> Extended:

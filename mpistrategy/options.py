@@ -51,16 +51,16 @@ class ReduceOp(enum.Enum):
     PROD = "PROD"
 
     @property
-    def on_the_wire(self) -> str:
+    def _on_the_wire(self) -> str:
         """The operation between ranks: a mean is sent as a sum."""
         return "SUM" if self is ReduceOp.MEAN else self.value
 
-    def divisor(self, dtype: np.dtype[Any], count: int) -> int:
+    def _divisor(self, dtype: np.dtype[Any], count: int) -> int:
         """Return what a sum of `count` values is divided by in its dtype on the wire; means of integers differ."""
         return count if self is ReduceOp.MEAN and dtype.kind not in "iu" else 1
 
     @classmethod
-    def parse(cls, value: Any, where: str) -> ReduceOp:
+    def _parse(cls, value: Any, where: str) -> ReduceOp:
         """Return the ReduceOp that `value` names.
 
         Args:

@@ -20,17 +20,17 @@ class Created:
             between, so only the order means something.  It is a tuple because it is no setting of the object.
     """
 
-    creation_order: tuple[int]
+    _creation_order: tuple[int]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
-        made.creation_order = (next(_numbers),)
+        made._creation_order = (next(_numbers),)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the number: a copy is created when it is copied."""
         state: Any = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "creation_order"}
+        return {name: value for name, value in state.items() if name != "_creation_order"}
 
 
 def in_words(made: object) -> str:
@@ -53,7 +53,7 @@ class NotPickled:
     """
 
     #: What to do instead.
-    instead_of_pickling: ClassVar[str] = ""
+    _instead_of_pickling: ClassVar[str] = ""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = type(self).__name__
@@ -61,7 +61,7 @@ class NotPickled:
             f"copying or pickling {kind}",
             found="an object that belongs to this process and its ranks",
             expected=f"another {kind}, made where it is used",
-            fix=self.instead_of_pickling,
+            fix=self._instead_of_pickling,
         )
 
     def __copy__(self) -> Self:

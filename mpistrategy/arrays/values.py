@@ -24,7 +24,7 @@ class ArrayLike(ArrayOperators):
     def _read(self) -> Any:
         raise NotImplementedError
 
-    def contribution(self) -> Any:
+    def _contribution(self) -> Any:
         """Return this replica's value in a reduction; never communicates."""
         return self._read()
 
@@ -153,10 +153,10 @@ class PerReplica(DistributedValues):
 
     def __init__(self, values: tuple[Any, ...] | list[Any], group: Any = None) -> None:
         super().__init__(values)
-        self.group = group
+        self._group = group
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None}  # the ranks belong to this process
+        return {**self.__dict__, "_group": None}  # the ranks belong to this process
 
 
 class Mirrored(DistributedValues):
@@ -169,20 +169,20 @@ class Mirrored(DistributedValues):
 
     def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
         super().__init__(values)
-        self.lives_on = lives_on
+        self._lives_on = lives_on
 
     def _read(self) -> Any:
         if not self.values:
             raise PlacementError.at(
                 "Mirrored",
                 found="a read on a rank without the value",
-                expected=f"a read on {self.lives_on}",
+                expected=f"a read on {self._lives_on}",
                 fix="To have it on every rank, pass a variable, a value or the list of all devices as destination.",
             )
         return self.values[0]
 
     def __repr__(self) -> str:
-        return super().__repr__() if self.values else f"Mirrored(<lives on {self.lives_on}>)"
+        return super().__repr__() if self.values else f"Mirrored(<lives on {self._lives_on}>)"
 
 
 class IndexedSlices:
@@ -231,7 +231,7 @@ def local_component(value: Any) -> Any:
 def contribution(value: Any) -> Any:
     """Return this replica's part of `value` in a reduction or a gather; of a variable, its own copy."""
     value = local_component(value)
-    return value.contribution() if isinstance(value, ArrayLike) else value
+    return value._contribution() if isinstance(value, ArrayLike) else value
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,10 @@ class Checkpoint:
             CollectiveMismatchError: on every rank, if the ranks differ in the directory, the names, or the objects
                 under a name; the text shows the difference.
         """
-        return self.save_after(lambda: None, directory, wait=wait, overwrite=overwrite)
+        return self._save_after(lambda: None, directory, wait=wait, overwrite=overwrite)
 
     @collective("save")
-    def save_after(
+    def _save_after(
         self,
         prepare: Callable[[], object],
         directory: str | os.PathLike[str],
@@ -128,10 +128,10 @@ class Checkpoint:
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
             state.check_generators(communicator)
             saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
-            cleaning.enter_context(saving.cleaned_up())
-            saving.begin(state, call, prepare, wait=bool(wait))
+            cleaning.enter_context(saving._cleaned_up())
+            saving._begin(state, call, prepare, wait=bool(wait))
             if wait:
-                saving.commit(call)
+                saving._commit(call)
         if not wait:
             self._pending = saving
         return saving
@@ -182,7 +182,7 @@ class Checkpoint:
     def _layout_of(self, strategy: Strategy) -> dict[str, Any]:
         """Return `strategy.layout()`; ask for it again only when something in it has changed."""
         extended = strategy.extended
-        changes = (extended.reducer.changes, len(extended.bucket_orders), extended.communicator.thresholds)
+        changes = (extended._reducer.changes, len(extended._bucket_orders), extended.communicator.thresholds)
         if self._layout[0] != (strategy, changes):
             self._layout = (strategy, changes), strategy.layout()
         return self._layout[1]
@@ -191,8 +191,8 @@ class Checkpoint:
         """Finish the previous save before the next one."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_committed and not pending.has_failed:
-            cleaning.enter_context(pending.cleaned_up())
-            pending.commit(call)
+            cleaning.enter_context(pending._cleaned_up())
+            pending._commit(call)
 
     @staticmethod
     def arrays(path: str | os.PathLike[str]) -> dict[str, Array]:

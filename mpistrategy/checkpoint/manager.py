@@ -116,7 +116,7 @@ class CheckpointManager:
                     self._make_ready()
                     self._remove_damaged(_checked(step))
 
-            saving = self.checkpoint.save_after(prepare, path, wait=wait)
+            saving = self.checkpoint._save_after(prepare, path, wait=wait)
             self._saved = self.latest = _checked(step)
             self._remove_old()
         return saving

@@ -360,7 +360,7 @@ class _Copies:
     def into(self, path: str, var: Variable) -> None:
         """Write into a variable its value, or this rank's part of it."""
         item = self._manifest.items[path]
-        by_replica = var.synchronization is VariableSynchronization.ON_READ and not var.strategy.extended.is_local
+        by_replica = var.synchronization is VariableSynchronization.ON_READ and not var.strategy.extended._is_local
         if by_replica and item.copies == var.aggregation.name and self._same_ranks:
             array = self._own(path)
         elif by_replica and var.aggregation is VariableAggregation.SUM:

@@ -73,7 +73,7 @@ class Saving:
 
     # ------------------------------------------------------------------------------------------- the steps
 
-    def begin(self, state: State, call: Call, prepare: Callable[[], object], *, wait: bool) -> None:
+    def _begin(self, state: State, call: Call, prepare: Callable[[], object], *, wait: bool) -> None:
         """Do steps 1 and 2; without `wait`, start step 2 in a thread.  Collective; the caller cleans up after errors.
 
         Rank 0 calls `prepare` first.
@@ -197,11 +197,11 @@ class Saving:
         if self.has_failed:
             raise CheckpointWriteError.at("Saving.wait", found="a checkpoint that failed before", expected="a new save")
         if not self.is_committed:
-            with self.cleaned_up(), Call(self._communicator.guard, "Saving.wait") as call:
-                self.commit(call)
+            with self._cleaned_up(), Call(self._communicator.guard, "Saving.wait") as call:
+                self._commit(call)
         return self.path
 
-    def commit(self, call: Call) -> None:
+    def _commit(self, call: Call) -> None:
         """Do step 3.  Collective; the caller cleans up after errors."""
         call.expect_more()
         if self._thread is not None:
@@ -272,15 +272,15 @@ class Saving:
     # ------------------------------------------------------------------------------------------- its end
 
     @contextlib.contextmanager
-    def cleaned_up(self) -> Any:
+    def _cleaned_up(self) -> Any:
         """Remove the partial checkpoint if the block fails."""
         try:
             yield
         except BaseException:
-            self.abandon()
+            self._abandon()
             raise
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Remove the folder on the rank that made it; never raises."""
         if self._thread is not None:
             self._thread.join()

@@ -254,7 +254,7 @@ class State:
         made: dict[type, list[tuple[tuple[int], str]]] = {}
         for path, value in objects.items():
             if isinstance(value, Created):
-                made.setdefault(type(value), []).append((value.creation_order, path))
+                made.setdefault(type(value), []).append((value._creation_order, path))
         numbers = {
             path: f"{number} of {len(paths)}"
             for paths in made.values()
@@ -308,11 +308,11 @@ def kind_of(value: Any, kinds: Sequence[Kind]) -> Kind | None:
 
 def strategy_of(objects: Mapping[str, Any], made_in: Strategy, kinds: Sequence[Kind]) -> Strategy:
     """Return the strategy whose ranks share these objects: `made_in` unless that is the default strategy."""
-    if not made_in.is_default:
+    if not made_in._is_default:
         return made_in
     variables = _variables_in(list(objects.values()), kinds, 0)
     found: dict[int, Strategy] = {id(var.strategy): var.strategy for var in variables}
-    shared = [strategy for strategy in found.values() if not strategy.extended.is_local]
+    shared = [strategy for strategy in found.values() if not strategy.extended._is_local]
     return (shared or [*found.values(), made_in])[0]
 
 

@@ -20,8 +20,8 @@ class MpiAllReduce(PackedCrossDeviceOps):
     Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
     """
 
-    in_rank_order = True
-    has_plans = True
+    _in_rank_order = True
+    _has_plans = True
 
 
 class NcclAllReduce(PackedCrossDeviceOps):
@@ -41,8 +41,8 @@ class NcclAllReduce(PackedCrossDeviceOps):
         OptionTypeError: for one that is no number.
     """
 
-    in_rank_order = True
-    device_path: str | None = "nccl"
+    _in_rank_order = True
+    _device_path: str | None = "nccl"
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs: float = checked_num_packs(num_packs, "NcclAllReduce")
@@ -64,19 +64,19 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         OptionError: for a negative num_packs.
     """
 
-    in_rank_order = True
-    device_path: str | None = None
-    to_every_rank: ChooseRoute | None = None
+    _in_rank_order = True
+    _device_path: str | None = None
+    _to_every_rank: ChooseRoute | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs: float = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
 
-    def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: on several nodes the same for all sizes."""
         if communicator.nodes == 1:
-            return super().route(communicator, packs, op, destination)
+            return super()._route(communicator, packs, op, destination)
 
         def across(source: Array, target: Array) -> None:
-            allreduce_across(communicator, target, op.on_the_wire, source=source)
+            allreduce_across(communicator, target, op._on_the_wire, source=source)
 
         return CommunicatorRoute(communicator, packs, op, ["across"] * len(packs), across)

@@ -32,28 +32,27 @@ class CrossDeviceOps:
     `reduce_implementation` and `batch_reduce_implementation` (and `broadcast_implementation` where the default, rank
     0's value by MPI Bcast, does not do).
 
-    Attributes:
-        in_rank_order, has_plans, is_built_in: see `mpistrategy.reduction.algorithm.Algorithm`.  A subclass that does
-            not say so itself has none of the first two: it may do something else.
     """
 
-    in_rank_order: bool = False
-    has_plans: bool = False
-    is_built_in: bool = False
+    # See `mpistrategy.reduction.algorithm.Algorithm`.  A subclass that does not say so itself has neither of the first
+    # two: it may do something else.
+    _in_rank_order: bool = False
+    _has_plans: bool = False
+    _is_built_in: bool = False
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
-        cls.in_rank_order = bool(cls.__dict__.get("in_rank_order"))
-        cls.has_plans = bool(cls.__dict__.get("has_plans"))
+        cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
+        cls._has_plans = bool(cls.__dict__.get("_has_plans"))
 
     @property
-    def configuration(self) -> str:
+    def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
         return type(self).__name__
 
-    def settings(self, options: CommunicationOptions) -> str:
+    def _settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
-        shown = f"{self.configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
+        shown = f"{self._configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
         chosen: Any = options.implementation
         return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
@@ -64,7 +63,7 @@ class CrossDeviceOps:
             ContextError: outside every strategy, for a value that belongs to none.
         """
         where = f"{type(self).__name__}.{method}"
-        communicator: Communicator | None = current.current() or getattr(value, "group", None)
+        communicator: Communicator | None = current.current() or getattr(value, "_group", None)
         if communicator is None:
             raise ContextError.at(
                 where,
@@ -100,7 +99,7 @@ class CrossDeviceOps:
         """
         communicator, call = self._call("reduce", per_replica_value)
         with current.working_on(communicator), call:
-            op = ReduceOp.parse(reduce_op, call.where)
+            op = ReduceOp._parse(reduce_op, call.where)
             placing.resolve(destinations, communicator, call.where)
             return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call))
 
@@ -127,7 +126,7 @@ class CrossDeviceOps:
             value_destination_pairs = list(value_destination_pairs)
         communicator, call = self._call("batch_reduce", _first_value(value_destination_pairs))
         with current.working_on(communicator), call:
-            op = ReduceOp.parse(reduce_op, call.where)
+            op = ReduceOp._parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
             for _, destinations in pairs:
                 placing.resolve(destinations, communicator, call.where)
@@ -140,7 +139,7 @@ class CrossDeviceOps:
                 )
             return list(results)
 
-    def all_reduce_values(
+    def _all_reduce_values(
         self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.algorithm.Algorithm`."""

@@ -42,17 +42,17 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         to_every_rank: chooses the route to every rank, once for each list of layouts; None: their packs take `route`.
     """
 
-    is_built_in = True
+    _is_built_in = True
     num_packs: float = 0
-    device_path: str | None = ""
-    to_every_rank: ChooseRoute | None = staticmethod(usual_route)
+    _device_path: str | None = ""
+    _to_every_rank: ChooseRoute | None = staticmethod(usual_route)
 
     @property
-    def configuration(self) -> str:
+    def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
         return f"{type(self).__name__}, num_packs={self.num_packs}"
 
-    def plan(
+    def _plan(
         self,
         communicator: Communicator,
         layouts: tuple[Layout, ...],
@@ -61,32 +61,32 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
-        if destination is EVERY_RANK and self.to_every_rank is not None:
-            return plan_of(communicator, layouts, op, options.bytes_per_pack, self.to_every_rank)
+        if destination is EVERY_RANK and self._to_every_rank is not None:
+            return plan_of(communicator, layouts, op, options.bytes_per_pack, self._to_every_rank)
         packs = packing.plan(layouts, options.bytes_per_pack, self.num_packs, host_wire_dtype)
-        return Plan(communicator, layouts, op, self.route(communicator, packs, op, destination))
+        return Plan(communicator, layouts, op, self._route(communicator, packs, op, destination))
 
-    def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: by MPI's Reduce to a single rank, else each by `Communicator.allreduce`."""
         if destination.only_rank is not None:
             return by_one_rank(communicator, packs, op, destination.only_rank, destination)
-        names = [communicator.route(pack.nbytes, pack.dtype, op.on_the_wire) for pack in packs]
-        allreduce, text = communicator.allreduce, op.on_the_wire
+        names = [communicator.route(pack.nbytes, pack.dtype, op._on_the_wire) for pack in packs]
+        allreduce, text = communicator.allreduce, op._on_the_wire
         return CommunicatorRoute(communicator, packs, op, names, lambda source, target: allreduce(target, text, source))
 
-    def gpu_route(
+    def _gpu_route(
         self, ranks: Communicator, arrays: Sequence[DeviceArray], op: ReduceOp, options: CommunicationOptions
     ) -> Route:
         """Return the route of arrays in GPU memory to every rank, where they are not reduced on the host."""
         from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
 
         packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
-        return GpuRoute(ranks, packs, op, path_word(options, self.device_path or ""), options.wire)
+        return GpuRoute(ranks, packs, op, path_word(options, self._device_path or ""), options.wire)
 
-    def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
+    def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
 
-    def reduce_slices(
+    def _reduce_slices(
         self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
     ) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
@@ -112,7 +112,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             results = self._reduce(call, communicator, reduce_op, values, targets, options)
             return [mirrored(result, target, communicator) for result, target in zip(results, targets, strict=True)]
 
-    def all_reduce_values(
+    def _all_reduce_values(
         self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Reduce to every rank; what a subclass has overridden is called."""
@@ -121,7 +121,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             usual.batch_reduce,
             usual.batch_reduce_implementation,
         ):
-            return super().all_reduce_values(call, communicator, op, values, options)
+            return super()._all_reduce_values(call, communicator, op, values, options)
         return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options)
 
     def _reduce(
@@ -138,7 +138,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         communicator: Communicator = reduced_precision.on(ranks, options.wire)
         given = [own_component(value, op, call.where) for value in given]
         values = [checked_value(value, op, call.where) for value in given]
-        self.check_values(values, op, call.where)
+        self._check_values(values, op, call.where)
         layouts = tuple(map(_layout, values))
         # Values that go to different ranks are sent to all of them.
         target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
@@ -147,19 +147,19 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if placed:
             arrays = [values[i] for i in placed]
             check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
-            if self.device_path is not None and target is EVERY_RANK:
-                routes.append((self.gpu_route(ranks, arrays, op, options), placed, arrays))
+            if self._device_path is not None and target is EVERY_RANK:
+                routes.append((self._gpu_route(ranks, arrays, op, options), placed, arrays))
             else:
                 values = [to_host(value) if is_on_device(value) else value for value in values]
         dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
         arrays = [values[i] for i in dense]
-        plan = self.plan(communicator, packing.layouts_of(arrays), op, options, target)
+        plan = self._plan(communicator, packing.layouts_of(arrays), op, options, target)
         # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
         routes.insert(0, (plan, dense, arrays))
         for route, _, arrays in routes:
             route.bring(arrays)
         destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
-        settings = self.settings(options)
+        settings = self._settings(options)
         call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
         results: list[Any] = [None] * len(values)
         for route, those, arrays in routes:
@@ -167,7 +167,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 results[i] = total if target.includes(communicator.rank) else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
-                results[i] = self.reduce_slices(communicator, value, op, call)
+                results[i] = self._reduce_slices(communicator, value, op, call)
             elif isinstance(value, Mirrored):
                 results[i] = value.values[0] if value.values else None
         return [in_kind(result, like) for result, like in zip(results, given, strict=True)]
@@ -181,7 +181,7 @@ def by_one_rank(
     def reduce_pair(source: Array, target: Array) -> None:
         if target is not source:
             target[...] = source
-        communicator.reduce(target, root, op.on_the_wire)
+        communicator.reduce(target, root, op._on_the_wire)
         if destination.only_rank != root:
             communicator.bcast(target, root)
 

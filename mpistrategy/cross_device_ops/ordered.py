@@ -38,7 +38,7 @@ def ordered_route(
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
     shown = [name if name in ("none", "threads") else "alltoallv" for name in names]
-    pair = partial(gather_and_combine, communicator, op.on_the_wire, EVERY_RANK)
+    pair = partial(gather_and_combine, communicator, op._on_the_wire, EVERY_RANK)
     route = CommunicatorRoute(communicator, packs, op, shown, pair)
     return with_result_buffers(communicator, op, route, names, combine_ordered)
 
@@ -74,15 +74,15 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     algorithms send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
 
-    device_path: str | None = None
-    to_every_rank: ChooseRoute | None = staticmethod(ordered_route)
+    _device_path: str | None = None
+    _to_every_rank: ChooseRoute | None = staticmethod(ordered_route)
 
-    def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: share by share from rank to rank."""
-        pair = partial(gather_and_combine, communicator, op.on_the_wire, destination)
+        pair = partial(gather_and_combine, communicator, op._on_the_wire, destination)
         return CommunicatorRoute(communicator, packs, op, ["alltoallv"] * len(packs), pair)
 
-    def reduce_slices(
+    def _reduce_slices(
         self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
     ) -> IndexedSlices:
         """Return all ranks' rows, those with equal indices added up, in the order of their indices."""
@@ -100,7 +100,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
                 total[chosen] = sum_of_rows(rows.reshape(chosen.size, count, width)).reshape(total[chosen].shape)
         return IndexedSlices(finish(total, dtype, op, communicator.size), indices, slices.dense_shape)
 
-    def check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
+    def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise UnsupportedError for a PROD of complex numbers, whose order is not that of their parts."""
         for value in values:
             if op is ReduceOp.PROD and isinstance(value, np.ndarray) and value.dtype.kind == "c":

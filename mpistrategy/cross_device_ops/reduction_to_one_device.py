@@ -36,8 +36,8 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         OptionTypeError: for an accumulation_fn that cannot be called.
     """
 
-    device_path: str | None = None
-    to_every_rank: ChooseRoute | None = None
+    _device_path: str | None = None
+    _to_every_rank: ChooseRoute | None = None
 
     def __init__(
         self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Array]], Any] | None = None
@@ -57,12 +57,12 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         self.accumulation_fn = accumulation_fn
 
     @property
-    def configuration(self) -> str:
+    def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
-        return f"{super().configuration}, {how} on {self.reduce_to_device}"
+        return f"{super()._configuration}, {how} on {self.reduce_to_device}"
 
-    def route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: combined by MPI, or by the accumulation function."""
         root = destination.only_rank or 0
         if self.reduce_to_device is not None:
@@ -108,7 +108,7 @@ class _Accumulation:
                 if self._is_sent:
                     communicator.bcast(buffer, self._root)
                 with np.errstate(all="ignore"):
-                    divide_by(self._op.divisor(buffer.dtype, communicator.size), buffer)
+                    divide_by(self._op._divisor(buffer.dtype, communicator.size), buffer)
                 for index, view in pack.views(buffer):
                     results[index] = view
         return results

@@ -129,7 +129,7 @@ class Dataset(Generic[E]):
             first_epoch=self._first_epoch + number,
         )
 
-    def lazy_batches(self) -> Iterator[Any]:
+    def _lazy_batches(self) -> Iterator[Any]:
         """Yield the global batches as nests of unread `Rows`."""
         epochs = itertools.count(self._first_epoch)
         for epoch in epochs if self._epochs is None else itertools.islice(epochs, self._epochs):
@@ -143,7 +143,7 @@ class Dataset(Generic[E]):
                 return  # no epoch has batches, and there may be no last epoch
 
     def __iter__(self) -> Iterator[E]:
-        for batch in self.lazy_batches():
+        for batch in self._lazy_batches():
             yield nest.map_structure(lambda rows: rows[:], batch)
 
     def __len__(self) -> int:
@@ -161,11 +161,11 @@ class Dataset(Generic[E]):
         whole, rest = divmod(self._num_rows, self._batch)
         return whole + (rest > 0 and not self._drop_remainder)
 
-    def empty_batch(self) -> Any:
+    def _empty_batch(self) -> Any:
         """Return a batch without rows."""
         return self._structure.pack([Rows(source, range(0))[:] for source in self._sources])
 
-    def describe(self, *, epochs: bool = True) -> str:
+    def _describe(self, *, epochs: bool = True) -> str:
         """Return a text that must be equal on all ranks; without `epochs`, what the order of batches depends on."""
         kinds = ", ".join(
             f"{dtype_name(np.dtype(s.dtype)) if hasattr(s, 'dtype') else '?'}{list(s.shape)}" for s in self._sources
@@ -181,7 +181,7 @@ class Dataset(Generic[E]):
         )
 
     def __repr__(self) -> str:
-        return f"<{self.describe()}>"
+        return f"<{self._describe()}>"
 
 
 def to_rows(leaf: Any) -> Any:

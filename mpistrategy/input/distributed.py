@@ -95,7 +95,7 @@ class DistributedDataset(Generic[E]):
         return f"<{type(self).__name__} of {self._words()}, part {self._index} of {self._parts}>"
 
     def _words(self) -> str:
-        of = self._dataset.describe(epochs=False) if isinstance(self._dataset, Dataset) else "global batches"
+        of = self._dataset._describe(epochs=False) if isinstance(self._dataset, Dataset) else "global batches"
         return f"{of}, drop_remainder={self._drop_remainder}, pad={self._pad}"
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ class DistributedDataset(Generic[E]):
         return sum(_rows_of(batch)[1] >= self._parts for batch in self._batches())
 
     def _batches(self) -> Iterable[Any]:
-        return self._dataset.lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
+        return self._dataset._lazy_batches() if isinstance(self._dataset, Dataset) else self._dataset
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
         batches: Iterator[Any] = itertools.islice(self._batches(), walk.position, None)
@@ -174,7 +174,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
         drop_remainder: whether all ranks end with the first rank that has no more elements instead.
     """
 
-    instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."
+    _instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."
 
     def __init__(self, dataset: Iterable[E], communicator: Communicator, *, drop_remainder: bool = False) -> None:
         self._dataset: Iterable[Any] = dataset
@@ -240,7 +240,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
 
     def _without_rows(self, last: Any) -> Any:
         if isinstance(self._dataset, Dataset):
-            return self._dataset.empty_batch()
+            return self._dataset._empty_batch()
         if last is END:
             raise BatchError.at(
                 "distribute_datasets_from_function",
@@ -266,5 +266,5 @@ def check_iterable(dataset: Any, where: str) -> None:
 def describe(dataset: Any) -> str:
     """Return a text that must be equal on all ranks for datasets of global batches; reads no batch."""
     if isinstance(dataset, Dataset):
-        return dataset.describe()
+        return dataset._describe()
     return f"{len(dataset)} global batches" if isinstance(dataset, Sequence) else "global batches"

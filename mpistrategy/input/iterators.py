@@ -40,37 +40,37 @@ class Walk:
 class DistributedIterator(Created, NotPickled, Iterator[E]):
     """An iterator over a distributed dataset, from `iter(dataset)`.  A `Checkpoint` saves its position."""
 
-    instead_of_pickling = "Send the batches that it yields, or save its position with a Checkpoint."
+    _instead_of_pickling = "Send the batches that it yields, or save its position with a Checkpoint."
 
     def __init__(self, elements: Iterator[E] | Walk) -> None:
         #: The position; None for elements without one.
-        self.walk: Walk | None = elements if isinstance(elements, Walk) else getattr(elements, "walk", None)
+        self._walk: Walk | None = elements if isinstance(elements, Walk) else getattr(elements, "_walk", None)
         self._elements: Iterator[E] = elements.begin(elements) if isinstance(elements, Walk) else elements
 
-    def check_can_go(self) -> None:
-        """Raise OptionError when `go_to` is not possible."""
-        walk = self.walk
+    def _check_can_go(self) -> None:
+        """Raise OptionError when `_go_to` is not possible."""
+        walk = self._walk
         if walk is None or (walk.is_one_shot and walk.position > 0):
             raise OptionError.at(
-                "DistributedIterator.go_to",
+                "DistributedIterator._go_to",
                 found="a dataset that can be iterated only once",
                 expected="a dataset that can be iterated again, or an iterator that has not begun",
                 fix="Use Dataset.from_arrays, a list, or a new generator.",
             )
 
-    def go_to(self, position: int) -> None:
+    def _go_to(self, position: int) -> None:
         """Continue after the first `position` elements; skipped elements are not read where possible.
 
         Raises:
             OptionError: for a dataset that can be iterated only once, and was begun.
         """
-        self.check_can_go()
-        assert self.walk is not None
-        self.walk.position = position
-        self._elements = self.walk.begin(self.walk)
+        self._check_can_go()
+        assert self._walk is not None
+        self._walk.position = position
+        self._elements = self._walk.begin(self._walk)
 
     def __repr__(self) -> str:
-        at = "" if self.walk is None else f" at element {self.walk.position} of {self.walk.of}"
+        at = "" if self._walk is None else f" at element {self._walk.position} of {self._walk.of}"
         return f"<{type(self).__name__}{at}>"
 
     def __copy__(self) -> Self:
@@ -79,7 +79,7 @@ class DistributedIterator(Created, NotPickled, Iterator[E]):
         Raises:
             CopyError: over what can be iterated only once.
         """
-        walk = self.walk
+        walk = self._walk
         if walk is None or walk.is_one_shot:
             raise CopyError.at(
                 "copy.copy(iterator)",
@@ -88,8 +88,8 @@ class DistributedIterator(Created, NotPickled, Iterator[E]):
                 fix="Use the iterator itself, or make a list of its elements.",
             )
         copied = super().__copy__()
-        copied.walk = replace(walk)
-        copied.go_to(walk.position)
+        copied._walk = replace(walk)
+        copied._go_to(walk.position)
         return copied
 
     @collective("next")
@@ -149,10 +149,10 @@ class DatasetIterator(DistributedIterator[E]):
 
         A generator cannot start again: it continues.
         """
-        before = self.walk
+        before = self._walk
         DistributedIterator.__init__(self, iter(self._dataset))
-        if self.walk is not None and before is not None:
-            self.walk.is_compared = before.is_compared
+        if self._walk is not None and before is not None:
+            self._walk.is_compared = before.is_compared
         return []
 
 

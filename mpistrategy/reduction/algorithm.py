@@ -14,20 +14,20 @@ class Algorithm(Protocol):
     """A `CrossDeviceOps`, as this folder uses it.
 
     Attributes:
-        in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.
-        has_plans: whether repeated calls may be planned: it does what `MpiAllReduce` does, whatever the values.
-        is_built_in: whether it is one of the library's own pipelines, and can be asked how buffers travel.
+        _in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.
+        _has_plans: whether repeated calls may be planned: it does what `MpiAllReduce` does, whatever the values.
+        _is_built_in: whether it is one of the library's own pipelines, and can be asked how buffers travel.
     """
 
-    in_rank_order: bool
-    has_plans: bool
-    is_built_in: bool
+    _in_rank_order: bool
+    _has_plans: bool
+    _is_built_in: bool
 
     @property
-    def configuration(self) -> str:
+    def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
 
-    def settings(self, options: CommunicationOptions) -> str:
+    def _settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
 
     def reduce(
@@ -35,7 +35,7 @@ class Algorithm(Protocol):
     ) -> Any:
         """Reduce one value over the replicas."""
 
-    def all_reduce_values(
+    def _all_reduce_values(
         self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
     ) -> list[Any]:
         """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`."""

@@ -36,7 +36,7 @@ _Enter: TypeAlias = "partial[Call]"
 class AllReduceHandle(NotPickled, Generic[T_co]):
     """An all-reduce that was started by `ReplicaContext.all_reduce_async`; generic in the type of its result."""
 
-    instead_of_pickling = "Send what wait() returns."
+    _instead_of_pickling = "Send what wait() returns."
 
     def __init__(self, job: Job, engine: AtOnce, guard: Guard) -> None:
         self._job = job
@@ -96,7 +96,7 @@ def start_all_reduce(
     try:
         arena = resident(value, out)
         if arena is not None:
-            arena.check(reducer, _WHERE)
+            arena._check(reducer, _WHERE)
         prepare = partial(_prepared, value) if arena is None else partial(_of_arena, arena)
         work = prepare(_on(reducer, engine), enter, reduce_op, options, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
@@ -120,7 +120,7 @@ def start_all_reduce(
 
 def _is_on_device(value: Any) -> bool:
     if isinstance(value, Arena):
-        return value.on_device
+        return value._on_device
     try:
         return any(is_on_device(contribution(leaf)) for leaf in nest.flatten(value)[0])
     except Exception:  # of other libraries, too: an array that was deleted, say
@@ -134,7 +134,7 @@ def _prepared(
     given, structure = nest.flatten(value)
     leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
     targets = leaves_like(out, structure, _WHERE)
-    op = ReduceOp.parse(reduce_op, _WHERE)
+    op = ReduceOp._parse(reduce_op, _WHERE)
     kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
 
     def work() -> Any:
@@ -155,21 +155,21 @@ def _of_arena(
     arena: Arena, reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
 ) -> Callable[[], Any]:
     """Return the work for a whole arena: without a copy within a node, and bucket by bucket in the background."""
-    op, values = ReduceOp.parse(reduce_op, _WHERE), arena.values
-    if not arena.in_place and out is None:
+    op, values = ReduceOp._parse(reduce_op, _WHERE), arena.values
+    if not arena._in_place and out is None:
         raise UnsupportedError.at(
             _WHERE,
             found="an arena with shared_result=True",
             expected="a reduction in place",
             fix="Pass out=arena, or use all_reduce.",
         )
-    buckets = [bucket.mine for bucket in arena.buckets]
+    buckets = [bucket.mine for bucket in arena._buckets]
     structure = nest.flatten(values)[1].text
 
     def work() -> Any:
         with enter(structure) as call:
             if not reducer.communicator.guard.is_in_background:
-                return arena.all_reduce(reducer, op, call, options=options, out=arena)
+                return arena._all_reduce(reducer, op, call, options=options, out=arena)
             reducer.all_reduce_leaves(
                 call, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
             )

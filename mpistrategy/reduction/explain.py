@@ -61,8 +61,8 @@ class Explained:
             1 copy: all into the pack
           thresholds: the defaults; rates: the defaults
         """
-        text = "\n".join(_lines(self.extended.reducer, value, ReduceOp.parse(reduce_op, _WHERE), options))
-        if self.extended.reducer.communicator.rank == 0:
+        text = "\n".join(_lines(self.extended._reducer, value, ReduceOp._parse(reduce_op, _WHERE), options))
+        if self.extended._reducer.communicator.rank == 0:
             print(text)
         return text
 
@@ -75,17 +75,17 @@ class Explained:
         what JSON can hold, to be kept beside results; `source` is for people alone.  Never communicates.
         """
         extended = self.extended
-        communicator, algorithm = extended.reducer.communicator, extended.reducer.algorithm
+        communicator, algorithm = extended._reducer.communicator, extended._reducer.algorithm
         return {
             "ranks": communicator.size,
             "node_of": list(communicator.node_of),
             "mpi": communicator.library,
             "shared_memory": communicator.shares_memory,
-            "algorithm": algorithm.configuration,
-            "bytes_per_pack": int(extended.reducer.options.bytes_per_pack),
-            "wire": extended.reducer.options.wire,
+            "algorithm": algorithm._configuration,
+            "bytes_per_pack": int(extended._reducer.options.bytes_per_pack),
+            "wire": extended._reducer.options.wire,
             "thresholds": communicator.thresholds.sizes(),
-            "gradient_buckets": [[list(members) for members in order] for order in extended.bucket_orders],
+            "gradient_buckets": [[list(members) for members in order] for order in extended._bucket_orders],
             "source": communicator.thresholds.source,
         }
 
@@ -93,7 +93,7 @@ class Explained:
 def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
     ranks, chosen = reducer.communicator, reducer.options.merge(options)
     nodes, thresholds = ranks.nodes, ranks.thresholds
-    leaves = value.leaves if isinstance(value, Arena) else nest.flatten(value)[0]
+    leaves = value._leaves if isinstance(value, Arena) else nest.flatten(value)[0]
     found, others = (_of_arena if isinstance(value, Arena) else _of_leaves)(reducer, leaves, value, op, chosen)
     size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))
     rates = thresholds.rates
@@ -117,14 +117,14 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
 def _of_arena(
     reducer: Reducer, leaves: Sequence[Any], arena: Arena, op: ReduceOp, options: CommunicationOptions
 ) -> _Found:
-    arena.check(reducer, _WHERE)
-    ordinary = not reducer.algorithm.in_rank_order
-    if arena.in_place or not ordinary:
-        check_dtypes(arena.buckets, op, _WHERE)
+    arena._check(reducer, _WHERE)
+    ordinary = not reducer.algorithm._in_rank_order
+    if arena._in_place or not ordinary:
+        check_dtypes(arena._buckets, op, _WHERE)
     if ordinary:
         return _of_leaves(reducer, leaves, arena.values, op, options)
     reduced_precision.check(options.wire)
-    return arena.describe(reducer, op, options), []
+    return arena._describe(reducer, op, options), []
 
 
 def _of_leaves(
@@ -135,24 +135,24 @@ def _of_leaves(
     values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
     checked_leaves(values, lambda: nest.leaf_paths(value), False, _WHERE)
     algorithm: Any = reducer.algorithm
-    if not algorithm.is_built_in:
+    if not algorithm._is_built_in:
         return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
     reduced_precision.check(options.wire)
     communicator = reduced_precision.on(reducer.communicator, options.wire)
     parts = [checked_value(own_component(each, op, _WHERE), op, _WHERE) for each in values]
-    algorithm.check_values(parts, op, _WHERE)
+    algorithm._check_values(parts, op, _WHERE)
     placed = [part for part in parts if is_on_device(part)]
     others = []
-    if placed and algorithm.device_path is None:
+    if placed and algorithm._device_path is None:
         size = f"{_count(len(placed), 'array')} on a GPU, {size_in_words(sum(map(_nbytes, placed)))}"
         others.append(f"{size}: copied to the host, reduced as other arrays are, and copied back")
         parts = [np.empty(part.shape, part.dtype) if is_on_device(part) else part for part in parts]
         placed = []
     dense = [part for part in parts if isinstance(part, np.ndarray)]
-    plan = algorithm.plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
+    plan = algorithm._plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
     found = plan.route.describe(communicator, dense)
     if placed:
-        found += algorithm.gpu_route(reducer.communicator, placed, op, options).describe(communicator, placed)
+        found += algorithm._gpu_route(reducer.communicator, placed, op, options).describe(communicator, placed)
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
     if slices:
         size = size_in_words(sum(map(_nbytes, slices)))

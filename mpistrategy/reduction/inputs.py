@@ -98,9 +98,9 @@ def unwrapped(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[li
     def component(argument: Any) -> Any:
         leaves, structure = nest.flatten(argument)
         for leaf in leaves:
-            if isinstance(leaf, Mirrored) and leaf.lives_on != EVERY_RANK.text:
+            if isinstance(leaf, Mirrored) and leaf._lives_on != EVERY_RANK.text:
                 raise PlacementError.at(
-                    "an argument", found=f"a value that lives on {leaf.lives_on} only", expected="one on every rank"
+                    "an argument", found=f"a value that lives on {leaf._lives_on} only", expected="one on every rank"
                 )
         if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
             return argument

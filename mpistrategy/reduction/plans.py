@@ -83,7 +83,7 @@ class Plans:
 
     Args:
         communicator: the ranks.
-        algorithm: how values are combined; there are plans only where `has_plans` says so.
+        algorithm: how values are combined; there are plans only where `_has_plans` says so.
         options: of the calls.
     """
 
@@ -111,9 +111,9 @@ class Plans:
 
     def serve(self, algorithm: Algorithm, options: CommunicationOptions) -> None:
         """Serve another algorithm, or other options, from now on."""
-        served = algorithm.has_plans and options.wire is None
+        served = algorithm._has_plans and options.wire is None
         self._options = options
-        self.settings = algorithm.settings(options) if served else None
+        self.settings = algorithm._settings(options) if served else None
         self._tree.clear()
         self._elsewhere.clear()
         self._long.clear()
@@ -219,8 +219,8 @@ class Plans:
             elif kind is list or kind is tuple:
                 key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
                 run = known.get(key, MISFIT)
-            elif hasattr(kind, "make_plan"):  # an arena
-                known, key = value.plans, (reduce_op, place)
+            elif hasattr(kind, "_make_plan"):  # an arena
+                known, key = value._plans, (reduce_op, place)
                 run = known.get(key, MISFIT)
             else:
                 key = (reduce_op, kind, _layouts((value.value,)) if kind is Weighted else _layout(value))
@@ -259,11 +259,11 @@ class Plans:
             place.known.clear()
             self._long.clear()
         try:
-            op = ReduceOp.parse(reduce_op, WHERE)
-            if hasattr(value, "make_plan"):
+            op = ReduceOp._parse(reduce_op, WHERE)
+            if hasattr(value, "_make_plan"):
                 served = self.settings is not None
                 where = (WHERE, place.text)
-                run = value.plans[key] = value.make_plan(op, self._communicator, where) if served else None
+                run = value._plans[key] = value._make_plan(op, self._communicator, where) if served else None
                 return run
             run = self._worked_out(op, value, place.text)
         except MpiStrategyError:

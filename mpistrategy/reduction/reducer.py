@@ -174,7 +174,7 @@ class Reducer:
                 check_target(memory[-1], array, op, f"{where}: out{path}")
         if weight is None:
             call.wait_as(chosen.timeout_seconds)
-            results = self._algorithm.all_reduce_values(call, self.communicator, op, given, chosen)
+            results = self._algorithm._all_reduce_values(call, self.communicator, op, given, chosen)
         else:
             results = self._weighted(call, op, given, arrays, weight, chosen)
         if targets is None:
@@ -204,7 +204,7 @@ class Reducer:
         call.wait_as(options.timeout_seconds)
         parts = mean.contributions(arrays, weights)
         means = mean.finish(
-            self._algorithm.all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options), arrays
+            self._algorithm._all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options), arrays
         )
         return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
 

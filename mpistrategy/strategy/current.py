@@ -22,7 +22,7 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Return whether this thread is in the scope, a step function or an update of another than the default strategy."""
     frame = current_frame()
-    return frame is not None and not frame.strategy.is_default
+    return frame is not None and not frame.strategy._is_default
 
 
 def get_replica_context() -> ReplicaContext:
@@ -35,7 +35,7 @@ def get_replica_context() -> ReplicaContext:
     """
     frame = current_frame()
     replica_context: ReplicaContext = (
-        frame.replica_context if frame is not None else get_strategy().extended.default_replica_context
+        frame.replica_context if frame is not None else get_strategy().extended._default_replica_context
     )
     return replica_context
 

@@ -41,7 +41,7 @@ class StrategyExtended(Placement, NotPickled):
         options: the default communication options.
     """
 
-    instead_of_pickling = "Make a strategy there: this is a part of one."
+    _instead_of_pickling = "Make a strategy there: this is a part of one."
 
     def __init__(
         self,
@@ -54,31 +54,31 @@ class StrategyExtended(Placement, NotPickled):
         self.communicator: Communicator = communicator or SingleCommunicator()
         note_ranks(self.communicator)
         #: What everything of this strategy is reduced with.
-        self.reducer: Reducer = Reducer(
+        self._reducer: Reducer = Reducer(
             self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions()
         )
-        self.reducer.entered = self._entered
+        self._reducer.entered = self._entered
         #: Whether variables belong to this rank alone (one replica, no synchronization).
-        self.is_local: bool = self.reducer.is_alone
-        self.default_replica_context: ReplicaContext = ReplicaContext(container_strategy, self.communicator.rank)
+        self._is_local: bool = self._reducer.is_alone
+        self._default_replica_context: ReplicaContext = ReplicaContext(container_strategy, self.communicator.rank)
         #: How many datasets of global batches were distributed.
-        self.datasets_made = 0
+        self._datasets_made = 0
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
-        self.bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
+        self._bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
 
     def __repr__(self) -> str:
         return f"<extended of {self._container_strategy!r}>"
 
-    def copy_for(self, container_strategy: Any) -> Self:
+    def _copy_for(self, container_strategy: Any) -> Self:
         """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
         result = copy.copy(self)
         result._container_strategy = container_strategy
-        result.reducer = self.reducer.copy()
-        result.reducer.entered = result._entered
+        result._reducer = self._reducer.copy()
+        result._reducer.entered = result._entered
         result._colocated_with = []
         result._variables = WeakValueDictionary()
-        result.bucket_orders = {}
-        result.default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        result._bucket_orders = {}
+        result._default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
         return result
 
     # -------------------------------------------------------------------------------------------- settings
@@ -90,7 +90,7 @@ class StrategyExtended(Placement, NotPickled):
         Raises:
             OptionTypeError: when it is set to something that is no CrossDeviceOps.
         """
-        return cast(CrossDeviceOps, self.reducer.algorithm)
+        return cast(CrossDeviceOps, self._reducer.algorithm)
 
     @cross_device_ops.setter
     def cross_device_ops(self, algorithm: CrossDeviceOps) -> None:
@@ -98,7 +98,7 @@ class StrategyExtended(Placement, NotPickled):
             raise OptionTypeError.at(
                 "StrategyExtended.cross_device_ops", found=f"{algorithm!r}", expected="a CrossDeviceOps"
             )
-        self.reducer.algorithm = algorithm
+        self._reducer.algorithm = algorithm
 
     @property
     def options(self) -> CommunicationOptions:
@@ -109,7 +109,7 @@ class StrategyExtended(Placement, NotPickled):
         Raises:
             OptionTypeError: when they are set to something that is no CommunicationOptions.
         """
-        return self.reducer.options
+        return self._reducer.options
 
     @options.setter
     def options(self, options: CommunicationOptions) -> None:
@@ -117,7 +117,7 @@ class StrategyExtended(Placement, NotPickled):
             raise OptionTypeError.at(
                 "StrategyExtended.options", found=f"{options!r}", expected="a CommunicationOptions"
             )
-        self.reducer.options = options
+        self._reducer.options = options
 
     # ------------------------------------------------------------------------------------------- reductions
 
@@ -152,8 +152,8 @@ class StrategyExtended(Placement, NotPickled):
         self._require_collective("reduce_to")
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.reduce_to", called=name) as call:
             if isinstance(value, Arena):
-                where = value.destination(destinations, call.where)
-                return value.all_reduce(self.reducer, reduce_op, call, options=options, destination=where)
+                where = value._destination(destinations, call.where)
+                return value._all_reduce(self._reducer, reduce_op, call, options=options, destination=where)
             chosen = self.options.merge(options)
             leaves, structure = nest.flatten(value)
             if structure is nest.LEAF or not any(isinstance(leaf, DistributedValues) for leaf in leaves):
@@ -189,7 +189,7 @@ class StrategyExtended(Placement, NotPickled):
         self._require_collective("broadcast_to")
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
-                return tensor.broadcast(self.reducer, destinations, call)
+                return tensor._broadcast(self._reducer, destinations, call)
             return self.cross_device_ops.broadcast(tensor, destinations)
 
     @collective("barrier")
@@ -199,7 +199,7 @@ class StrategyExtended(Placement, NotPickled):
         Raises:
             CollectiveMismatchError: on every rank, when another rank makes another call.
         """
-        if self._container_strategy.is_default:
+        if self._container_strategy._is_default:
             warn_if_alone(self._container_strategy, "barrier", *OF_DEFAULT)
         with Call(self.communicator.guard, "barrier", called=name) as call:
             call.agree("barrier")
@@ -257,7 +257,7 @@ class StrategyExtended(Placement, NotPickled):
         self._require_cross_replica("update_non_slot")
         context.check_call("StrategyExtended.update_non_slot", fn, args, kwargs)
         devices = isinstance(colocate_with, tuple) and all(isinstance(device, str) for device in colocate_with)
-        if not self._container_strategy.is_default and not (devices and colocate_with == self.worker_devices):
+        if not self._container_strategy._is_default and not (devices and colocate_with == self.worker_devices):
             raise DeviceError.at(
                 "StrategyExtended.update_non_slot",
                 found=f"colocate_with={colocate_with!r}",
@@ -296,7 +296,7 @@ class StrategyExtended(Placement, NotPickled):
 
     def _require_collective(self, method: str) -> None:
         self._require_cross_replica(method)
-        if self._container_strategy.is_default:
+        if self._container_strategy._is_default:
             warn_if_alone(self._container_strategy, f"StrategyExtended.{method}", *OF_DEFAULT)
 
     def _entered(self) -> Frame:

@@ -21,11 +21,11 @@ E = TypeVar("E")
 
 class _Extended(Protocol):
     communicator: Communicator
-    datasets_made: int
+    _datasets_made: int
 
 
 class _Strategy(Protocol):
-    is_default: bool
+    _is_default: bool
 
     @property
     def extended(self) -> _Extended: ...
@@ -107,7 +107,7 @@ class InputMethods:
         """
         where = "Strategy.distribute_datasets_from_function"
         dataset = _make_input(self, where, dataset_fn, options)
-        if self.is_default:
+        if self._is_default:
             found: DistributedDatasetsFromFunction[E] = dataset  # it acts as one
             return found
         return DistributedDatasetsFromFunction(dataset, self.extended.communicator, drop_remainder=drop_remainder)
@@ -165,7 +165,7 @@ def _distribute(
     communicator = strategy.extended.communicator
     with Call(communicator.guard, where) as call:
         check_options(options, where)
-        level, number = checked_level(check_batches, where), strategy.extended.datasets_made + 1
+        level, number = checked_level(check_batches, where), strategy.extended._datasets_made + 1
         compares = level != OFF and communicator.size > 1
         first = FirstBatches(communicator, level, f"dataset {number} of the strategy") if compares else None
         distributed = DistributedDataset(
@@ -173,8 +173,8 @@ def _distribute(
         )
         call.structure = describe(dataset)
         call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, check_batches={level!r}")
-        strategy.extended.datasets_made = number  # after the agreement: the ranks' counts must not differ
-    return cast("DistributedDataset[E]", dataset) if strategy.is_default else distributed
+        strategy.extended._datasets_made = number  # after the agreement: the ranks' counts must not differ
+    return cast("DistributedDataset[E]", dataset) if strategy._is_default else distributed
 
 
 def _make_input(

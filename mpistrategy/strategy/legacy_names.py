@@ -26,8 +26,8 @@ class _Strategy(Protocol):
 class OldNames(NotPickled):
     """The part of Strategy that is kept for programs written for TensorFlow 1."""
 
-    is_default: bool
-    instead_of_pickling = (
+    _is_default: bool
+    _instead_of_pickling = (
         "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there."
     )
 
@@ -94,11 +94,11 @@ class OldNames(NotPickled):
         Raises:
             CopyError: for the default strategy, of which there is one.
         """
-        if self.is_default:
+        if self._is_default:
             raise CopyError.at("copy.deepcopy(strategy)", found="the default strategy", expected="another strategy")
         result = type(self).__new__(type(self))
         memo[id(self)] = result
         for name, value in vars(self).items():
-            belongs_to_self = hasattr(value, "copy_for")
-            setattr(result, name, value.copy_for(result) if belongs_to_self else copy.deepcopy(value, memo))
+            belongs_to_self = hasattr(value, "_copy_for")
+            setattr(result, name, value._copy_for(result) if belongs_to_self else copy.deepcopy(value, memo))
         return result

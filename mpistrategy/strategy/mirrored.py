@@ -104,7 +104,7 @@ class MirroredStrategy(Strategy):
                 request = requested(devices, local_rank, local_size)
                 call.agree(
                     "create a strategy",
-                    op=getattr(cross_device_ops, "configuration", type(cross_device_ops).__name__),
+                    op=getattr(cross_device_ops, "_configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
                     options=f"devices={request}, check={level}, on_error={reaction}",
                 )

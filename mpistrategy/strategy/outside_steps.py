@@ -48,7 +48,7 @@ def warn_if_alone(strategy: Strategy, where: str, how: str, cure: str) -> None:
         how: the mistake.
         cure: what to write instead.
     """
-    if not (strategy.is_default and (_process_has_peers or _thread.has_peers)):
+    if not (strategy._is_default and (_process_has_peers or _thread.has_peers)):
         return
     if strategy.extended.communicator.guard.current is not None:
         return

@@ -55,7 +55,7 @@ _OUTSIDE_STEPS = {
 
 class _Extended(Protocol):
     communicator: Communicator
-    reducer: Reducer
+    _reducer: Reducer
 
     @property
     def worker_devices(self) -> tuple[str, ...]: ...
@@ -64,7 +64,7 @@ class _Extended(Protocol):
 class _Strategy(Protocol):
     """What a context uses of its strategy."""
 
-    is_default: bool
+    _is_default: bool
 
     @property
     def num_replicas_in_sync(self) -> int: ...
@@ -86,7 +86,7 @@ class ReplicaContext(NotPickled):
         OptionError: for a replica id that is no int.
     """
 
-    instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
+    _instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
 
     def __init__(self, strategy: _Strategy, replica_id_in_sync_group: int | None) -> None:
         check_strategy(strategy, "ReplicaContext")
@@ -209,9 +209,9 @@ class ReplicaContext(NotPickled):
             if frames and (frame := frames[-1]).replica_context is self and not in_arena:
                 run = self._run
                 if run is None:
-                    run = self._run = self._strategy.extended.reducer.plans.run
+                    run = self._run = self._strategy.extended._reducer.plans.run
                 if options is not None:
-                    others = self._strategy.extended.reducer.plans_for(options)
+                    others = self._strategy.extended._reducer.plans_for(options)
                     run = _no_plan if others is None else others.run
                 what = value if weight is None else Weighted(value, weight)
                 result = run(reduce_op, what, out, _getframe(1), frame.step)
@@ -224,12 +224,12 @@ class ReplicaContext(NotPickled):
             Call(guard, "ReplicaContext.all_reduce", called=name) as call,
         ):
             if (arena := resident(value, out)) is not None:
-                return arena.all_reduce(extended.reducer, reduce_op, call, options=options, weight=weight, out=out)
+                return arena._all_reduce(extended._reducer, reduce_op, call, options=options, weight=weight, out=out)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
             targets = leaves_like(out, structure, call.where)
-            op = ReduceOp.parse(reduce_op, call.where)
-            results = extended.reducer.all_reduce_leaves(
+            op = ReduceOp._parse(reduce_op, call.where)
+            results = extended._reducer.all_reduce_leaves(
                 call, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
             )
         return structure.pack(results)
@@ -303,7 +303,7 @@ class ReplicaContext(NotPickled):
         array([1., 1.])
         """
         with self._required("all_reduce_async"):
-            return start_all_reduce(self._strategy.extended.reducer, reduce_op, value, options, name, out)
+            return start_all_reduce(self._strategy.extended._reducer, reduce_op, value, options, name, out)
 
     @overload
     def all_gather(self, value: NDArray[S], axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[S]: ...
@@ -334,8 +334,8 @@ class ReplicaContext(NotPickled):
         extended = self._strategy.extended
         guard = extended.communicator.guard
         with self._required("all_gather"), Call(guard, "ReplicaContext.all_gather", called=name) as call:
-            call.wait_as(extended.reducer.options.merge(options).timeout_seconds)
-            return extended.reducer.gather_nest(value, axis, call)
+            call.wait_as(extended._reducer.options.merge(options).timeout_seconds)
+            return extended._reducer.gather_nest(value, axis, call)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

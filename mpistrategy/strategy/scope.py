@@ -24,7 +24,7 @@ class Scope(Generic[S]):
         if context.current_frame() is not None:
             context.require_cross_replica(strategy, "Strategy.scope")
         inner: AbstractContextManager[Any] = Frame(strategy, Mode.CROSS_REPLICA)
-        if strategy.is_default:
+        if strategy._is_default:
             inner = nullcontext()
         inner.__enter__()
         self._entered.append(inner)
@@ -43,6 +43,6 @@ class Scope(Generic[S]):
         """Whether somebody has entered it, and not left it."""
         return bool(self._entered)
 
-    def copy_for(self, strategy: S) -> Scope[S]:
+    def _copy_for(self, strategy: S) -> Scope[S]:
         """Return that of another strategy, which nobody has entered."""
         return Scope(strategy)

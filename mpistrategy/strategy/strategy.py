@@ -45,7 +45,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         OptionTypeError: when `extended` is none.
     """
 
-    is_default = False
+    _is_default = False
 
     def __init__(self, extended: StrategyExtended) -> None:
         if not isinstance(extended, StrategyExtended):
@@ -162,7 +162,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
         context.require_cross_replica(self, "Strategy.reduce")
-        if self.is_default:
+        if self._is_default:
             warn_if_alone(self, "Strategy.reduce", *OF_DEFAULT)
         communicator, algorithm = self.extended.communicator, self.extended.cross_device_ops
         options = self.extended.options
@@ -170,16 +170,16 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             if isinstance(value, Arena):
                 if axis is not None:
                     raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
-                return value.all_reduce(self.extended.reducer, reduce_op, call, weight=weight)
+                return value._all_reduce(self.extended._reducer, reduce_op, call, weight=weight)
             leaves, structure = nest.flatten(value)
             call.structure = structure.text
-            op = ReduceOp.parse(reduce_op, call.where)
+            op = ReduceOp._parse(reduce_op, call.where)
             if axis is not None:
                 if weight is not None:
                     raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
                 return reduce_along(algorithm, options, op, value, axis, call)
             if weight is not None:
-                reduced = self.extended.reducer.all_reduce_leaves(
+                reduced = self.extended._reducer.all_reduce_leaves(
                     call, op, leaves, lambda: nest.leaf_paths(value), weight=weight
                 )
                 return structure.pack(reduced)
@@ -217,10 +217,10 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
             UnsupportedError: for IndexedSlices.
         """
         context.require_cross_replica(self, "Strategy.gather")
-        if self.is_default:
+        if self._is_default:
             warn_if_alone(self, "Strategy.gather", *OF_DEFAULT)
         with Call(self.extended.communicator.guard, "Strategy.gather", called=name) as call:
-            return self.extended.reducer.gather_nest(value, axis, call)
+            return self.extended._reducer.gather_nest(value, axis, call)
 
     @overload
     def broadcast(self, value: int, root: int = 0, **more: Unpack[Named]) -> np.int64: ...
@@ -257,7 +257,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
         >>> strategy.broadcast({"seed": 7, "w": np.ones(2)})
         {'seed': np.int64(7), 'w': array([1., 1.])}
         """
-        if self.is_default:
+        if self._is_default:
             warn_if_alone(self, "Strategy.broadcast", *OF_DEFAULT)
         communicator = self.extended.communicator
         with Call(communicator.guard, "Strategy.broadcast", called=name) as call:
@@ -382,7 +382,7 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
 class _DefaultStrategy(Strategy):
     """The strategy of a thread that has entered none: one replica, here."""
 
-    is_default = True
+    _is_default = True
 
     def __init__(self) -> None:
         super().__init__(StrategyExtended(self))

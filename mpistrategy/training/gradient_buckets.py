@@ -80,12 +80,12 @@ class GradientBuckets:
         self.values: Sequence[Array] = gradients.arena.values
         self.variables: tuple[Variable, ...] = gradients.variables
         self.op = op
-        self.buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
-        self._bucket_of = {number: at for at, bucket in enumerate(self.buckets) for number in bucket.members}
+        self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
+        self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket.members}
         self._index = {id(var): number for number, var in enumerate(self.variables)}
         extended = gradients.arena.strategy.extended
-        extended.bucket_orders[tuple(bucket.members for bucket in self.buckets)] = None
-        self.starts_early: bool = extended.reducer.communicator.nodes > 1
+        extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
+        self.starts_early: bool = extended._reducer.communicator.nodes > 1
         self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
 
@@ -126,21 +126,21 @@ class GradientBuckets:
         self._missing[self._bucket_of[number]] -= 1
         if self.starts_early:
             # In the order of the buckets: it is the same on all ranks.
-            while len(self._handles) < len(self.buckets) and self._missing[len(self._handles)] == 0:
+            while len(self._handles) < len(self._buckets) and self._missing[len(self._handles)] == 0:
                 self._start_next(context)
 
-    def reduced(self) -> list[Array]:
+    def _reduced(self) -> list[Array]:
         """Reduce all buckets in place and return `values`.  Collective; in a step function.
 
         It starts the buckets that have not started, and waits for all.  After it the next step begins.
         """
         context = required_context("GradientBuckets.reduced")
-        while len(self._handles) < len(self.buckets):
+        while len(self._handles) < len(self._buckets):
             self._start_next(context)
         self.reset()
         return list(self.values)
 
-    def reduced_early(self, op: ReduceOp, call: Call) -> list[Array] | None:
+    def _reduced_early(self, op: ReduceOp, call: Call) -> list[Array] | None:
         """Return what `reduced` does, where buckets start early; None elsewhere.  Collective; inside `call`.
 
         Raises:
@@ -157,7 +157,7 @@ class GradientBuckets:
                 fix="Make the buckets with this optimizer's gradient_buckets().",
             )
         call.agree("reduce gradient buckets", op=op.value)
-        totals = self.reduced()
+        totals = self._reduced()
         call.expect_more()
         return totals
 
@@ -170,13 +170,13 @@ class GradientBuckets:
 
     def _start_next(self, context: ReplicaContext) -> None:
         number = len(self._handles)
-        memory = self.buckets[number].memory
-        name = f"gradient bucket {number} of {len(self.buckets)}"
+        memory = self._buckets[number].memory
+        name = f"gradient bucket {number} of {len(self._buckets)}"
         self._handles.append(context.all_reduce_async(self.op, memory, name=name, out=memory))
 
     def _clear(self) -> None:
         self._ready: set[int] = set()
-        self._missing = [len(bucket.members) for bucket in self.buckets]
+        self._missing = [len(bucket.members) for bucket in self._buckets]
 
     def _number(self, which: Any, where: str) -> int:
         if isinstance(which, Variable):
@@ -192,20 +192,20 @@ class GradientBuckets:
         return number
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{dtype_name(b.memory.dtype)} {b.memory.nbytes / 2**20:.2f} MiB" for b in self.buckets)
+        sizes = ", ".join(f"{dtype_name(b.memory.dtype)} {b.memory.nbytes / 2**20:.2f} MiB" for b in self._buckets)
         return f"<GradientBuckets of {len(self.variables)} variables: {sizes}>"
 
 
 def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
     """Return the buckets: neighbours in memory of one dtype, from the last variable to the first."""
-    places = gradients.arena.places
+    places = gradients.arena._places
     open_members: dict[int, list[int]] = {}
     made: list[Bucket] = []
 
     def close(memory_number: int) -> None:
         members = open_members.pop(memory_number)
         start, stop = places[members[-1]].start, places[members[0]].stop
-        made.append(Bucket(tuple(members), gradients.arena.buckets[memory_number].mine[start:stop]))
+        made.append(Bucket(tuple(members), gradients.arena._buckets[memory_number].mine[start:stop]))
 
     for number in range(len(places) - 1, -1, -1):
         place = places[number]
@@ -273,6 +273,6 @@ class GradientArenas:
         with Call(strategy.extended.communicator.guard, where) as call:
             for var in listed:
                 check_variable(var, strategy, where)
-            call.structure = ", ".join(var.key for var in listed)
+            call.structure = ", ".join(var._key for var in listed)
             call.agree("place gradients", op=self.aggregation.value, options=options)
             return self._plans.sliced.arena(strategy, listed)

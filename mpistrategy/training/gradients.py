@@ -117,17 +117,17 @@ class GradientAccumulator(Created):
         return None if self._count < self.steps else self.take()
 
     @property
-    def partial_sums(self) -> list[Array]:
+    def _partial_sums(self) -> list[Array]:
         """The sums so far, 16-bit floats in 32 bits; none before the first step of a group."""
         return list(self._sums) if self._count else []
 
     @property
-    def position(self) -> tuple[int, list[np.dtype[Any]]]:
+    def _position(self) -> tuple[int, list[np.dtype[Any]]]:
         """The number of steps in the sums, and the dtypes of the gradients."""
         return (self._count, list(self._dtypes)) if self._count else (0, [])
 
-    def go_on_with(self, count: int, sums: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Continue with the `position` and the `partial_sums` of another accumulator."""
+    def _go_on_with(self, count: int, sums: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> None:
+        """Continue with the `position` and the `_partial_sums` of another accumulator."""
         self._count, self._sums, self._dtypes = count, list(sums), list(dtypes)
 
     def take(self) -> list[Array] | None:

@@ -207,7 +207,7 @@ def sum_or_mean() -> Setting[ReduceOp]:
     def check(where: str, name: str, value: Any) -> ReduceOp:
         expected = '"SUM" or "MEAN"'
         try:
-            op = ReduceOp.parse(value, where)
+            op = ReduceOp._parse(value, where)
         except ReduceOpError as error:  # it does not know the argument's name
             raise ReduceOpError.at(where, found=f"{name}={value!r}", expected=expected) from error
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):

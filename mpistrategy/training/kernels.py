@@ -110,7 +110,7 @@ def has_kernel(dtype: np.dtype[Any]) -> bool:
 
 
 #: The methods that say what a step does.
-STEP_METHODS = ("kernel", "change", "update")
+STEP_METHODS = ("_kernel", "change", "update")
 
 
 def has_current_kernel(optimizer: object, base: type) -> bool:
@@ -121,8 +121,8 @@ def has_current_kernel(optimizer: object, base: type) -> bool:
     """
     classes = type(optimizer).__mro__
     at = {name: next(number for number, one in enumerate(classes) if name in vars(one)) for name in STEP_METHODS}
-    overridden = min(at["change"], at["update"]) < at["kernel"] or not vars(optimizer).keys().isdisjoint(at)
-    return not overridden and classes[at["kernel"]] is not base
+    overridden = min(at["change"], at["update"]) < at["_kernel"] or not vars(optimizer).keys().isdisjoint(at)
+    return not overridden and classes[at["_kernel"]] is not base
 
 
 class Scratch:

@@ -95,7 +95,7 @@ def screen(
         return ""
     what = "a global norm of the gradients that is not finite"
     if first < len(reduced):
-        what = f"a reduced gradient of {variables[first].key} that is not finite"
+        what = f"a reduced gradient of {variables[first]._key} that is not finite"
         if policy != "skip" and brought is not None:
             what += f" ({_of_ranks(communicator, contribution(brought[first]))})"
     if policy == "raise":

@@ -47,7 +47,7 @@ def _first_storage(given: Mapping[str, Any]) -> Array:
     """Return the memory of this rank's copy of the first variable of a step."""
     variables = [var for _, var in given["grads_and_vars"]]
     storage: list[Array] = []
-    variables[0].strategy.extended.update(variables[0], lambda var: storage.append(var.updatable_storage()))
+    variables[0].strategy.extended.update(variables[0], lambda var: storage.append(var._updatable_storage()))
     return storage[0]
 
 
@@ -80,7 +80,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
         OptionTypeError: for values that are no numbers.
     """
 
-    instead_of_pickling = "Save it with a Checkpoint, and make one with the same arguments there."
+    _instead_of_pickling = "Save it with a Checkpoint, and make one with the same arguments there."
     #: The slots of each variable, and the number that each is filled with at first.
     slot_values: Mapping[str, float] = {}
     #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
@@ -146,7 +146,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
         return self._slots.of(var)
 
-    def slotted(self) -> list[Variable]:
+    def _slotted(self) -> list[Variable]:
         """Return the variables that this optimizer has slots for, in order; also where its kind keeps none."""
         return self._slots.everything()[0]
 
@@ -185,16 +185,16 @@ class Optimizer(Created, GradientArenas, NotPickled):
         frame = current_frame()
         in_step = frame is not None and frame.mode is Mode.REPLICA
         strategy: Any = frame.strategy if frame is not None and in_step else required_context(where).strategy
-        if strategy.is_default:
+        if strategy._is_default:
             warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
         extended = strategy.extended
         with Call(extended.communicator.guard, where) as call:
             gradients, plan, ordinary = self._plans.find(grads_and_vars, strategy, where)
             call.structure = f"{self._settings(strategy, where)} for {plan.text}"
             buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None
-            totals = None if buckets is None else buckets.reduced_early(self.aggregation, call)
+            totals = None if buckets is None else buckets._reduced_early(self.aggregation, call)
             if ordinary and totals is None and plan.prepared is not None and self._is_current(plan, extended):
-                trouble = self._make(plan, gradients, self.kernel(), call)
+                trouble = self._make(plan, gradients, self._kernel(), call)
             else:
                 arrays = gradients if ordinary else plan.ordinary(gradients, where)
                 args = (gradients, arrays, plan, totals, call)
@@ -231,8 +231,8 @@ class Optimizer(Created, GradientArenas, NotPickled):
         """Return what a prepared step depends on, besides its variables and the step counter."""
         mine, theirs = type(self), type(extended)
         return (
-            *(mine.kernel, mine.change, mine.update, vars(self).keys().isdisjoint(STEP_METHODS)),
-            *(theirs.batch_reduce_to, theirs.update, extended.reducer.changes),
+            *(mine._kernel, mine.change, mine.update, vars(self).keys().isdisjoint(STEP_METHODS)),
+            *(theirs.batch_reduce_to, theirs.update, extended._reducer.changes),
             *(self.aggregation, self.global_clipnorm, self.nonfinite, self._plans.sliced.arenas_made),
         )
 
@@ -263,9 +263,9 @@ class Optimizer(Created, GradientArenas, NotPickled):
             self._slots.make(plan.variables, self.slot_values)
             plan.has_slots = True
         call.expect_more()
-        room = make_room([var.local_view for var in plan.variables]) if extended.drives_gpu else []
+        room = make_room([var.local_view for var in plan.variables]) if extended._drives_gpu else []
         if totals is None and arrays is not None:
-            kernel = self.kernel() if has_current_kernel(self, Optimizer) else None
+            kernel = self._kernel() if has_current_kernel(self, Optimizer) else None
             if not self._is_current(plan, extended):
                 screens = self.global_clipnorm is not None or self.nonfinite is not None
                 self._plans.prepare(plan, kernel, self._step_counter(), self.aggregation, screens, call)
@@ -277,7 +277,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
             results = extended.batch_reduce_to(self.aggregation, pairs)
         else:
             results = list(totals)
-            if extended.drives_gpu:
+            if extended._drives_gpu:
                 call.agree("update", options="with memory for it")
         room.clear()  # the updates use this memory now
         trouble = self._update_all(results, plan, gradients if totals is None else None, call)
@@ -322,7 +322,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
     def _update_in_place(
         self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None]
     ) -> None:
-        kernel = self.kernel()
+        kernel = self._kernel()
         assert kernel is not None
         for gradient, var, named in zip(gradients, variables, rows, strict=True):
             if named is not None or not has_kernel(var.dtype):
@@ -330,7 +330,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
             else:
                 self._plans.flat_update(var).run(kernel, gradient)
 
-    def kernel(self) -> Kernel | None:
+    def _kernel(self) -> Kernel | None:
         """Return the next step as a kernel that does what `change` and `update` do; None where there is none.
 
         Where a class overrides `change` or `update` but not this method, those are called.

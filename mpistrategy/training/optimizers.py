@@ -81,7 +81,7 @@ class SGD(Optimizer):
         step = gradient + self.momentum * velocity if self.nesterov else velocity[...]
         return any_array(rate * step)
 
-    def kernel(self) -> kernels.Kernel | None:
+    def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
         if not self.momentum:
             return kernels.sgd(float(self.learning_rate))
@@ -141,14 +141,14 @@ class Adam(Optimizer):
         _store(v, self.beta_2 * v + (1 - self.beta_2) * gradient * np.conj(gradient))
         return any_array(self.step_size(self.next_step()) * m / (np.sqrt(v) + self.epsilon))
 
-    def kernel(self) -> kernels.Kernel | None:
+    def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
         return kernels.adam(
             self.step_size(self.next_step()), float(self.beta_1), float(self.beta_2), float(self.epsilon)
         )
 
     def step_size(self, t: int) -> float:
-        """Return the learning rate of step `t` (from 1 on), with the correction of the bias of m and v."""
+        """Override: return the learning rate of step `t` (from 1 on), with the correction of the bias of m and v."""
         return float(self.learning_rate) * float(np.sqrt(1 - self.beta_2**t)) / (1 - self.beta_1**t)
 
 
@@ -203,9 +203,9 @@ class AdamW(Adam):
         var.assign_sub(any_array(decay * var).astype(var.dtype, copy=False))
         super().update(var, gradient, slots, rows)
 
-    def kernel(self) -> kernels.Kernel | None:
+    def _kernel(self) -> kernels.Kernel | None:
         """Return the decay and Adam's step as one pass over memory."""
-        adam = super().kernel()
+        adam = super()._kernel()
         return adam and kernels.after_decay(float(self.learning_rate) * float(self.weight_decay), adam)
 
 

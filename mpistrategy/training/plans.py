@@ -70,7 +70,7 @@ class Slots:
             return Variable(filled, trainable=False, name=f"{var.name}/{self._owner}/{name}")
 
         strategy = get_strategy()
-        if strategy.is_default:
+        if strategy._is_default:
             return create()
         with strategy.extended.colocate_vars_with(var):
             return create()
@@ -213,25 +213,25 @@ class StepPlans:
             return
         if (type(extended).batch_reduce_to, type(extended).update) != (_Extended.batch_reduce_to, _Extended.update):
             return
-        alone, in_rank_order = extended.communicator.size == 1, extended.cross_device_ops.in_rank_order
+        alone, in_rank_order = extended.communicator.size == 1, extended.cross_device_ops._in_rank_order
         if in_rank_order and not alone and not screens:
             plan.prepared = self.sliced.step(plan, variables, self._slots.of, kernel, plan.strategy, call)
         if plan.prepared is None:
             needs_none = alone and in_rank_order
-            reduction = None if needs_none else extended.reducer.agreed_plan(op, plan.layouts)
+            reduction = None if needs_none else extended._reducer.agreed_plan(op, plan.layouts)
             if reduction is None and not needs_none:
                 return
             updates: list[FlatUpdate] = []
             extended.update(variables[0], lambda _: updates.extend(map(self.flat_update, variables)))
             plan.prepared = PlainStep(reduction, updates, changed)
-        extended.update(counter, lambda counter: setattr(plan, "count", counter.updatable_storage()))
+        extended.update(counter, lambda counter: setattr(plan, "count", counter._updatable_storage()))
 
     def flat_update(self, var: Variable) -> FlatUpdate:
         """Return the update of one variable by kernels; in update context."""
         found = self._updates.get(id(var))
         if found is None:
-            slots = {name: slot.updatable_storage() for name, slot in self._slots.of(var).items()}
-            found = self._updates[id(var)] = flat_update(var.updatable_storage(), slots, self._scratch)
+            slots = {name: slot._updatable_storage() for name, slot in self._slots.of(var).items()}
+            found = self._updates[id(var)] = flat_update(var._updatable_storage(), slots, self._scratch)
         return found
 
 
@@ -256,7 +256,7 @@ def _new_plan(pairs: list[Any], strategy: Strategy, where: str) -> StepPlan:
     numbered = [(number, var) for number, (gradient, var) in enumerate(pairs) if gradient is not None]
     if not numbered:
         raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
-    text = _shortened([f"{number}: {var.key}" for number, var in numbered])
+    text = _shortened([f"{number}: {var._key}" for number, var in numbered])
     return StepPlan(tuple(var for _, var in numbered), strategy, text)
 
 

@@ -40,7 +40,7 @@ class GradientArena:
         self.arena = arena
         self.variables = variables
         self._number = {id(var): number for number, var in enumerate(variables)}
-        self._memory = [tuple(array.view(np.uint8) for array in bucket.arrays) for bucket in arena.buckets]
+        self._memory = [tuple(array.view(np.uint8) for array in bucket.arrays) for bucket in arena._buckets]
 
     def covers(self, variables: Sequence[Variable]) -> bool:
         """Return whether there is memory for the gradients of all of `variables`."""
@@ -48,17 +48,17 @@ class GradientArena:
 
     def range_of(self, var: Variable) -> MemoryRange:
         """Return where the gradient of `var` is."""
-        place = self.arena.places[self._number[id(var)]]
+        place = self.arena._places[self._number[id(var)]]
         return MemoryRange(self._memory[place.bucket], place.start * var.dtype.itemsize)
 
     def value_of(self, var: Variable) -> Array:
         """Return the array for the gradient of `var`."""
-        return self.arena.leaves[self._number[id(var)]]
+        return self.arena._leaves[self._number[id(var)]]
 
     def overlaps(self, array: Array) -> bool:
         """Return whether `array` may share memory with the arena."""
         # An array that owns its memory shares none.
-        return array.base is not None and any(np.may_share_memory(array, bucket.mine) for bucket in self.arena.buckets)
+        return array.base is not None and any(np.may_share_memory(array, bucket.mine) for bucket in self.arena._buckets)
 
 
 class SlicedStep:
@@ -194,12 +194,12 @@ class SlicedSteps:
 
 def _lives_in_shared_memory(var: Variable) -> bool:
     kept_equal = var.synchronization is VariableSynchronization.ON_WRITE
-    return kept_equal and var.dtype in _DTYPES and var.memory_slot is not None
+    return kept_equal and var.dtype in _DTYPES and var._memory_slot is not None
 
 
 def _range_of(var: Variable) -> MemoryRange:
-    assert var.memory_slot is not None
-    return MemoryRange(var.memory_slot.slab.segments, var.memory_slot.offset)
+    assert var._memory_slot is not None
+    return MemoryRange(var._memory_slot.slab.segments, var._memory_slot.offset)
 
 
 def _leaves_zeros_alone(kernel: Kernel, run: Run, scratch: Scratch) -> bool:

@@ -65,12 +65,12 @@ class MirroredCheck:
         communicator = self.extended.communicator
         with Call(communicator.guard, "Strategy.assert_mirrored") as call:
             if variables is None:
-                numbered = [(n, var) for n, var in self.extended.variables_alive() if is_mirrored(var)]
-                call.structure = f"all of {self.extended.variables_made} variables"
+                numbered = [(n, var) for n, var in self.extended._variables_alive() if is_mirrored(var)]
+                call.structure = f"all of {self.extended._variables_made} variables"
             else:
                 named = _named(self.extended, variables, call.where)
                 numbered = list(enumerate(named))
-                call.structure = ", ".join(var.key for var in named)
+                call.structure = ", ".join(var._key for var in named)
             if communicator.size == 1:
                 return
             # A rank that cannot read its copy, for lack of memory, still tells the others.
@@ -199,7 +199,7 @@ def _diverged(where: str, differing: Sequence[tuple[Variable, _Groups]], count: 
 
 
 def _row(var: Variable, groups: _Groups) -> str:
-    return f"  {var.key} {dtype_name(var.dtype)}{list(var.shape)}: {_in_words(groups)}"
+    return f"  {var._key} {dtype_name(var.dtype)}{list(var.shape)}: {_in_words(groups)}"
 
 
 def _majority(groups: _Groups) -> list[int]:

@@ -83,15 +83,15 @@ def own(variable: Replica) -> Array:
 
 def summed(variable: Replica) -> Array:
     """Return the sum or the mean of all copies.  Collective."""
-    extended = variable.extended
-    with Call(extended.communicator.guard, "reading a variable", name=variable.key) as call:
-        return extended.reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
+    extended = variable._extended
+    with Call(extended.communicator.guard, "reading a variable", name=variable._key) as call:
+        return extended._reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
 
 
 def first(variable: Replica) -> Array:
     """Return replica 0's copy.  Collective."""
-    communicator = variable.extended.communicator
-    with Call(communicator.guard, "reading a variable", name=variable.key) as call:
+    communicator = variable._extended.communicator
+    with Call(communicator.guard, "reading a variable", name=variable._key) as call:
         call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
         return _of_replica_0(variable.local_view, communicator)
 
@@ -117,12 +117,12 @@ def alone(write: Write) -> Change:
 def combined(write: Write) -> Change:
     """All replicas write the sum or the mean of their values.  Collective."""
     variable = write.variable
-    extended = variable.extended
+    extended = variable._extended
     op = _REDUCE_OPS[variable.aggregation]
-    with Call(extended.communicator.guard, write.where, name=variable.key) as call:
+    with Call(extended.communicator.guard, write.where, name=variable._key) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
-            return extended.reducer.all_reduce_array(call, op, mine)
+            return extended._reducer.all_reduce_array(call, op, mine)
         value = PerReplica((mine,))
         with context.cross_replica(variable.strategy):
             gathered: IndexedSlices = local_component(extended.reduce_to(op, value, value))
@@ -132,8 +132,8 @@ def combined(write: Write) -> Change:
 def replica_0s(write: Write) -> Change:
     """All replicas write replica 0's value.  Collective."""
     variable = write.variable
-    communicator = variable.extended.communicator
-    with Call(communicator.guard, write.where, name=variable.key) as call:
+    communicator = variable._extended.communicator
+    with Call(communicator.guard, write.where, name=variable._key) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
             call.agree("broadcast slices", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
@@ -160,8 +160,8 @@ def _of_replica_0(mine: Array, communicator: Communicator) -> Array:
 def alike(write: Write) -> Change:
     """All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data."""
     variable = write.variable
-    communicator = variable.extended.communicator
-    with Call(communicator.guard, write.where, name=variable.key) as call:
+    communicator = variable._extended.communicator
+    with Call(communicator.guard, write.where, name=variable._key) as call:
         if isinstance(write.value, PerReplica):
             raise OptionTypeError.at(
                 write.full_name,
@@ -178,7 +178,7 @@ def alike(write: Write) -> Change:
 def shared(write: Write) -> Change:
     """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
     value = alike(write)
-    communicator = write.variable.extended.communicator
+    communicator = write.variable._extended.communicator
     assert not isinstance(value, IndexedSlices)
     return placed_as(share_of(host_array(value), communicator.rank, communicator.size), value)
 
@@ -294,6 +294,6 @@ LOCAL = Policy(own, alone, alone, alone, alone)
 
 def policies_of(variable: Replica) -> dict[Mode, Policy]:
     """Return the rows of one variable, by context."""
-    if variable.extended.is_local:
+    if variable._extended._is_local:
         return dict.fromkeys(Mode, LOCAL)
     return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}

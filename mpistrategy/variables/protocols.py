@@ -18,24 +18,24 @@ class Extended(Protocol):
     """What variables use of `StrategyExtended`."""
 
     communicator: Communicator
-    is_local: bool
-    reducer: Reducer
-    variables_made: int
+    _is_local: bool
+    _reducer: Reducer
+    _variables_made: int
 
     @property
-    def drives_gpu(self) -> bool:
+    def _drives_gpu(self) -> bool:
         """Whether this rank's device is a GPU."""
 
-    def next_variable_name(self) -> str:
+    def _next_variable_name(self) -> str:
         """Return the name of a variable that is created without one."""
 
-    def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
+    def _storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
         """Return memory on the host for a variable, and its slot where the ranks share it."""
 
-    def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    def _device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
         """Return GPU memory for a variable; None for one on the host."""
 
-    def register_variable(self, variable: Any) -> None:
+    def _register_variable(self, variable: Any) -> None:
         """Record a variable that all ranks have created."""
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any) -> Any:
@@ -46,8 +46,8 @@ class Replica(Protocol):
     """One replica's copy of a variable: a `Variable`, as policies and writes use it."""
 
     name: str
-    key: str
-    extended: Extended
+    _key: str
+    _extended: Extended
 
     @property
     def strategy(self) -> Any:

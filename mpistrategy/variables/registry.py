@@ -33,11 +33,11 @@ class Placement:
         self._colocated_with: list[Variable] = []
         self._unnamed_variables = 0
         #: How many variables have been created; the same on every rank.
-        self.variables_made: int = 0
+        self._variables_made: int = 0
         # By number; weak, so a variable can be collected.
         self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         # Shared by all copies of a strategy: they have the same ranks.
-        self.variable_storage: VariableStorage = VariableStorage()
+        self._variable_storage: VariableStorage = VariableStorage()
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Colocate the variables created in the ``with`` block with another variable; only inside scope().
@@ -71,40 +71,40 @@ class Placement:
         finally:
             self._colocated_with.pop()
 
-    def next_variable_name(self) -> str:
+    def _next_variable_name(self) -> str:
         """Return the name of a variable created without one; the same on every rank, since creation is collective."""
         return f"Variable_{self._unnamed_variables}"
 
-    def storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
+    def _storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
         """Return memory for a variable, and its slot where the ranks share it.  Collective, in an agreed call."""
-        return self.variable_storage.allocate(self.communicator, dtype, shape)
+        return self._variable_storage.allocate(self.communicator, dtype, shape)
 
-    def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
+    def _device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
         """Return GPU memory for a variable; None for a variable on the host.
 
         Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
         and each read would wait for the GPU.
         """
-        if not shape or not self.drives_gpu:
+        if not shape or not self._drives_gpu:
             return None
         cupy = cupy_for("a variable on a GPU")
         with cupy.cuda.Device(self.communicator.devices[self.communicator.rank].index):
             return cupy.empty(shape, dtype)
 
     @property
-    def drives_gpu(self) -> bool:
+    def _drives_gpu(self) -> bool:
         """Whether this rank's device is a GPU."""
         return gpu_of(self.communicator.devices, self.communicator.rank) is not None
 
-    def register_variable(self, variable: Variable) -> None:
+    def _register_variable(self, variable: Variable) -> None:
         """Record a variable that was created for this strategy."""
         # Counted only after all ranks have created it: a refused creation must leave the numbers equal.
-        self._variables[self.variables_made] = variable
-        self.variables_made += 1
-        self._unnamed_variables += variable.name == self.next_variable_name()
-        variable.colocated_with = self._colocated_with[-1] if self._colocated_with else None
+        self._variables[self._variables_made] = variable
+        self._variables_made += 1
+        self._unnamed_variables += variable.name == self._next_variable_name()
+        variable._colocated_with = self._colocated_with[-1] if self._colocated_with else None
 
-    def variables_alive(self) -> list[tuple[int, Variable]]:
+    def _variables_alive(self) -> list[tuple[int, Variable]]:
         """Return the variables that are still in use on this rank, with their numbers, in order of creation.
 
         A number means the same variable on all ranks.  The ranks' lists may differ: garbage is collected at any time.

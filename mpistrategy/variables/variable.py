@@ -92,7 +92,7 @@ class Variable(ArrayLike):
             _check_dtype(wanted, self._aggregation, extended)
             if array.dtype != wanted:
                 array = converted(array, wanted, f"Variable {call.name!r} with dtype={dtype_name(wanted)}")
-            on_device = extended.device_memory(wanted, array.shape)
+            on_device = extended._device_memory(wanted, array.shape)
             call.agree(
                 "create",
                 op=f"{self._synchronization.name}/{self._aggregation.name}",
@@ -101,7 +101,7 @@ class Variable(ArrayLike):
             )
             # Allocated after the agreement: when some ranks refuse, the ranks' memory must stay equal.
             if on_device is None:
-                storage, slot = extended.storage_for(wanted, array.shape)
+                storage, slot = extended._storage_for(wanted, array.shape)
                 storage[...] = array
                 communicator.bcast(storage, 0)
             else:
@@ -110,22 +110,23 @@ class Variable(ArrayLike):
                 write_from_host(sent, on_device)
                 storage, slot = on_device, None
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
-        self.name: str = extended.next_variable_name() if name is None else name
+        self.name: str = extended._next_variable_name() if name is None else name
         self._storage: Array = storage
-        self._memory_slot = slot
+        #: The position in memory that the ranks of a node share; None for memory that is not shared.
+        self._memory_slot: VariableSlot | None = slot
         self._view: Array = storage.view()
         if not is_on_device(self._view):  # CuPy has no read-only arrays
             self._view.flags.writeable = False
         #: CuPy computes with NumPy's scalars, but not with its 0-d arrays.
-        self._is_scalar_beside_gpu = extended.drives_gpu and not array.shape
+        self._is_scalar_beside_gpu = extended._drives_gpu and not array.shape
         #: The part of the strategy that does the work.
-        self.extended = extended
+        self._extended = extended
         self._policies = policies_of(self)
         #: Names this variable when ranks compare their calls; names need not be unique.
-        self.key: str = f"{self.name} (variable {extended.variables_made})"
+        self._key: str = f"{self.name} (variable {extended._variables_made})"
         #: The variable in whose `colocate_vars_with` block this one was created, if any.
-        self.colocated_with: Variable | None = None
-        extended.register_variable(self)
+        self._colocated_with: Variable | None = None
+        extended._register_variable(self)
 
     __hash__ = object.__hash__  # by identity: a variable may be a key, although == compares elements
     # ------------------------------------------------------------------------------------------- what it is
@@ -163,12 +164,7 @@ class Variable(ArrayLike):
         """The dtype; reading it never communicates."""
         return self._storage.dtype
 
-    @property
-    def memory_slot(self) -> VariableSlot | None:
-        """The position in memory that the ranks of a node share; None for memory that is not shared."""
-        return self._memory_slot
-
-    def contribution(self) -> Array:
+    def _contribution(self) -> Array:
         """Return this replica's copy: its value in a reduction."""
         return self._view
 
@@ -225,9 +221,9 @@ class Variable(ArrayLike):
         """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
         return self._view
 
-    def updatable_storage(self) -> Array:
+    def _updatable_storage(self) -> Array:
         """Return this replica's copy to be changed in place; ContextError outside an update of its strategy."""
-        context.require_update(self._strategy, "Variable.updatable_storage")
+        context.require_update(self._strategy, "Variable._updatable_storage")
         return self._storage
 
     def _read(self) -> Array:
@@ -316,9 +312,9 @@ class Variable(ArrayLike):
 
     def _policy(self, where: str) -> Policy:
         frame = context.current_frame()
-        if frame is None or (frame.strategy.is_default and self._strategy is not frame.strategy):
+        if frame is None or (frame.strategy._is_default and self._strategy is not frame.strategy):
             return self._policies[Mode.CROSS_REPLICA]
-        if not self.extended.is_local:
+        if not self._extended._is_local:
             context.require_same_strategy(frame, self._strategy, where)
         return self._policies[frame.mode]
 
@@ -357,7 +353,7 @@ def _member(kind: type[E], value: E | str, argument: str) -> E:
 
 
 def _kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynchronization:
-    if extended.is_local:
+    if extended._is_local:
         return given
     kept = CREATION[given].kept_as
     if kept is None:
@@ -374,7 +370,7 @@ def _check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation, extende
     if dtype.hasobject or dtype.kind in "SU":
         raise DTypeError.at("Variable", found=f"dtype {dtype}", expected="a numeric or bool dtype")
     floating = dtype.kind == "f" or is_bfloat16(dtype)
-    if aggregation in NEEDS_FLOATING and not floating and not extended.is_local:
+    if aggregation in NEEDS_FLOATING and not floating and not extended._is_local:
         raise OptionError.at(
             "Variable",
             found=f"aggregation={aggregation.name} of dtype {dtype_name(dtype)}",

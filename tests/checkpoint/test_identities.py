@@ -132,7 +132,7 @@ KINDS: dict[str, tuple[Callable[[ms.Strategy], tuple[Any, Any]], str]] = {
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("made", [ms.gradients.GradientAccumulator(2), ms.optimizers.SGD(0.5)])
 def test_a_copy_is_made_when_it_is_made(made: Any, way: Callable[[Any], Any]) -> None:
-    assert way(made).creation_order > made.creation_order
+    assert way(made)._creation_order > made._creation_order
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,8 +173,8 @@ def test_one_variable_under_two_names(strategy: ms.MirroredStrategy, folder: Pat
     (first, *_) = outcomes(checkpoint.save, folder / "c")
     assert first.error is errors.CollectiveMismatchError
     rows = {line.strip().partition(":")[0]: line for line in first.text.splitlines()}
-    assert f"two is {v.key}: variable" in rows["rank 0"]
-    assert f"two is {w.key}: variable" in rows[f"rank {OTHER}"]
+    assert f"two is {v._key}: variable" in rows["rank 0"]
+    assert f"two is {w._key}: variable" in rows[f"rank {OTHER}"]
 
 
 def test_what_a_rank_has_beside_the_others_is_its_own(strategy: ms.MirroredStrategy, folder: Path) -> None:

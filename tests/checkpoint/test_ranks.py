@@ -228,14 +228,14 @@ def test_sums_of_an_accumulator_have_the_same_total(tmp_path: Path, p: int, q: i
             for _ in range(2):
                 accumulator.add(gradients(strategy.replica_id_in_sync_group))
             ms.Checkpoint(a=[accumulator]).save(tmp_path / "c")
-        return accumulator.partial_sums
+        return accumulator._partial_sums
 
     def restore(strategy: ms.Strategy) -> Any:
         with strategy.scope():
             accumulator = ms.gradients.GradientAccumulator(3)
             accumulator.add([np.zeros(7)])  # what is under way here is forgotten
             ms.Checkpoint(a=[accumulator]).restore(tmp_path / "c")
-        sums = accumulator.partial_sums
+        sums = accumulator._partial_sums
         assert [total.dtype for total in sums] == [np.int64, np.float32, np.float32]
         last = accumulator.add([np.zeros(3, int), np.zeros((2, 2), np.float32), np.zeros(2, np.float16)])
         assert last is not None

@@ -56,7 +56,7 @@ class OptimizerV1:
 
     def state(self) -> dict[str, Any]:
         slots = {key: self.optimizer.slots_of(v) for key, v in self.variables.items()}
-        assert all(slot.colocated_with is self.variables[key] or self.variables[key].strategy.is_default
+        assert all(slot._colocated_with is self.variables[key] or self.variables[key].strategy._is_default
                    for key, beside in slots.items() for slot in beside.values())  # fmt: skip
         return {key: {name: read(slot) for name, slot in beside.items()} for key, beside in slots.items() if beside}
 

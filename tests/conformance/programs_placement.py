@@ -30,7 +30,7 @@ def colocate_vars_with(env: Env, p: Inputs) -> Any:
         extended.update(v, lambda a, b, c: a.assign_add(np.sum(b) + c), args=(w, x))
     return {
         "w": w,
-        "same devices": w.colocated_with is v and x.colocated_with is v,
+        "same devices": w._colocated_with is v and x._colocated_with is v,
         "ON_READ inside": variable_name(x, env),
         "documentation example, v after update": env.copies(v),
     }

@@ -141,7 +141,7 @@ def encode(value: Any) -> Json:
     if isinstance(value, Caught):
         return encode_error(value.error)
     if isinstance(value, ms.DistributedValues):
-        return encode(value.values[0]) if value.values else {"elsewhere": getattr(value, "lives_on", "another rank")}
+        return encode(value.values[0]) if value.values else {"elsewhere": getattr(value, "_lives_on", "another rank")}
     if isinstance(value, ms.Variable):
         return _encode_array("variable", on_device.host(value.local_copy()))
     if isinstance(value, ms.IndexedSlices):

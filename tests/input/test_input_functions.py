@@ -317,6 +317,6 @@ def test_one_device(make: Callable[[], ms.Strategy]) -> None:
     for distribute in (alone.distribute_datasets_from_function, alone.experimental_distribute_datasets_from_function):
         assert [part.tolist() for part in distribute(dataset_fn)] == [[0, 1, 2]]
     assert told == [ms.InputContext()] * 2
-    assert (alone.distribute_datasets_from_function(dataset_fn) is batches) is alone.is_default
+    assert (alone.distribute_datasets_from_function(dataset_fn) is batches) is alone._is_default
     assert alone.make_dataset_iterator(batches).get_next().tolist() == [0, 1, 2]
     assert alone.make_input_fn_iterator(dataset_fn).get_next().tolist() == [0, 1, 2]

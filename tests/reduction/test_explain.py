@@ -306,6 +306,6 @@ def test_the_order_of_buckets_is_fixed(places: str) -> None:
                 variables = [ms.Variable(np.zeros(size, np.float32)) for size in (70_001, 3, 1100, 20_011)]
                 optimizer = ms.optimizers.SGD()
             buckets = optimizer.gradient_buckets(variables, bytes_per_bucket=4096)
-            orders.append([bucket.members for bucket in buckets.buckets])
+            orders.append([bucket.members for bucket in buckets._buckets])
     assert orders[0] == orders[1] == [(3,), (2,), (1, 0)]
     assert len(set(gather_texts(str(orders)))) == 1

@@ -184,7 +184,7 @@ def test_an_arena_is_reduced_where_it_is(strategy: Any, cupy: Any, dtype: str, s
     like = {"w": cupy.asarray(values((3, 2), dtype)), "b": cupy.asarray(values((1,), dtype)), "n": 0.0}
     with strategy.scope():
         arena = strategy.arena(like, shared_result=shared_result)
-    assert arena.on_device
+    assert arena._on_device
     for _ in range(2):
         arena.values["w"][...] = cupy.asarray(values((3, 2), dtype)) * 1
         arena.values["n"][...] = RANK

@@ -182,7 +182,7 @@ def assert_right(op: str, found: Any, everyones: list[Any]) -> None:
 def test_either_way_gives_the_reduction_in_rank_order(
     strategies: dict[str, ms.Strategy], name: str, op: Any, plan: list[Any], shape: int, way: int, seed: int
 ) -> None:
-    verb = ms.ReduceOp.parse(op, "").name
+    verb = ms.ReduceOp._parse(op, "").name
     if verb in ("MIN", "MAX"):
         plan = [p if np.asarray(leaf_of(0, p, seed)).dtype.kind != "c" else (np.dtype("f8"), (3,), 0) for p in plan]
     values = [NESTS[shape]([leaf_of(rank, p, seed + i) for i, p in enumerate(plan)], rank) for rank in RANKS]
@@ -548,7 +548,7 @@ def test_more_kinds_of_values_than_are_remembered(strategy: ms.Strategy) -> None
         assert quick(strategy, "SUM", np.ones((1 + number % 5, 1 + number))).sum() == SIZE * (1 + number % 5) * (
             1 + number
         )
-    waiting, places = [*strategy.extended.reducer.plans._tree.root.callers.values()], []
+    waiting, places = [*strategy.extended._reducer.plans._tree.root.callers.values()], []
     while waiting:
         node = waiting.pop()
         waiting += [*node.callers.values(), *([node.following] if node.following is not None else [])]

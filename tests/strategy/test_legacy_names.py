@@ -79,7 +79,7 @@ def test_every_strategy_has_the_old_names(make: Callable[[], ms.Strategy]) -> No
     assert updated == config
     assert updated is not config
     assert updated.threads is config.threads  # a shallow copy
-    if not strategy.is_default:
+    if not strategy._is_default:
         strategy.close()
 
 
@@ -157,7 +157,7 @@ def test_what_other_libraries_ask(make: Callable[[], ms.Strategy]) -> None:
     assert extended.experimental_between_graph is (strategy.num_replicas_in_sync > 1)
     first = extended.communicator.rank == 0
     assert extended.should_checkpoint is extended.should_save_summary is first
-    if not strategy.is_default:
+    if not strategy._is_default:
         strategy.close()
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.one_rank
     ],
 )
 def test_the_spellings_of_a_reduce_op(value: Any, op: ReduceOp) -> None:
-    assert ReduceOp.parse(value, "here") is op
+    assert ReduceOp._parse(value, "here") is op
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_the_spellings_of_a_reduce_op(value: Any, op: ReduceOp) -> None:
 )  # fmt: skip
 def test_anything_else_is_no_reduce_op(value: Any) -> None:
     with pytest.raises(errors.ReduceOpError) as refusal:
-        ReduceOp.parse(value, "Strategy.reduce")
+        ReduceOp._parse(value, "Strategy.reduce")
     for part in ("Strategy.reduce", repr(value), "SUM", "MEAN"):
         assert part in str(refusal.value)
     assert isinstance(refusal.value, ValueError)

@@ -96,13 +96,13 @@ def test_how_gradients_are_cut(strategy: ms.Strategy) -> None:
     variables = model(strategy)
     optimizer = SGD(0.1)
     whole = optimizer.gradient_buckets(variables)
-    assert [bucket.members for bucket in whole.buckets] == [(5, 3), (6, 4, 2, 1, 0)]
+    assert [bucket.members for bucket in whole._buckets] == [(5, 3), (6, 4, 2, 1, 0)]
     each = optimizer.gradient_buckets(variables, 1)
-    assert [bucket.members for bucket in each.buckets] == [(6,), (5,), (4,), (3,), (2,), (1,), (0,)]
+    assert [bucket.members for bucket in each._buckets] == [(6,), (5,), (4,), (3,), (2,), (1,), (0,)]
     some = optimizer.gradient_buckets(variables, 600)
-    assert [bucket.members for bucket in some.buckets] == [(5, 3), (6, 4, 2), (1, 0)]
+    assert [bucket.members for bucket in some._buckets] == [(5, 3), (6, 4, 2), (1, 0)]
     for buckets in (whole, each, some):
-        for bucket in buckets.buckets:
+        for bucket in buckets._buckets:
             for number in bucket.members:
                 assert np.shares_memory(bucket.memory, buckets.values[number])
                 assert bucket.memory.dtype == variables[number].dtype

@@ -150,7 +150,7 @@ def test_a_function_put_onto_the_instance_is_asked(strategy: ms.Strategy) -> Non
 
 def test_a_kernel_of_ones_own(strategy: ms.Strategy) -> None:
     class Sign(Optimizer):
-        def kernel(self) -> kernels.Kernel | None:
+        def _kernel(self) -> kernels.Kernel | None:
             def step(parameter: Array, gradient: Array, slots: Any, scratch: Any) -> None:
                 np.sign(gradient, out=scratch[0])
                 np.subtract(parameter, scratch[0], out=parameter)
@@ -208,17 +208,17 @@ def test_the_memory_is_handed_out_in_an_update_only(strategy: ms.Strategy) -> No
         view = np.asarray(variable)
 
         def add(var: ms.Variable) -> None:
-            memory = var.updatable_storage()
+            memory = var._updatable_storage()
             memory += 1
 
         strategy.extended.update(variable, add)
         np.testing.assert_array_equal(view, [1, 1, 1])
         with pytest.raises(errors.ContextError, match="update"):
-            variable.updatable_storage()
-    ended = outcomes(strategy.run, variable.updatable_storage)
+            variable._updatable_storage()
+    ended = outcomes(strategy.run, variable._updatable_storage)
     assert {one.error for one in ended} == {errors.ContextError}
     other = ms.OneDeviceStrategy("CPU:0")
     with other.scope():
         foreign = ms.Variable(0.0)
     with pytest.raises(errors.ContextError, match="another strategy"):
-        other.extended.update(foreign, lambda _: variable.updatable_storage())
+        other.extended.update(foreign, lambda _: variable._updatable_storage())

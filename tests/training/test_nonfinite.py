@@ -108,7 +108,7 @@ def test_raise_changes_nothing_and_names_the_variable(
         ended = outcomes(lambda rank=rank, value=value, w=which, p=at: training.step(rank, value, w, p))  # type: ignore[misc]
         assert {one.error for one in ended} == {errors.NonFiniteError}, ended
         assert len({one.text for one in ended}) == 1
-        assert f"a reduced gradient of {training.variables[which].key} that is not finite" in ended[0].text
+        assert f"a reduced gradient of {training.variables[which]._key} that is not finite" in ended[0].text
         early = place[1] == "buckets" and SIZE > 1 and max(place[0].extended.communicator.node_of) > 0
         brought = f"(rank {rank} brought 1 {'NaN' if np.isnan(value) else 'infinite'})"
         assert (brought in ended[0].text) is not early, "what the buckets summed in place is gone"
@@ -161,7 +161,7 @@ def test_warn_makes_the_step_and_says_so_once_on_rank_0(place: tuple[ms.Strategy
     mine = [warning for warning in caught if issubclass(warning.category, errors.NonFiniteWarning)]
     assert len(mine) == (2 if RANK == 0 else 0)
     for warning, number in zip(mine, (2, 4), strict=False):
-        assert one.variables[2].key in str(warning.message)
+        assert one.variables[2]._key in str(warning.message)
         assert f"(step {number})" in str(warning.message)
         assert warning.filename == __file__
     assert issubclass(errors.NonFiniteWarning, RuntimeWarning)

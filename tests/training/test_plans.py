@@ -78,7 +78,7 @@ CHANGES: dict[str, Callable[[ms.Strategy, Optimizer], None]] = {
 
 
 def made_later(optimizer: Optimizer) -> None:
-    optimizer.gradient_arena(optimizer.slotted())
+    optimizer.gradient_arena(optimizer._slotted())
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -225,7 +225,7 @@ def test_slots_live_beside_their_variables(strategy: ms.Strategy, name: str) -> 
         for v in variables:
             assert set(one.slots_of(v)) == set(optimizer.slot_values)
             for slot in one.slots_of(v).values():
-                assert slot.colocated_with is v
+                assert slot._colocated_with is v
                 assert (slot.shape, slot.dtype, slot.trainable, slot.strategy) == (v.shape, v.dtype, False, strategy)
         assert one.iterations is not None
         assert int(one.iterations) == 1

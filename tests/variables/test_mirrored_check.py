@@ -51,7 +51,7 @@ def model(strategy: ms.Strategy) -> list[ms.Variable]:
 def storage_of(strategy: ms.Strategy, var: ms.Variable) -> Array:
     """Return this rank's copy as bytes that can be written."""
     found: list[Array] = []
-    strategy.extended.update(var, lambda v: found.append(v.updatable_storage()))
+    strategy.extended.update(var, lambda v: found.append(v._updatable_storage()))
     return found[0].reshape(-1).view(np.uint8)
 
 
@@ -85,7 +85,7 @@ def test_one_flipped_bit_is_found(
     flip(strategy, var, bit, (rank,))
     text = told_everywhere(lambda: strategy.assert_mirrored(None if all_ else model))
     flip(strategy, var, bit, (rank,))
-    assert f"{var.key} " in text
+    assert f"{var._key} " in text
     assert f"{list(var.shape)}" in text
     assert "copies that differ in 1 of " in text
     others = [other for other in RANKS if other != rank]
@@ -183,7 +183,7 @@ def test_slots_and_steps_are_checked_too(strategy: ms.Strategy) -> None:
             continue
         flip(strategy, slot, 3, (SIZE - 1,))
         for what in (None, adam, [var, adam]):
-            assert slot.key in told_everywhere(lambda what=what: strategy.assert_mirrored(what))  # type: ignore[misc]
+            assert slot._key in told_everywhere(lambda what=what: strategy.assert_mirrored(what))  # type: ignore[misc]
         strategy.assert_mirrored(var)
         flip(strategy, slot, 3, (SIZE - 1,))
 
@@ -253,10 +253,10 @@ def test_what_some_ranks_have_collected_is_left_out(strategy: ms.Strategy) -> No
     with strategy.scope():
         var: Any = ms.Variable(np.zeros(3), name="gone here")
         kept = ms.Variable(np.zeros(3), name="kept")
-    before = len(strategy.extended.variables_alive())
+    before = len(strategy.extended._variables_alive())
     if RANK == 0:
         del var
-        assert len(strategy.extended.variables_alive()) == before - 1
+        assert len(strategy.extended._variables_alive()) == before - 1
     strategy.assert_mirrored()
     if SIZE > 1:
         flip(strategy, kept, 9, (SIZE - 1,))
@@ -275,13 +275,13 @@ def told_everywhere_but_counts(strategy: ms.Strategy) -> str:
 
 def test_the_list_of_variables_keeps_none_alive(strategy: ms.Strategy) -> None:
     gc.collect()
-    before = len(strategy.extended.variables_alive())
+    before = len(strategy.extended._variables_alive())
     with strategy.scope():
         for _ in range(3):
             ms.Variable(np.zeros(3))
     gc.collect()
-    assert len(strategy.extended.variables_alive()) <= before + 1
-    numbers = [number for number, _ in strategy.extended.variables_alive()]
+    assert len(strategy.extended._variables_alive()) <= before + 1
+    numbers = [number for number, _ in strategy.extended._variables_alive()]
     assert numbers == sorted(numbers)
 
 
@@ -289,8 +289,8 @@ def test_a_deep_copy_has_variables_of_its_own(strategy: ms.Strategy) -> None:
     twin = copy.deepcopy(strategy)
     with twin.scope():
         var = ms.Variable(np.zeros(3))
-    assert [v for _, v in twin.extended.variables_alive()] == [var]
-    assert all(v is not var for _, v in strategy.extended.variables_alive())
+    assert [v for _, v in twin.extended._variables_alive()] == [var]
+    assert all(v is not var for _, v in strategy.extended._variables_alive())
     twin.assert_mirrored()
 
 
@@ -398,7 +398,7 @@ def test_every_third_step_finds_what_has_drifted(strategy: ms.Strategy, path: st
                 flip(strategy, target, 60, (0,))
             if number == 6:
                 text = told_everywhere(step)
-                assert target.key in text
+                assert target._key in text
                 assert "SGD.apply_gradients: found copies that differ in 1 of 5 variables" in text
             else:
                 step()

@@ -32,12 +32,12 @@ def fresh() -> Iterator[ms.MirroredStrategy]:
 
 
 def storage_of(strategy: ms.Strategy) -> VariableStorage:
-    return strategy.extended.variable_storage
+    return strategy.extended._variable_storage
 
 
 def slot_of(variable: ms.Variable) -> VariableSlot:
-    assert variable.memory_slot is not None
-    return variable.memory_slot
+    assert variable._memory_slot is not None
+    return variable._memory_slot
 
 
 def place(variable: ms.Variable, slabs: list[Any]) -> str:
@@ -84,22 +84,22 @@ def test_the_ranks_of_a_node_see_each_others_copies(strategy: ms.Strategy, dtype
 def test_variables_of_one_replica_lie_in_its_own_memory() -> None:
     alone = ms.OneDeviceStrategy()
     with alone.scope():
-        assert ms.Variable(np.ones(3)).memory_slot is None
-    assert ms.Variable(np.ones(3)).memory_slot is None
+        assert ms.Variable(np.ones(3))._memory_slot is None
+    assert ms.Variable(np.ones(3))._memory_slot is None
 
     def program() -> bool:
         strategy = ms.MirroredStrategy()
         with strategy.scope():
             made = [ms.Variable(np.full(n, 2.0), aggregation="SUM") for n in (3, 2 * MIB)]
         strategy.run(lambda: [variable.assign_add(np.ones(variable.shape)) for variable in made])
-        return all(variable.memory_slot is None and (variable.numpy() == 4).all() for variable in made)
+        return all(variable._memory_slot is None and (variable.numpy() == 4).all() for variable in made)
 
     assert ms.testing.run_replicas(program, 2) == [True, True]
     for nodes in (list(RANKS), [min(rank, 1) for rank in RANKS]):
         with OnNodes(nodes, ms.MpiAllReduce()) as strategy, strategy.scope():
             variable = ms.Variable(np.full(3, RANK), name="v")
             assert variable.numpy().tolist() == [0, 0, 0]
-            assert (variable.memory_slot is None) == (max(map(nodes.count, nodes)) == 1)
+            assert (variable._memory_slot is None) == (max(map(nodes.count, nodes)) == 1)
 
 
 def test_writes_stay_in_the_same_memory(strategy: ms.Strategy) -> None:
@@ -172,7 +172,7 @@ def test_places_stay_equal_and_values_stay_theirs(strategy: ms.Strategy, actions
         for number, (size, drop, who) in enumerate(actions):
             variable = ms.Variable(np.full(size, number, np.float32))
             alive.append((variable, number))
-            places.append("" if variable.memory_slot is None else place(variable, slabs))
+            places.append("" if variable._memory_slot is None else place(variable, slabs))
             if drop < len(alive) and drop > 1:
                 gone, value = alive.pop(drop)
                 if who == RANK:
@@ -265,9 +265,9 @@ def test_no_room_on_one_rank_means_own_memory_for_all(
         monkeypatch.undo()
         assert {warning.category for warning in told} == ({errors.FallbackWarning} if RANK == 0 else set())
         assert len(told) <= 2
-    assert first.memory_slot is not None
-    assert large.memory_slot is None
-    assert others[-1].memory_slot is None
+    assert first._memory_slot is not None
+    assert large._memory_slot is None
+    assert others[-1]._memory_slot is None
     fresh.run(lambda: large.assign_add(np.ones(MIB)))
     assert (np.asarray(large) == 2 + SIZE).all()
     assert same_everywhere([np.asarray(variable) for variable in others])

@@ -94,10 +94,10 @@ class Position(Kind):
     name = "iterator"
 
     def owns(self, value: Any) -> bool:
-        return isinstance(value, DistributedIterator) and value.walk is not None
+        return isinstance(value, DistributedIterator) and value._walk is not None
 
     def add(self, entries: State, path: str, value: DistributedIterator[Any]) -> None:
-        walk = value.walk
+        walk = value._walk
         assert walk is not None
         more = {"of": walk.of, "any_ranks": walk.any_ranks}
         entries.add_value(path, self.name, UNDECIDED, walk.position, more)
@@ -105,7 +105,7 @@ class Position(Kind):
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(self.owns(value), path, item, value):
             return lambda: None
-        walk = value.walk
+        walk = value._walk
         if walk.of != item.more["of"]:
             return fit.problem(path, f"a position in {item.more['of']}; here it is {walk.of}")
         if not walk.any_ranks and not fit.same_ranks:
@@ -116,12 +116,12 @@ class Position(Kind):
         if type(position) is not int or not 0 <= position < _FARTHEST:
             return fit.problem(path, f"the position {shown(position)} in the checkpoint")
         try:
-            value.check_can_go()
+            value._check_can_go()
         except MpiStrategyError as error:
             return fit.problem(path, str(error))
 
         def restore() -> Any:
-            value.go_to(position)
+            value._go_to(position)
             return value
 
         return restore

@@ -46,7 +46,7 @@ class OneVariable(Kind):
         return lambda: value
 
     def identity(self, value: Variable, number: str) -> str:
-        return "" if value.strategy.extended.is_local else value.key
+        return "" if value.strategy.extended._is_local else value._key
 
     def variables(self, value: Variable) -> Iterable[Variable]:
         return (value,)
@@ -63,11 +63,11 @@ class Accumulator(Kind):
     types: ClassVar[tuple[type, ...]] = (GradientAccumulator,)
 
     def add(self, entries: State, path: str, value: GradientAccumulator) -> None:
-        count, dtypes = value.position
+        count, dtypes = value._position
         names = [dtype_text(dtype, entries.where) for dtype in dtypes]
         entries.items[path] = Item(self.name, more={"steps": value.steps, "count": count, "dtypes": names})
-        copies = ONE if entries.strategy.extended.is_local else _SUM
-        for number, total in enumerate(value.partial_sums):
+        copies = ONE if entries.strategy.extended._is_local else _SUM
+        for number, total in enumerate(value._partial_sums):
             entries.add_array(below(path, number), "array", copies, host_array(total))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
@@ -86,7 +86,7 @@ class Accumulator(Kind):
         fit.shared.update(paths)
 
         def restore() -> Any:
-            value.go_on_with(count, [fit.staged.pop(each) for each in paths], dtypes)
+            value._go_on_with(count, [fit.staged.pop(each) for each in paths], dtypes)
             return value
 
         return restore
@@ -103,7 +103,7 @@ class AnyOptimizer(Kind):
         entries.add_last(lambda: self._add(entries, path, value))  # the variables may be entered after it
 
     def _add(self, entries: State, path: str, optimizer: Optimizer) -> None:
-        slotted = optimizer.slotted()
+        slotted = optimizer._slotted()
         more = {
             "class": type(optimizer).__name__,
             "variables": [entries.path_of(var) for var in slotted],
@@ -126,11 +126,11 @@ class AnyOptimizer(Kind):
 
     def identity(self, value: Optimizer, number: str) -> str:
         counter = [] if value.iterations is None else [value.iterations]
-        keys = [var.key for var in (*value.slotted(), *counter) if not var.strategy.extended.is_local]
+        keys = [var._key for var in (*value._slotted(), *counter) if not var.strategy.extended._is_local]
         return f"{type(value).__name__} {f'of {_several(keys)}' if keys else number}"
 
     def variables(self, value: Optimizer) -> Iterable[Variable]:
-        return (*value.variables, *value.slotted())
+        return (*value.variables, *value._slotted())
 
 
 class _OptimizerFit:
@@ -195,7 +195,7 @@ class _OptimizerFit:
 
     def _variable(self, number: int, path: str | None) -> Variable:
         """Return the variable that has the slots of this number."""
-        slotted = self._optimizer.slotted()
+        slotted = self._optimizer._slotted()
         found = self._fit.here.live.get(path) if path is not None else None
         if path is None and number < len(slotted):
             found = slotted[number]
@@ -220,7 +220,7 @@ class _OptimizerFit:
 
     def _must_build(self, *, has_steps: bool) -> bool:
         """Return whether a counter or slots that the checkpoint has are missing here; equal on all ranks."""
-        slotted = {id(var) for var in self._optimizer.slotted()}
+        slotted = {id(var) for var in self._optimizer._slotted()}
         has_more = any(id(var) not in slotted for var in self._variables)
         return has_more or (self._optimizer.iterations is None and (has_steps or bool(self._variables)))
 
@@ -235,7 +235,7 @@ class _OptimizerFit:
         optimizer, restored = self._optimizer, {id(var) for var in self._variables}
         if not has_steps and optimizer.iterations is not None:
             store(optimizer.iterations, np.zeros((), optimizer.iterations.dtype))
-        for var in optimizer.slotted():
+        for var in optimizer._slotted():
             for name, slot in optimizer.slots_of(var).items():
                 if id(var) not in restored:
                     store(slot, np.full(slot.shape, optimizer.slot_values[name], slot.dtype))
@@ -249,7 +249,7 @@ def _add_variable(entries: State, path: str, var: Variable) -> None:
 
 def _copies_of(entries: State, var: Variable) -> str:
     shared = entries.strategy.extended
-    if var.strategy is not entries.strategy and not var.strategy.extended.is_local:
+    if var.strategy is not entries.strategy and not var.strategy.extended._is_local:
         raise OptionError.at(
             entries.where,
             found=f"{var.name!r}, of another strategy than the rest",
@@ -261,7 +261,7 @@ def _copies_of(entries: State, var: Variable) -> str:
     if var.synchronization is not VariableSynchronization.ON_READ:
         return ONE
     if var.aggregation is VariableAggregation.NONE:
-        if shared.is_local:
+        if shared._is_local:
             return ONE
         raise AggregationError.at(
             entries.where,
@@ -275,7 +275,7 @@ def _copies_of(entries: State, var: Variable) -> str:
 def store(var: Variable, array: Array) -> None:
     """Write an array of its dtype and shape into this rank's copy of a variable, whatever the variable's policy is."""
     with context.Frame(var.strategy, context.Mode.UPDATE):
-        storage = var.updatable_storage()
+        storage = var._updatable_storage()
         with on_device_of(storage):
             storage[...] = placed_as(array, storage)
 

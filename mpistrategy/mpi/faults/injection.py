@@ -239,7 +239,7 @@ def _flipped_leaf(leaf: Any, bit: int, in_place: bool) -> tuple[Any, bool]:
         if not leaf.values:
             return leaf, False
         inner, is_done = flipped(leaf.values[0], bit, in_place=in_place)
-        return (leaf if inner is leaf.values[0] else Mirrored((inner,), leaf.lives_on)), is_done
+        return (leaf if inner is leaf.values[0] else Mirrored((inner,), leaf._lives_on)), is_done
     if isinstance(leaf, IndexedSlices):
         values = np.array(leaf.values)
         return IndexedSlices(values, leaf.indices, leaf.dense_shape), _flip(values, bit)

@@ -35,10 +35,10 @@ from mpistrategy.reduction.routes.mailboxes import MISFIT
 class Extended(Protocol):
     """What is asked of a StrategyExtended."""
 
-    bucket_orders: dict[tuple[tuple[int, ...], ...], None]
+    _bucket_orders: dict[tuple[tuple[int, ...], ...], None]
 
     @property
-    def reducer(self) -> Reducer: ...
+    def _reducer(self) -> Reducer: ...
 
 
 class _Strategy(Protocol):
@@ -75,9 +75,9 @@ class Arena:
 
     def __init__(self, strategy: _Strategy, like: Any, *, shared_result: bool = False) -> None:
         self.strategy = strategy
-        reducer = strategy.extended.reducer
+        reducer = strategy.extended._reducer
         communicator = reducer.communicator
-        self.communicator: Communicator = communicator
+        self._communicator: Communicator = communicator
         with Call(communicator.guard, "Strategy.arena") as call:
             if not isinstance(shared_result, bool):
                 raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
@@ -87,37 +87,39 @@ class Arena:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
             layouts = layouts_of(given, like, call.where)
             #: Whether it is in GPU memory: of this rank's GPU, or of that of an array.
-            self.on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
+            self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
                 is_on_device(contribution(leaf)) for leaf in given
             )
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
-                options=f"shared_result={shared_result}{', on a GPU' if self.on_device else ''}",
+                options=f"shared_result={shared_result}{', on a GPU' if self._on_device else ''}",
             )
             call.expect_more()
             places, dtypes, sizes = laid_out(layouts)
-            self.places: tuple[Place, ...] = places
-            self.buckets: tuple[Replicas, ...] = buckets_for(communicator, dtypes, sizes, shared_result, self.on_device)
+            self._places: tuple[Place, ...] = places
+            self._buckets: tuple[Replicas, ...] = buckets_for(
+                communicator, dtypes, sizes, shared_result, self._on_device
+            )
             call.agree("use an arena")  # no rank has run out of memory
         self._number = next(reducer.arena_numbers)
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
         #: What each bucket holds of this rank.
-        self._mine = [bucket.mine for bucket in self.buckets]
-        self.leaves: list[Array] = self._views(self._mine)
-        self._nest = UnchangedNest(self._structure, self.leaves)
+        self._mine = [bucket.mine for bucket in self._buckets]
+        self._leaves: list[Array] = self._views(self._mine)
+        self._nest = UnchangedNest(self._structure, self._leaves)
         self._values = self._nest.value
-        self.in_place: bool = not shared_result
-        self.is_unchanged: Callable[[], bool] = self._nest.is_unchanged
+        self._in_place: bool = not shared_result
+        self._is_unchanged: Callable[[], bool] = self._nest.is_unchanged
         #: What an all-reduce returns.
-        self.result: Any = self._values
+        self._result: Any = self._values
         if shared_result:
-            views = self._views([bucket.result for bucket in self.buckets if bucket.result is not None])
-            for view in [] if self.on_device else views:  # CuPy has no read-only arrays
+            views = self._views([bucket.result for bucket in self._buckets if bucket.result is not None])
+            for view in [] if self._on_device else views:  # CuPy has no read-only arrays
                 view.flags.writeable = False
-            self.result = self._structure.pack(views)
+            self._result = self._structure.pack(views)
         #: Its plans, kept by `mpistrategy.reduction.plans`.
-        self.plans: dict[Any, Any] = {}
+        self._plans: dict[Any, Any] = {}
         #: For each bucket: the arrays, where the result goes, and this rank's share.
         self._shares: list[Any] = []
         self._closed = False
@@ -136,7 +138,7 @@ class Arena:
     @property
     def is_shared(self) -> bool:
         """Whether the ranks of the node see each other's arrays; else everything works as for other arrays."""
-        return all(bucket.is_shared for bucket in self.buckets)
+        return all(bucket.is_shared for bucket in self._buckets)
 
     @property
     def nbytes(self) -> int:
@@ -144,26 +146,26 @@ class Arena:
         return sum(mine.nbytes for mine in self._mine)
 
     def _views(self, flat: Sequence[Array]) -> list[Array]:
-        return [place.view(flat[place.bucket]) for place in self.places]
+        return [place.view(flat[place.bucket]) for place in self._places]
 
     def __contains__(self, array: object) -> bool:
         """Return whether `array` is one of the arena's, or another view of one."""
-        if any(array is leaf for leaf in self.leaves):
+        if any(array is leaf for leaf in self._leaves):
             return True
-        if self.on_device or not isinstance(array, np.ndarray):
+        if self._on_device or not isinstance(array, np.ndarray):
             return False
         mine = array.ctypes.data, array.shape, array.dtype
         return array.flags.c_contiguous and any(
-            mine == (leaf.ctypes.data, leaf.shape, leaf.dtype) for leaf in self.leaves
+            mine == (leaf.ctypes.data, leaf.shape, leaf.dtype) for leaf in self._leaves
         )
 
     def __repr__(self) -> str:
         if self._closed:
             return f"<Arena {self._number}, closed>"
-        size, count = f"{self.nbytes / 2**20:.1f} MiB", len(self.leaves)
-        memory = f"shared by {len(self.buckets[0].arrays)} ranks" if self.is_shared else "of this rank alone"
-        memory = "on a GPU" if self.on_device else memory
-        return f"<Arena {self._number}: {count} arrays in {len(self.buckets)} buckets, {size} {memory}>"
+        size, count = f"{self.nbytes / 2**20:.1f} MiB", len(self._leaves)
+        memory = f"shared by {len(self._buckets[0].arrays)} ranks" if self.is_shared else "of this rank alone"
+        memory = "on a GPU" if self._on_device else memory
+        return f"<Arena {self._number}: {count} arrays in {len(self._buckets)} buckets, {size} {memory}>"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise CopyError.at(
@@ -180,29 +182,29 @@ class Arena:
         """
         if self._closed:
             return
-        guard = self.communicator.guard
+        guard = self._communicator.guard
         if not guard.closed:
             with Call(guard, "Arena.close", anywhere=True) as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
-        self.plans.clear()
+        self._plans.clear()
         self._shares.clear()
         resident_values.pop(id(self._values), None)
-        self.buckets, self._mine, self.leaves, self._values, self.result = (), [], [], None, None
-        del self._nest, self.is_unchanged
+        self._buckets, self._mine, self._leaves, self._values, self._result = (), [], [], None, None
+        del self._nest, self._is_unchanged
 
-    def check(self, reducer: Reducer, where: str) -> None:
+    def _check(self, reducer: Reducer, where: str) -> None:
         """Raise unless a strategy can reduce the arena as it is.
 
         Raises:
             ContextError, OptionTypeError, StructureError: see `all_reduce`.
         """
         self._require_open(where)
-        if reducer.communicator is not self.communicator:
+        if reducer.communicator is not self._communicator:
             raise OptionTypeError.at(
                 where, found="an arena of another strategy", expected="one that this strategy's arena() made"
             )
-        if not self.is_unchanged():
+        if not self._is_unchanged():
             raise StructureError.at(
                 where,
                 found="other arrays in arena.values than the arena's own",
@@ -214,7 +216,7 @@ class Arena:
         if self._closed:
             raise ContextError.at(where, found="an arena after its close()", expected="an open arena")
 
-    def all_reduce(
+    def _all_reduce(
         self,
         reducer: Reducer,
         reduce_op: Any,
@@ -240,26 +242,26 @@ class Arena:
                 has been given other arrays.
             DTypeError: for a MEAN of integers, which has another dtype than they, and MIN and MAX of complex numbers.
         """
-        op = ReduceOp.parse(reduce_op, call.where)
-        self.check(reducer, call.where)
-        in_place = self.in_place or out is not None
+        op = ReduceOp._parse(reduce_op, call.where)
+        self._check(reducer, call.where)
+        in_place = self._in_place or out is not None
         if not (out is None or out is self or out is self._values or self._nest.is_like(out)):
             raise OptionError.at(
                 call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
             )
         call.structure = self._structure.text
-        ordinary = weight is not None or not reducer.algorithm.in_rank_order
+        ordinary = weight is not None or not reducer.algorithm._in_rank_order
         if in_place or not ordinary:
-            check_dtypes(self.buckets, op, call.where)
+            check_dtypes(self._buckets, op, call.where)
         if ordinary:
             results = reducer.all_reduce_leaves(
                 call,
                 op,
-                self.leaves,
+                self._leaves,
                 lambda: nest.leaf_paths(self._values),
                 options=options,
                 weight=weight,
-                targets=self.leaves if in_place else None,
+                targets=self._leaves if in_place else None,
             )
             return self._values if in_place else self._structure.pack(results)
         chosen = reducer.options.merge(options)
@@ -271,20 +273,20 @@ class Arena:
         signature = self._signature(op, call.where, call.place, in_place, chosen.wire, path and f", path={path}")
         call.agree_on(signature._replace(destination=destination, name=call.name), sparingly=True)
         route.run(self._mine)
-        return self._values if in_place else self.result
+        return self._values if in_place else self._result
 
     def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Route:
         """Return how the buckets are reduced where they are; `path` is asked for in GPU memory."""
-        if not self.on_device:
-            ranks = reduced_precision.on(self.communicator, wire)
-            return InPlaceRoute(ranks, self.buckets, op, into_result=not in_place)
+        if not self._on_device:
+            ranks = reduced_precision.on(self._communicator, wire)
+            return InPlaceRoute(ranks, self._buckets, op, into_result=not in_place)
         from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
 
         packs = packing.plan(packing.layouts_of(self._mine), 1)  # each by itself
-        targets = self._mine if in_place else [bucket.result for bucket in self.buckets]
-        return GpuRoute(self.communicator, packs, op, path, wire, targets)
+        targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
+        return GpuRoute(self._communicator, packs, op, path, wire, targets)
 
-    def make_plan(
+    def _make_plan(
         self, op: ReduceOp, communicator: Communicator, where: tuple[str, str]
     ) -> Callable[[Any, Any], Any] | None:
         """Return a ``run(arena, out)`` that makes the messages of `all_reduce`; None where not all is in place.
@@ -299,20 +301,20 @@ class Arena:
         Raises:
             DTypeError: for a dtype that `op` cannot reduce.
         """
-        is_served = all(is_in_place(communicator, bucket) for bucket in self.buckets)
-        if self._closed or self.communicator is not communicator or not is_served:
+        is_served = all(is_in_place(communicator, bucket) for bucket in self._buckets)
+        if self._closed or self._communicator is not communicator or not is_served:
             return None
-        check_dtypes(self.buckets, op, where[0])
-        guard, quiet, text = communicator.guard, quiet_runner(), op.on_the_wire
-        in_place, barrier = self.in_place, communicator.node_barrier
+        check_dtypes(self._buckets, op, where[0])
+        guard, quiet, text = communicator.guard, quiet_runner(), op._on_the_wire
+        in_place, barrier = self._in_place, communicator.node_barrier
         signature = self._signature(op, *where, in_place, None)
         digest = guard.digest(signature)
         divisor = communicator.size if op is ReduceOp.MEAN else 1  # `check_dtypes` has refused integers
-        self._shares = [(b.arrays, b.arrays if in_place else (b.result,), b.my_share) for b in self.buckets]
+        self._shares = [(b.arrays, b.arrays if in_place else (b.result,), b.my_share) for b in self._buckets]
 
         # The flight record holds this function, which must not hold the arena's memory after its close().
         def run(arena: Any, out: Any) -> Any:
-            if not arena.is_unchanged() or (out is not None and not (out is arena and in_place)):
+            if not arena._is_unchanged() or (out is not None and not (out is arena and in_place)):
                 return MISFIT
             guard.compare_digest(digest, signature)
             try:
@@ -322,7 +324,7 @@ class Arena:
             except BaseException as error:
                 guard.fail_after_agreement(where[0], error)
                 raise
-            return arena.result
+            return arena._result
 
         run.__dict__["signature"] = signature
         return run
@@ -336,37 +338,37 @@ class Arena:
             "reduce an arena", op.value, self._structure.text, self._summary, "", options, "", where, place
         )
 
-    def describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
+    def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
-        route = self._route(op, self._path(reducer, options), options.wire, self.in_place)
-        ranks = reduced_precision.on(self.communicator, options.wire)
-        held = Counter(place.bucket for place in self.places)
+        route = self._route(op, self._path(reducer, options), options.wire, self._in_place)
+        ranks = reduced_precision.on(self._communicator, options.wire)
+        held = Counter(place.bucket for place in self._places)
         return [
             replace(each, in_arena=sum(held[pack.members[0].index] for pack in each.packs))
             for each in route.describe(ranks, self._mine)
         ]
 
-    def broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
+    def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
         """Write replica 0's arrays into everybody's, and return `values`; the caller has entered the guard's call."""
-        destination = self.destination(destinations, call.where)
-        self.check(reducer, call.where)
+        destination = self._destination(destinations, call.where)
+        self._check(reducer, call.where)
         call.structure = self._structure.text
         call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
-        for bucket in self.buckets:
-            broadcast_replicas(self.communicator, bucket)
+        for bucket in self._buckets:
+            broadcast_replicas(self._communicator, bucket)
         if self.is_shared:
-            self.communicator.node_barrier()
+            self._communicator.node_barrier()
         return self._values
 
-    def destination(self, destinations: Any, where: str) -> str:
+    def _destination(self, destinations: Any, where: str) -> str:
         """Return the ranks that want a result, in words; as `mpistrategy.reduction.layout.destinations.resolve`."""
         if destinations is self or destinations is self._values:
             return EVERY_RANK_TEXT
-        return resolve(destinations, self.communicator, where).text
+        return resolve(destinations, self._communicator, where).text
 
     def _path(self, reducer: Reducer, options: CommunicationOptions) -> str:
         """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
-        return path_word(options, getattr(reducer.algorithm, "device_path", None) or "") if self.on_device else ""
+        return path_word(options, getattr(reducer.algorithm, "_device_path", None) or "") if self._on_device else ""
 
 
 #: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.

@@ -44,8 +44,8 @@ class CommunicatorRoute:
         reduce_pair: ReducePair | None = None,
     ) -> None:
         self.packs = packs
-        self._communicator, self._text, self._names = communicator, op.on_the_wire, names
-        self._divisors = {pack.dtype: op.divisor(pack.dtype, communicator.size) for pack in packs}
+        self._communicator, self._text, self._names = communicator, op._on_the_wire, names
+        self._divisors = {pack.dtype: op._divisor(pack.dtype, communicator.size) for pack in packs}
         self._nbytes = sum(pack.nbytes for pack in packs)
         self._count = sum(len(pack.members) for pack in packs)
         self._reduce_pairs = self._all_reduce if reduce_pair is None else partial(self._reduce_each, reduce_pair)
@@ -131,12 +131,12 @@ class OneArrayRoute:
 
     def __init__(self, communicator: Communicator, pack: Pack, op: ReduceOp) -> None:
         self.packs: tuple[Pack, ...] = (pack,)
-        self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op.on_the_wire
+        self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op._on_the_wire
         self._new = partial(
             np.empty if pack.nbytes < LEAST_POOLED else communicator.pool.take, shape=self._shape, dtype=self._dtype
         )
         self._allreduce, self._quiet = communicator.allreduce, quiet_runner()
-        divisor = op.divisor(pack.dtype, communicator.size)
+        divisor = op._divisor(pack.dtype, communicator.size)
         self._division = None if divisor == 1 else division(divisor, pack.dtype)
         self._target: Any = None
 
@@ -174,7 +174,7 @@ def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) 
 
 def names_of(communicator: Communicator, packs: Sequence[Pack], op: ReduceOp) -> list[RouteName]:
     """Return the name of the way that `Communicator.allreduce_many` takes with each pack of a list."""
-    nbytes, text = sum(pack.nbytes for pack in packs), op.on_the_wire
+    nbytes, text = sum(pack.nbytes for pack in packs), op._on_the_wire
     return [
         "pipelined"
         if communicator.route(nbytes, pack.dtype, text) == "pipelined"

@@ -91,10 +91,10 @@ class GpuRoute:
                 if bucket is target and bucket is not arrays[pack.members[0].index]:
                     bucket[...] = arrays[pack.members[0].index]  # only now: until here it is the result before
                 if pack.size:
-                    path.allreduce(communicator, bucket, self._op.on_the_wire)
+                    path.allreduce(communicator, bucket, self._op._on_the_wire)
             self._kept.clear()  # CuPy's pool has it ready, for this stream
             for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
-                divide_by(self._op.divisor(bucket.dtype, self._ranks.size), bucket)
+                divide_by(self._op._divisor(bucket.dtype, self._ranks.size), bucket)
                 if target is None:
                     self._unpack(pack, bucket, arrays, results)
                     continue

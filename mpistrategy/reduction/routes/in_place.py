@@ -117,7 +117,7 @@ class InPlaceRoute:
     def _pack(self, index: int, replicas: Replicas) -> Pack:
         mine, communicator = replicas.mine, self._communicator
         wide, member = host_wire_dtype(mine.dtype), Member(index, 0, mine.size, mine.shape)
-        name = communicator.route(mine.size * wide.itemsize, wide, self._op.on_the_wire)
+        name = communicator.route(mine.size * wide.itemsize, wide, self._op._on_the_wire)
         converts = wide != mine.dtype and name != "none" and not is_in_place(communicator, replicas)
         return Pack(wide if converts else mine.dtype, mine.size, (member,), converts)
 
@@ -135,8 +135,8 @@ class InPlaceRoute:
         return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
 
     def _reduce(self, replicas: Replicas) -> None:
-        communicator, op, mine = self._communicator, self._op.on_the_wire, replicas.mine
-        divisor = self._op.divisor(mine.dtype, communicator.size)
+        communicator, op, mine = self._communicator, self._op._on_the_wire, replicas.mine
+        divisor = self._op._divisor(mine.dtype, communicator.size)
         targets = (_result(replicas),) if self._into_result else replicas.arrays
         if is_in_place(communicator, replicas):
             combine(replicas.arrays, targets, op, divisor, replicas.my_share)
@@ -157,7 +157,7 @@ class InPlaceRoute:
         return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
 
     def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas) -> Description:
-        local, into_result, op = len(replicas.arrays), self._into_result, self._op.on_the_wire
+        local, into_result, op = len(replicas.arrays), self._into_result, self._op._on_the_wire
         if not is_in_place(ranks, replicas):
             copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
             seen, name = is_seen_across(ranks, replicas, op), ranks.route(pack.nbytes, pack.dtype, op)

@@ -55,14 +55,14 @@ class MailboxRoute:
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.mailboxes: Mailboxes = mailboxes
         self.op: ReduceOp = op
-        self.combine: Combine = COMBINE[op.on_the_wire]
+        self.combine: Combine = COMBINE[op._on_the_wire]
         self.quiet: Callable[..., Any] = quiet_runner()
         self.packs: tuple[Pack, ...] = _packs(layouts)
         self._count = len(layouts)
         self._divisions = {
             pack.dtype: division(divisor, pack.dtype)
             for pack in self.packs
-            if (divisor := op.divisor(pack.dtype, mailboxes.size)) != 1
+            if (divisor := op._divisor(pack.dtype, mailboxes.size)) != 1
         }
         #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
         self.parts: list[list[list[Array]]] = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
@@ -143,7 +143,7 @@ def repeated_in_mailboxes(
     pack, digest, (kind,) = route.packs[0], guard.digest(signature), kinds
     agreed, mailboxes, differs = (guard, digest, signature), route.mailboxes, partial(guard.resolve, signature)
     is_short_sum = route.op in (ReduceOp.SUM, ReduceOp.MEAN) and mailboxes.fence is None
-    divisor = route.op.divisor(pack.dtype, mailboxes.size)
+    divisor = route.op._divisor(pack.dtype, mailboxes.size)
     if where.single and kind is np.ndarray and not pack.converts:
         if is_short_sum and pack.size == 1 and pack.dtype.char in "fd":
             return sum_of_arrays_of_one(mailboxes, digest, differs, divisor, pack.dtype, pack.members[0].shape, MISFIT)
@@ -166,7 +166,7 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
         shaped = [part.reshape(shape) for part in parts]
         slots.append((slot.exchange, shaped[me], shaped[0], shaped[1], shaped[2:]))
     combine, quiet = route.combine, route.quiet
-    divides = op.divisor(dtype, mailboxes.size) != 1
+    divides = op._divisor(dtype, mailboxes.size) != 1
     divide, operand = division(mailboxes.size, dtype)
     result_dtype = mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
     empty, is_scalar, is_exact = np.empty, shape == (), result_dtype == dtype
@@ -209,7 +209,7 @@ def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
     for slot, (parts,) in zip(mailboxes.slots, route.parts, strict=True):
         slots.append((slot.exchange, parts[me].data.cast("B"), parts[0], parts[1], parts[2:]))
     build, combine, quiet = where.build, route.combine, route.quiet
-    divides = op.divisor(dtype, mailboxes.size) != 1
+    divides = op._divisor(dtype, mailboxes.size) != 1
     divide, operand = division(mailboxes.size, dtype)
     is_mean_of_integers = op is ReduceOp.MEAN and dtype.kind in "iu"
     # A run is only called with dictionaries whose keys come in the same order.

@@ -40,7 +40,7 @@ class ResultBufferRoute:
     def __init__(self, communicator: Communicator, op: ReduceOp, otherwise: Route, combination: Combination) -> None:
         assert communicator.result_buffers is not None
         self._ranks, self._buffers, self._otherwise = communicator, communicator.result_buffers, otherwise
-        self._op, self._combine, self._quiet = op.on_the_wire, combination, quiet_runner()
+        self._op, self._combine, self._quiet = op._on_the_wire, combination, quiet_runner()
         packs = otherwise.packs
         self.packs: tuple[Pack, ...] = packs
         self._count = sum(len(pack.members) for pack in packs)
@@ -53,7 +53,7 @@ class ResultBufferRoute:
                 if (len(pack.members) > 1 or pack.nbytes < communicator.thresholds.pack_bytes) == small:
                     own = share(pack.size, communicator.local_rank, communicator.size, pack.dtype.itemsize)
                     others = [slice(*part) for part in ((0, own[0]), (own[1], pack.size)) if part[0] < part[1]]
-                    divisor = op.divisor(pack.dtype, communicator.size)
+                    divisor = op._divisor(pack.dtype, communicator.size)
                     self._slots.append(_PackSlot(pack, divisor, len(self._sizes), start, own, others))
                     start += aligned(pack.nbytes)
             if start:

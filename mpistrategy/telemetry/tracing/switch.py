@@ -59,7 +59,7 @@ class Trace(Switched):
             if self._recorder is not None:
                 self._recorder.stop()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Forget the recording, in a child of the rank."""
         if self._recorder is not None:
             self._recorder.abandon()
@@ -116,5 +116,5 @@ def _stop_all() -> None:
 
 def _abandon_all() -> None:
     for each in _active:
-        each.abandon()
+        each._abandon()
     _active.clear()

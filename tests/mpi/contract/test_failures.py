@@ -171,7 +171,7 @@ def test_an_error_before_the_agreement_leaves_the_strategy_as_it_is(
         if RANK == 0:
             blocks: Any = strategy.extended.communicator.result_buffers
             patched.setattr(blocks, "take", no_memory)
-            patched.setattr(arena, "is_unchanged", no_memory)
+            patched.setattr(arena, "_is_unchanged", no_memory)
         ends = outcomes(step)
     assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
     assert all("MemoryError: there is none" in end.text for end in ends)

@@ -202,7 +202,7 @@ for algorithm, wire, shared in itertools.product(algorithms, ("bfloat16", None),
         options = ms.CommunicationOptions(wire=wire)
         for like in NESTS:
             arena = strategy.arena(like, shared_result=shared)
-            for leaf, value in zip(arena.leaves, like.values() if isinstance(like, dict) else like):
+            for leaf, value in zip(arena._leaves, like.values() if isinstance(like, dict) else like):
                 leaf[...] = value
 
             def step():

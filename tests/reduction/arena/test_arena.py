@@ -94,7 +94,7 @@ def nested(arrays: list[Array]) -> Any:
 
 
 def filled(arena: Arena, seed: int) -> None:
-    for number, leaf in enumerate(arena.leaves):
+    for number, leaf in enumerate(arena._leaves):
         leaf[...] = value_of(RANK, leaf.dtype, leaf.shape, seed + number)
 
 
@@ -140,7 +140,7 @@ def test_a_reduction_in_an_arena_is_that_of_other_arrays(
         result = each_strategy.reduce(op, arena)
         leaves, structure = nest.flatten(result)
         assert structure.text == nest.flatten(like)[1].text
-        for number, (leaf, mine) in enumerate(zip(leaves, arena.leaves, strict=True)):
+        for number, (leaf, mine) in enumerate(zip(leaves, arena._leaves, strict=True)):
             assert (leaf.dtype, leaf.shape) == (mine.dtype, mine.shape)
             assert bits(leaf) == bits(wanted(op, mine, seed + number)) or op == "PROD"
             np.testing.assert_allclose(
@@ -215,7 +215,7 @@ def test_the_result_is_in_place_or_one_for_the_node(strategy: ms.Strategy) -> No
     assert result["w"] is strategy.reduce("SUM", shared)["w"]
     np.testing.assert_array_equal(result["w"], in_place["w"])
     if shared.is_shared:
-        addresses = [one.result for one in shared.buckets]
+        addresses = [one.result for one in shared._buckets]
         assert all(address is not None for address in addresses)
 
 
@@ -225,7 +225,7 @@ def test_a_mean_with_weights_is_that_of_other_arrays(each_strategy: ms.Strategy)
     for shared_result in (False, True):
         arena = each_strategy.arena(like, shared_result=shared_result)
         filled(arena, 0)
-        plain = [leaf.copy() for leaf in arena.leaves]
+        plain = [leaf.copy() for leaf in arena._leaves]
         result = each_strategy.reduce("MEAN", arena, weight=weights[RANK])
         for got, other in zip(result, each_strategy.reduce("MEAN", plain, weight=weights[RANK]), strict=True):
             np.testing.assert_array_equal(got, other)
@@ -248,7 +248,7 @@ def test_every_way_to_reduce_takes_an_arena(strategy: ms.Strategy) -> None:
     for name, way in ways.items():
         filled(arena, 3)
         assert way() is arena.values, name
-        for number, leaf in enumerate(arena.leaves):
+        for number, leaf in enumerate(arena._leaves):
             np.testing.assert_array_equal(leaf, wanted("SUM", leaf, 3 + number), name)
     extended = strategy.extended
     filled(arena, 4)
@@ -265,7 +265,7 @@ def test_values_in_place_are_reduced_where_they_are(strategy: ms.Strategy, monke
         calls.append(self)
         return self.values
 
-    monkeypatch.setattr(Arena, "all_reduce", noted)
+    monkeypatch.setattr(Arena, "_all_reduce", noted)
     strategy.run(lambda: context().all_reduce("SUM", arena.values, out=arena.values))
     strategy.run(lambda: context().all_reduce("SUM", arena, name="here"))
     strategy.run(lambda: context().all_reduce("MEAN", arena.values, out=arena.values, weight=2))
@@ -281,7 +281,7 @@ def test_ranks_may_write_the_call_differently(strategy: ms.Strategy, op: str) ->
         value, out = (arena.values, arena.values) if round_ % SIZE == RANK else (arena, None)
         result = strategy.run(lambda value=value, out=out: context().all_reduce(op, value, out=out))
         assert result is arena.values
-        for number, leaf in enumerate(arena.leaves):
+        for number, leaf in enumerate(arena._leaves):
             np.testing.assert_array_equal(leaf, wanted(op, leaf, round_ + number))
 
 
@@ -308,10 +308,10 @@ def test_values_without_out_are_ordinary_arrays(strategy: ms.Strategy) -> None:
     arena = strategy.arena([np.zeros(5, np.float32)])
     filled(arena, 2)
     (result,) = strategy.reduce("SUM", arena.values)
-    assert not np.may_share_memory(result, arena.leaves[0])
-    np.testing.assert_array_equal(arena.leaves[0], value_of(RANK, np.float32, (5,), 2))
+    assert not np.may_share_memory(result, arena._leaves[0])
+    np.testing.assert_array_equal(arena._leaves[0], value_of(RANK, np.float32, (5,), 2))
     mixed = strategy.run(lambda: context().all_reduce("SUM", {"in": arena.values, "out": np.ones(2)}))
-    np.testing.assert_array_equal(mixed["in"][0], wanted("SUM", arena.leaves[0], 2))
+    np.testing.assert_array_equal(mixed["in"][0], wanted("SUM", arena._leaves[0], 2))
     np.testing.assert_array_equal(mixed["out"], np.full(2, SIZE))
 
 
@@ -320,7 +320,7 @@ def test_a_broadcast_writes_replica_0s_arrays_everywhere(each_strategy: ms.Strat
     for seed in (0, 9):
         filled(arena, seed)
         assert each_strategy.extended.broadcast_to(arena, arena) is arena.values
-        for number, leaf in enumerate(arena.leaves):
+        for number, leaf in enumerate(arena._leaves):
             np.testing.assert_array_equal(leaf, value_of(0, leaf.dtype, leaf.shape, seed + number))
 
 
@@ -351,18 +351,18 @@ def test_rewriting_and_reading_never_meet(strategy: ms.Strategy) -> None:
 def test_arrays_lie_in_order_on_cache_lines(strategy: ms.Strategy) -> None:
     like = [np.zeros(3, np.float32), np.zeros((2, 2)), np.zeros((), np.float32), np.zeros((0, 4)), np.zeros(33)]
     arena = strategy.arena(like)
-    assert [bucket.mine.dtype for bucket in arena.buckets] == [np.float32, np.float64]
-    assert [(place.bucket, place.start) for place in arena.places] == [(0, 0), (1, 0), (0, 16), (1, 8), (1, 8)]
-    for leaf, place in zip(arena.leaves, arena.places, strict=True):
+    assert [bucket.mine.dtype for bucket in arena._buckets] == [np.float32, np.float64]
+    assert [(place.bucket, place.start) for place in arena._places] == [(0, 0), (1, 0), (0, 16), (1, 8), (1, 8)]
+    for leaf, place in zip(arena._leaves, arena._places, strict=True):
         assert leaf.ctypes.data % 64 == 0
         assert leaf.flags.c_contiguous
         assert leaf.flags.writeable
         assert not leaf.any()
-        assert np.shares_memory(leaf, arena.buckets[place.bucket].mine) or not leaf.size
-    arena.leaves[0][...] = RANK + 1
+        assert np.shares_memory(leaf, arena._buckets[place.bucket].mine) or not leaf.size
+    arena._leaves[0][...] = RANK + 1
     strategy.barrier()
     if arena.is_shared:
-        assert [one[0] for one in arena.buckets[0].arrays] == [rank + 1 for rank in RANKS]
+        assert [one[0] for one in arena._buckets[0].arrays] == [rank + 1 for rank in RANKS]
     strategy.barrier()
     assert f"{len(like)} arrays in 2 buckets" in repr(arena)
 
@@ -383,19 +383,19 @@ def test_an_arena_is_like_variables_and_numbers(strategy: ms.Strategy) -> None:
 
 def test_in_asks_whether_an_array_is_where_the_arena_put_it(strategy: ms.Strategy) -> None:
     arena, other = strategy.arena([np.zeros((2, 3)), np.zeros(4)]), strategy.arena([np.zeros((2, 3))])
-    for leaf in arena.leaves:
+    for leaf in arena._leaves:
         assert leaf in arena
         assert leaf[...] in arena
         assert leaf.copy() not in arena
-    assert other.leaves[0] not in arena
-    assert arena.leaves[0].T not in arena
-    assert arena.leaves[1][:2] not in arena
+    assert other._leaves[0] not in arena
+    assert arena._leaves[0].T not in arena
+    assert arena._leaves[1][:2] not in arena
     assert 3 not in arena
 
 
 def test_an_arena_is_found_by_its_values(strategy: ms.Strategy) -> None:
     arena = strategy.arena({"a": np.zeros(2), "b": [np.zeros(3)]})
-    values, leaves = arena.values, arena.leaves
+    values, leaves = arena.values, arena._leaves
     assert resident(arena, None) is arena
     assert resident(values, values) is arena
     assert resident(values, None) is None
@@ -452,7 +452,7 @@ def test_one_ranks_mistake_is_everybodys(strategy: ms.Strategy) -> None:
         assert SIZE == 1 or all(outcome.error is not None for outcome in found), (name, found)
     assert still_works(strategy)
     filled(arena, 0)
-    np.testing.assert_array_equal(strategy.reduce("SUM", arena)[0], wanted("SUM", arena.leaves[0], 0))
+    np.testing.assert_array_equal(strategy.reduce("SUM", arena)[0], wanted("SUM", arena._leaves[0], 0))
 
 
 def test_refused_operations(strategy: ms.Strategy) -> None:
@@ -572,7 +572,7 @@ def test_arenas_that_are_dropped_leave_nothing_open(strategy: ms.Strategy) -> No
     files = len(os.listdir("/proc/self/fd"))
     for number in range(150):
         arena = strategy.arena([np.zeros(5000)], shared_result=number % 2 == 0)
-        arena.leaves[0][...] = RANK
+        arena._leaves[0][...] = RANK
         assert strategy.reduce("MAX", arena)[0][-1] == SIZE - 1
         if number % 3:
             arena.close()
@@ -597,8 +597,8 @@ def test_one_replica_and_simulated_ones_have_arenas(shared_result: bool) -> None
     def program() -> list[float]:
         strategy = ms.MirroredStrategy()
         arena = strategy.arena([np.zeros(2, np.float16), np.zeros(1, np.float32)], shared_result=shared_result)
-        arena.leaves[0][...] = strategy.replica_id_in_sync_group
-        arena.leaves[1][...] = 1
+        arena._leaves[0][...] = strategy.replica_id_in_sync_group
+        arena._leaves[1][...] = 1
         got: list[float] = strategy.reduce("SUM", arena)[0].tolist()
         strategy.extended.broadcast_to(arena, "CPU:0")
         return got

@@ -86,7 +86,7 @@ def test_the_memory_is_back_when_close_returns(
             arena.values[0][...] = 1
             for _ in range(2):
                 way(strategy, arena)
-            held = [weakref.ref(arena.leaves[0]), *(weakref.ref(bucket.mine) for bucket in arena.buckets)]
+            held = [weakref.ref(arena._leaves[0]), *(weakref.ref(bucket.mine) for bucket in arena._buckets)]
             arena.close()
             assert not any(ref() is not None for ref in held)
             assert mappings() <= before
