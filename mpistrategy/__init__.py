@@ -5,6 +5,7 @@ Importing it starts no MPI; the first `MirroredStrategy` does.
 (For pytest, which warns of a package with a plugin that was imported before it: PYTEST_DONT_REWRITE.)
 """
 
+import sys as _sys
 from os import environ as _environ
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from mpistrategy.options import (
     VariableAggregation,
     VariableSynchronization,
 )
+from mpistrategy.process_objects import show_as as _show_as
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.current import (
@@ -51,30 +53,35 @@ from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
     from mpistrategy import telemetry
-    from mpistrategy.checkpoint.checkpoint import Checkpoint
+    from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, Stateful
     from mpistrategy.checkpoint.manager import CheckpointManager
     from mpistrategy.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
 
 __version__ = "0.1.0"
 
-#: Names that are loaded when they are first used, and where they are: in a module, or the module itself.
-_LATER = {
-    "Checkpoint": "checkpoint.checkpoint",
-    "CheckpointManager": "checkpoint.manager",
-    "PreemptionCheckpointHandler": "checkpoint.preemption",
-    "TerminationConfig": "checkpoint.preemption",
-    "telemetry": "telemetry",
+#: What is loaded when the first of these names is used.
+_CHECKPOINTS = {
+    "Checkpoint": "checkpoint",
+    "CheckpointManager": "manager",
+    "PreemptionCheckpointHandler": "preemption",
+    "Restored": "checkpoint",
+    "Saving": "checkpoint",
+    "Stateful": "checkpoint",
+    "TerminationConfig": "preemption",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module(f"{__name__}.{_LATER[name]}")
-    found = globals()[name] = module if _LATER[name] == name else getattr(module, name)
-    return found
+    if name == "telemetry":
+        return importlib.import_module(f"{__name__}.telemetry")
+    if name not in _CHECKPOINTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for each, module in _CHECKPOINTS.items():
+        globals()[each] = getattr(importlib.import_module(f"{__name__}.checkpoint.{module}"), each)
+    _show_as(__name__, globals(), _CHECKPOINTS)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
@@ -111,6 +118,9 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "Restored",
+    "Saving",
+    "Stateful",
     "Strategy",
     "StrategyExtended",
     "Streams",
@@ -132,5 +142,11 @@ __all__ = [
     "testing",
 ]
 
+_show_as(__name__, globals(), [name for name in __all__ if name in globals()])
+for _module in (gradients, metrics, optimizers, testing):
+    _public = f"{__name__}.{_module.__name__.rpartition('.')[2]}"
+    _sys.modules[_public] = _module  # `from mpistrategy.optimizers import SGD`, and what pickle reads
+    _show_as(_public, vars(_module), _module.__all__)
+
 if _environ.get("MPISTRATEGY_TRACE") or _environ.get("MPISTRATEGY_NVTX"):
-    __getattr__("telemetry").start_from_environment()
+    __getattr__("telemetry")._start_from_environment()

@@ -1,11 +1,12 @@
-"""Base classes of objects that belong to this process and its ranks."""
+"""How objects of this process and its ranks are copied and pickled, and how public objects show themselves."""
 
 from __future__ import annotations
 
 import enum
 import inspect
 import itertools
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
+from collections.abc import Iterable
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, get_type_hints
 
 from mpistrategy.errors import CopyError
 
@@ -44,6 +45,16 @@ def in_words(made: object) -> str:
         if (value.name if is_member else value) != parameter.default:
             words.append(f"{name}={value.name if is_member else repr(value)}")
     return f"{kind.__name__}({', '.join(words)})"
+
+
+def show_as(module: str, names_of: dict[str, Any], names: Iterable[str]) -> None:
+    """Let public classes and functions appear, and be pickled, under their public names instead of their files'."""
+    for name in names:
+        shown = names_of[name]
+        if inspect.isclass(shown) and "__annotations__" in vars(shown):
+            shown.__annotations__ = get_type_hints(shown)  # as long as the names in them are found
+        if inspect.isclass(shown) or inspect.isfunction(shown):
+            shown.__module__ = module
 
 
 class NotPickled:

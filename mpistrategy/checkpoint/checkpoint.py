@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from mpistrategy import context
 from mpistrategy.arrays.dtypes import Array
@@ -19,7 +19,17 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.strategy.strategy import Strategy
 
-__all__ = ["Checkpoint", "Restored", "Saving"]
+__all__ = ["Checkpoint", "Restored", "Saving", "Stateful"]
+
+
+class Stateful(Protocol):
+    """An object that a checkpoint saves and restores by its own methods; any class that has them is one."""
+
+    def state_dict(self) -> Any:
+        """Return the state: a nest of what checkpoints save."""
+
+    def load_state_dict(self, state: Any) -> object:
+        """Take over a state that `state_dict` returned, with arrays of this rank's own; what it returns is ignored."""
 
 
 class Checkpoint:
@@ -40,7 +50,7 @@ class Checkpoint:
     * Iterators of distributed datasets: they continue with the next batch.
     * Arrays, numbers, strings, None; dicts, lists and tuples of all of these.  Data that are equal on all ranks are
       saved once; per-rank data restore only on the same number of ranks.
-    * Objects with `state_dict()` and `load_state_dict(state)`, if the state consists of the above.
+    * `Stateful` objects, which have `state_dict()` and `load_state_dict(state)`, if the state consists of the above.
 
     Args:
         objects: by name.  Arrays, dicts and lists are restored in place; read a restored number from `objects`.

@@ -29,7 +29,7 @@ from mpistrategy.mpi.job import abort
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, status_of
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.watchdog import watchdog
-from mpistrategy.telemetry import start_from_environment
+from mpistrategy.telemetry import _start_from_environment
 from mpistrategy.telemetry.tracing import switch
 
 _WHERE = "mpistrategy run"
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         value = getattr(options, setting.variable)
         if value is not None:
             os.environ[setting.variable] = value
-    start_from_environment()
+    _start_from_environment()
     _show_stacks_of_crashes()
     try:
         rank = _start_mpi()

@@ -3,6 +3,7 @@
 Nothing here sends anything, and nothing of it runs until it is asked for.
 """
 
+from mpistrategy.process_objects import show_as as _show_as
 from mpistrategy.telemetry import nvtx_ranges
 from mpistrategy.telemetry.logs import ALL_RANKS, RankFilter, RankFormatter, RankHandler, setup_logging
 from mpistrategy.telemetry.nvtx_ranges import Nvtx, nvtx
@@ -32,7 +33,10 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-def start_from_environment() -> None:
+def _start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE and MPISTRATEGY_NVTX say so."""
     switch.start_from_environment()
     nvtx_ranges.start_from_environment()
+
+
+_show_as(__name__, globals(), __all__)

@@ -63,28 +63,37 @@ class Nvtx(spans.Switched):
     """Ranges for collectives, steps and spans, made by `nvtx`; a context manager.
 
     What makes them is looked for when the first is wanted: the program may import CuPy until then.
-
-    Attributes:
-        source: what makes the ranges; "" as long as nothing does.
     """
 
     def __init__(self) -> None:
-        self.source: str = ""
-        self._ways: Ways | None = None
+        self._ranges = _Ranges(self.stop)
         self._is_on = False
-        self._inside: set[Guard] = set()
+
+    @property
+    def source(self) -> str:
+        """What makes the ranges; "" as long as nothing does."""
+        return "" if self._ranges.ways is None else self._ranges.ways.source
 
     def start(self) -> None:
         """Make ranges from now on."""
         if not self._is_on:
             self._is_on = True
-            observers.watch(self)
+            observers.watch(self._ranges)
 
     def stop(self) -> None:
         """Make no further ranges."""
         if self._is_on:
             self._is_on = False
-            observers.unwatch(self)
+            observers.unwatch(self._ranges)
+
+
+class _Ranges:
+    """The observer that makes ranges; `stop` ends that where nothing can make them."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self.ways: Ways | None = None
+        self._stop = stop
+        self._inside: set[Guard] = set()
 
     def entered(self, guard: Guard, call: Call) -> None:
         """Begin the range of a collective."""
@@ -107,20 +116,18 @@ class Nvtx(spans.Switched):
 
     def end(self, token: Any) -> None:
         """End it."""
-        if self._ways is not None:
-            self._ways.pop()
+        if self.ways is not None:
+            self.ways.pop()
 
     def _push(self, text: str) -> None:
-        if self._ways is None and self._is_on:
-            self._ways = find()
-            if self._ways is None:
-                self.stop()
+        if self.ways is None:
+            self.ways = find()
+            if self.ways is None:
+                self._stop()
                 words = f"no CuPy that is imported, no package nvtx (pip install nvtx) and no {_LIBRARY}"
                 warn(f"no NVTX ranges: there is {words}", FallbackWarning)
                 return
-            self.source = self._ways.source
-        if self._ways is not None:
-            self._ways.push(text)
+        self.ways.push(text)
 
 
 _by_environment: list[Nvtx] = []

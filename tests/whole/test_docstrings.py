@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,23 @@ import mpistrategy as ms
 pytestmark = pytest.mark.one_rank
 
 MODULES = ["mpistrategy", *(module.name for module in pkgutil.walk_packages(ms.__path__, "mpistrategy."))]
+
+
+class Finder(doctest.DocTestFinder):
+    """Looks into all classes of a file: public ones say another module than the file's."""
+
+    def _from_module(self, module: Any, found: Any) -> bool:
+        methods = (
+            [each for each in vars(found).values() if inspect.isfunction(each)] if inspect.isclass(found) else []
+        )
+        here = any(method.__code__.co_filename == module.__file__ for method in methods)
+        return here or bool(super()._from_module(module, found))  # type: ignore[misc]
+
+
 EXAMPLES = [
     pytest.param(example, id=example.name)
     for name in MODULES
-    for example in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name))
+    for example in Finder(exclude_empty=True).find(importlib.import_module(name))
     if example.examples
 ]
 

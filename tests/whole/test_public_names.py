@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import pickle
+import subprocess
+import sys
+import typing
 
+import public_names
 import pytest
+from public_names import MODULES, public_name
 
 import mpistrategy as ms
 
-MODULES = [ms.errors, ms.gradients, ms.metrics, ms.optimizers, ms.telemetry, ms.testing]
+PUBLIC = [(f"{public_name(module)}.{name}", getattr(module, name)) for module in MODULES for name in module.__all__]
+OBJECTS = [
+    pytest.param(*each, id=each[0]) for each in PUBLIC if inspect.isclass(each[1]) or inspect.isfunction(each[1])
+]
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_public_names_and_signatures_are_those_of_the_file() -> None:
+    held = public_names.FILE.read_text(encoding="utf-8").splitlines()
+    changed = list(
+        difflib.unified_diff(held, list(public_names.everything()), "the file", "the package", lineterm="", n=0)
+    )
+    assert not changed, "\n".join([*changed, f"If this is meant: python {public_names.__file__}"])
+
+
+@pytest.mark.parametrize(("name", "value"), OBJECTS)
+def test_a_public_object_appears_under_its_public_name(name: str, value: typing.Any) -> None:
+    assert f"{value.__module__}.{value.__qualname__}" == name
+    assert pickle.loads(pickle.dumps(value)) is value
+    if inspect.isclass(value):
+        assert name.rpartition(".")[2] in repr(value)
+        typing.get_type_hints(value)  # of fields, where annotations are texts
+
+
+def test_pickles_of_public_objects_are_read_in_another_process(tmp_path: typing.Any) -> None:
+    file = tmp_path / "objects.pickle"
+    file.write_bytes(pickle.dumps([ms.ReduceOp.MEAN, ms.optimizers.SGD, ms.CommunicationOptions(), ms.metrics.Mean]))
+    read = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')))"
+    text = subprocess.run([sys.executable, "-c", read, file], capture_output=True, text=True, check=True).stdout
+    assert "<ReduceOp.MEAN: 'MEAN'>, <class 'mpistrategy.optimizers.SGD'>, CommunicationOptions(" in text
+
+
+@pytest.mark.parametrize("module", MODULES[1:], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_public_module_shows_its_public_names_and_no_more(module: object) -> None:
     names = list(module.__all__)  # type: ignore[attr-defined]
     assert dir(module) == sorted(set(names))

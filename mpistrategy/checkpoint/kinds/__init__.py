@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = (
     values.Scalar(),
     generators.Position(),
     values.AnyArray(),
-    containers.Stateful(),
+    containers.StatefulObject(),
     containers.WithVariables(),
 )
 #: By the kinds of items in manifests.

@@ -115,7 +115,7 @@ class Tuple(Container):
         return lambda: tuple(child() for child in children)
 
 
-class Stateful(Kind):
+class StatefulObject(Kind):
     """An object with `state_dict()` and `load_state_dict(state)`: it loads its state itself, and may refuse."""
 
     name = "object"
