@@ -152,7 +152,7 @@ def _prepared(
 
 
 def _of_arena(
-    arena: Arena, reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
+    arena: Arena[Any], reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
 ) -> Callable[[], Any]:
     """Return the work for a whole arena: without a copy within a node, and bucket by bucket in the background."""
     op, values = ReduceOp._parse(reduce_op, _WHERE), arena.values

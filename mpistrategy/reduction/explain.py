@@ -115,7 +115,7 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
 
 
 def _of_arena(
-    reducer: Reducer, leaves: Sequence[Any], arena: Arena, op: ReduceOp, options: CommunicationOptions
+    reducer: Reducer, leaves: Sequence[Any], arena: Arena[Any], op: ReduceOp, options: CommunicationOptions
 ) -> _Found:
     arena._check(reducer, _WHERE)
     ordinary = not reducer.algorithm._in_rank_order

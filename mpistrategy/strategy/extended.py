@@ -22,7 +22,7 @@ from mpistrategy.mpi.contract.public_calls import STEP, collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.process_objects import NotPickled
-from mpistrategy.reduction.arena.arena import Arena, has_arenas
+from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.inputs import unwrapped
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.outside_steps import OF_DEFAULT, note_ranks, warn_if_alone
@@ -175,7 +175,7 @@ class StrategyExtended(Placement, NotPickled):
         self._require_collective("batch_reduce_to")
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.batch_reduce_to", called=name):
             pairs = value_destination_pairs
-            if has_arenas(pairs):
+            if _has_arenas(pairs):
                 return [self.reduce_to(reduce_op, value, where, options) for value, where in pairs]
             return self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
 
@@ -308,3 +308,9 @@ call_sites.calls_steps(StrategyExtended.call_for_each_replica)
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or is_on_device(leaf)
+
+
+def _has_arenas(pairs: Any) -> bool:
+    """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
+    are_pairs = isinstance(pairs, (list, tuple)) and all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
+    return are_pairs and any(type(value) is Arena for value, _ in pairs)

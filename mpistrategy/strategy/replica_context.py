@@ -42,6 +42,8 @@ from mpistrategy.variables.variable import Variable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from mpistrategy.reduction.arena.arena import Arena
+
 Hints: TypeAlias = CommunicationOptions | None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -162,6 +164,8 @@ class ReplicaContext(NotPickled):
         self, reduce_op: Op, value: Variable, options: Hints = None, **more: Unpack[OutAndWeight]
     ) -> NDArray[Any]: ...
     @overload
+    def all_reduce(self, reduce_op: Op, value: Arena[T], options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
+    @overload
     def all_reduce(self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
     @collective("allreduce", own=own_value("value"))
     def all_reduce(
@@ -258,6 +262,10 @@ class ReplicaContext(NotPickled):
     def all_reduce_async(
         self, reduce_op: Op, value: Variable, options: Hints = None, **more: Unpack[WithOut]
     ) -> AllReduceHandle[NDArray[Any]]: ...
+    @overload
+    def all_reduce_async(
+        self, reduce_op: Op, value: Arena[T], options: Hints = None, **more: Unpack[WithOut]
+    ) -> AllReduceHandle[T]: ...
     @overload
     def all_reduce_async(
         self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[WithOut]

@@ -20,6 +20,7 @@ from mpistrategy.reduction.broadcast import broadcast, checked_root
 from mpistrategy.reduction.explain import Explained
 from mpistrategy.reduction.inputs import as_given, to_reduce
 from mpistrategy.strategy.along_axis import reduce_along
+from mpistrategy.strategy.arenas import Arenas
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
+class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:
@@ -135,6 +136,8 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
     def reduce(self, reduce_op: Op, value: NDArray[S], axis: Axis = None, **more: Unpack[WithWeight]) -> NDArray[S]: ...
     @overload
     def reduce(self, reduce_op: Op, value: Variable, axis: Axis = None, **more: Unpack[WithWeight]) -> NDArray[Any]: ...
+    @overload
+    def reduce(self, reduce_op: Op, value: Arena[T], axis: Axis = None, **more: Unpack[WithWeight]) -> T: ...
     @overload
     def reduce(self, reduce_op: Op, value: T, axis: Axis = None, **more: Unpack[WithWeight]) -> T: ...
     @collective("reduce", own=own_value("value"))
@@ -286,28 +289,6 @@ class Strategy(Explained, InputMethods, MirroredCheck, OldNames):
     def rng(self, seed: int) -> Streams:
         """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""
         return Streams(seed, self.extended.communicator.rank)
-
-    def arena(self, like: Any, *, shared_result: bool = False) -> Arena:
-        """Lay out a nest of arrays so that reducing it copies nothing.  Collective.
-
-        Args:
-            like: arrays, numbers or variables in any nest; only structure, shapes and dtypes count.
-            shared_result: give all ranks of a node one result, read-only, and leave what they bring as it is.
-
-        Returns:
-            An `Arena`: fill its `values` in place, then ``context.all_reduce(op, arena)``.
-
-        Raises:
-            EmptyBatchError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
-
-        >>> import numpy as np, mpistrategy as ms
-        >>> strategy = ms.OneDeviceStrategy("CPU:0")
-        >>> arena = strategy.arena({"w": np.ones((2, 2)), "b": np.ones(2)})
-        >>> arena.values["b"][...] = 1
-        >>> strategy.reduce("SUM", arena)["b"]
-        array([1., 1.])
-        """
-        return Arena(self, like, shared_result=shared_result)
 
     @collective("barrier")
     def barrier(self, name: str = "") -> None:

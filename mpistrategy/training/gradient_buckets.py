@@ -226,7 +226,7 @@ class GradientArenas:
     aggregation: ReduceOp
     _plans: StepPlans
 
-    def gradient_arena(self, variables: Iterable[Variable]) -> Arena:
+    def gradient_arena(self, variables: Iterable[Variable]) -> Arena[list[Array]]:
         """Return an arena for the gradients of `variables`: a step does not copy gradients in it.  Collective.
 
         Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of

@@ -36,7 +36,7 @@ class GradientArena:
         variables: the variables.
     """
 
-    def __init__(self, arena: Arena, variables: tuple[Variable, ...]) -> None:
+    def __init__(self, arena: Arena[Any], variables: tuple[Variable, ...]) -> None:
         self.arena = arena
         self.variables = variables
         self._number = {id(var): number for number, var in enumerate(variables)}

@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, assert_type
 
 import numpy as np
@@ -106,6 +111,119 @@ def variables(strategy: ms.Strategy) -> None:
     assert_type(strategy.reduce("MEAN", weights), NDArray[Any])
 
 
+@dataclass
+class Progress:
+    """An object of the user's that checkpoints save: `ms.Stateful`."""
+
+    epoch: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the state."""
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take over a state."""
+        self.epoch = state["epoch"]
+
+
+def arenas(strategy: ms.Strategy, weights: list[ms.Variable]) -> None:
+    """An arena has the type of what it was made like."""
+    like: dict[str, Floats] = {"w": np.ones((2, 2)), "b": np.ones(2)}
+    arena = strategy.arena(like)
+    assert_type(arena, ms.Arena[dict[str, Floats]])
+    assert_type(arena.values, dict[str, Floats])
+    assert_type(strategy.reduce("SUM", arena), dict[str, Floats])
+    assert_type(strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", arena)), dict[str, Floats])
+    handle = strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", arena))
+    assert_type(handle, ms.AllReduceHandle[dict[str, Floats]])
+    assert_type(handle.wait()["w"], Floats)
+    assert_type(arena.nbytes, int)
+    gradients = strategy.arena(weights)
+    assert_type(gradients.values[0], NDArray[Any])
+    np.multiply(gradients.values[0], 2, out=gradients.values[0])
+    for each in (arena, gradients):
+        each.close()
+
+
+def training(strategy: ms.Strategy) -> None:
+    """Optimizers, metrics, gradients."""
+    with strategy.scope():
+        weights = [ms.Variable(np.zeros(3), name="w"), ms.Variable(np.zeros(()), name="b")]
+        adam = ms.optimizers.Adam(1e-3, aggregation="MEAN", global_clipnorm=1.0, mirrored_check_steps=10)
+        mean, accuracy = ms.metrics.Mean(), ms.metrics.Accuracy("right")
+        buckets = adam.gradient_buckets(weights)
+        memory = adam.gradient_arena(weights)
+    assert_type(memory, ms.Arena[list[NDArray[Any]]])
+    assert_type(buckets, ms.GradientBuckets)
+    assert_type(buckets.values[0], NDArray[Any])
+    assert_type(adam.learning_rate, float)
+    assert_type(adam.aggregation, ms.ReduceOp)
+    adam.learning_rate = 2e-3
+
+    def one_step(x: Floats) -> np.float64:
+        for values, var in buckets:
+            assert_type(var, ms.Variable)
+            values[...] = x.sum()
+            buckets.ready(var)
+        adam.apply_gradients(buckets)
+        mean.update_state(x.mean())
+        return ms.get_replica_context().all_reduce("MEAN", float(x.sum()))
+
+    assert_type(strategy.run(one_step, args=(np.ones(4),)), np.float64)
+    assert_type(mean.result(), float)
+    assert_type(accuracy.variables, tuple[ms.Variable, ...])
+    assert_type(adam.slots_of(weights[0]), dict[str, ms.Variable])
+    assert_type(adam.iterations, ms.Variable | None)
+    assert_type(adam.skipped_steps, int)
+    clipped, norm = ms.gradients.clip_by_global_norm([np.ones(3)], 1.0)
+    assert_type(clipped, list[NDArray[Any]])
+    assert_type(norm, float)
+    assert_type(ms.gradients.GradientAccumulator(4).add([np.ones(3)]), list[NDArray[Any]] | None)
+    strategy.assert_mirrored(weights)
+
+
+def checkpoints(strategy: ms.Strategy, folder: str) -> None:
+    """Checkpoints and what they return."""
+    progress = Progress(epoch=3)
+    state: ms.Stateful = progress
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(progress=state, streams=strategy.rng(7))
+    saving = checkpoint.save(f"{folder}/one", wait=False)
+    assert_type(saving, ms.Saving)
+    assert_type(saving.wait(), str)
+    assert_type(saving.is_committed, bool)
+    restored = checkpoint.restore(saving.path)
+    assert_type(restored, ms.Restored)
+    assert_type(restored.ranks, int)
+    assert_type(restored.notes, tuple[str, ...])
+    manager = ms.CheckpointManager(checkpoint, f"{folder}/many", keep=2)
+    assert_type(manager.save(1), ms.Saving)
+    assert_type(manager.restore(), int | None)
+    assert_type(manager.latest, int | None)
+    assert_type(ms.Checkpoint.arrays(saving.path), dict[str, NDArray[Any]])
+
+
+def errors(strategy: ms.Strategy) -> None:
+    """What errors carry."""
+    try:
+        strategy.run(lambda: ms.get_replica_context().all_reduce("MIN", np.ones(2) * 1j))
+    except ms.errors.MpiStrategyError as error:
+        assert_type(error.where, str)
+        assert_type(error.rank, int | None)
+        if isinstance(error, ms.errors.CollectiveMismatchError):
+            assert_type(error.calls, Mapping[int, ms.errors.RankCall])
+            assert_type(error.differ, tuple[str, ...])
+    streams = strategy.rng(7)
+    assert_type(streams, ms.Streams)
+    assert_type(streams.shared, np.random.Generator)
+    assert_type(streams.at(1, 2).random(), float)
+    with ms.telemetry.span("all of it"), strategy.expect_long(60):
+        for number in ms.telemetry.progress(range(3), title="steps"):
+            assert_type(number, int)
+    assert_type(strategy.layout(), dict[str, Any])
+    assert_type(strategy.explain(np.ones(3)), str)
+
+
 def main() -> None:
     """Run everything."""
     with ms.MirroredStrategy() as strategy:
@@ -114,6 +232,16 @@ def main() -> None:
         rows = 2 * strategy.size
         steps(strategy, [(np.ones((rows, 3)), np.zeros((rows, 3)))])
         variables(strategy)
+        with strategy.scope():
+            weights = [ms.Variable(np.zeros(3), name="weights")]
+        arenas(strategy, weights)
+        training(strategy)
+        folder = Path(tempfile.gettempdir(), f"user_program_{strategy.broadcast(os.getpid())}")
+        checkpoints(strategy, str(folder))
+        strategy.barrier("the folder is read no more")
+        if strategy.rank == 0:
+            shutil.rmtree(folder)
+        errors(strategy)
         print(f"rank {strategy.rank} of {strategy.size}: all types hold")
 
 

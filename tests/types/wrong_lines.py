@@ -42,4 +42,9 @@ def wrong(strategy: ms.MirroredStrategy, replica: ms.ReplicaContext, variable: m
     strategy.experimental_distribute_dataset(3)  # type: ignore[arg-type]
     strategy.distribute_dataset([x], check_batches="wran")  # type: ignore[arg-type]
     ms.Dataset.from_arrays(x, 4, 1)  # type: ignore[call-arg]
-    print(text, number, narrow, waited)
+    arena: ms.Arena[list[int]] = strategy.arena({"w": x})  # type: ignore[arg-type]
+    strategy.arena(x, shared=True)  # type: ignore[call-overload]
+    ms.Checkpoint(x=x).save(3)  # type: ignore[arg-type]
+    stateful: ms.Stateful = x  # type: ignore[assignment]
+    ms.optimizers.SGD(0.1, 0.9, False, "MEAN")  # type: ignore[call-arg]
+    print(arena, stateful, text, number, narrow, waited)

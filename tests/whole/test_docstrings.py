@@ -21,9 +21,7 @@ class Finder(doctest.DocTestFinder):
     """Looks into all classes of a file: public ones say another module than the file's."""
 
     def _from_module(self, module: Any, found: Any) -> bool:
-        methods = (
-            [each for each in vars(found).values() if inspect.isfunction(each)] if inspect.isclass(found) else []
-        )
+        methods = [each for each in vars(found).values() if inspect.isfunction(each)] if inspect.isclass(found) else []
         here = any(method.__code__.co_filename == module.__file__ for method in methods)
         return here or bool(super()._from_module(module, found))  # type: ignore[misc]
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, Generic, NoReturn, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from mpistrategy.reduction.routes.base import Description, Route
 from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, combine, is_in_place
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 
+T = TypeVar("T")
+
 
 class Extended(Protocol):
     """What is asked of a StrategyExtended."""
@@ -46,7 +48,7 @@ class _Strategy(Protocol):
     def extended(self) -> Extended: ...
 
 
-class Arena:
+class Arena(Generic[T]):
     """A nest of arrays that the strategy lays out, and reduces where they are.  Creation is collective.
 
     `Strategy.arena` makes one.  Fill `values` in place (``np.multiply(a, b, out=arena.values["w"])``,
@@ -73,7 +75,7 @@ class Arena:
         CollectiveMismatchError: when the ranks' structures, shapes or dtypes differ.
     """
 
-    def __init__(self, strategy: _Strategy, like: Any, *, shared_result: bool = False) -> None:
+    def __init__(self, strategy: _Strategy, like: T, *, shared_result: bool = False) -> None:
         self.strategy = strategy
         reducer = strategy.extended._reducer
         communicator = reducer.communicator
@@ -108,7 +110,7 @@ class Arena:
         self._mine = [bucket.mine for bucket in self._buckets]
         self._leaves: list[Array] = self._views(self._mine)
         self._nest = UnchangedNest(self._structure, self._leaves)
-        self._values = self._nest.value
+        self._values: Any = self._nest.value
         self._in_place: bool = not shared_result
         self._is_unchanged: Callable[[], bool] = self._nest.is_unchanged
         #: What an all-reduce returns.
@@ -126,14 +128,15 @@ class Arena:
         resident_values[id(self._values)] = weakref.ref(self, partial(_forget, id(self._values)))
 
     @property
-    def values(self) -> Any:
+    def values(self) -> T:
         """The nest of this rank's arrays, to be written in place; zeros at first.
 
         Raises:
             ContextError: after `close`.
         """
         self._require_open("Arena.values")
-        return self._values
+        values: T = self._values
+        return values
 
     @property
     def is_shared(self) -> bool:
@@ -372,15 +375,15 @@ class Arena:
 
 
 #: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
-resident_values: dict[int, weakref.ref[Arena]] = {}
+resident_values: dict[int, weakref.ref[Arena[Any]]] = {}
 
 
-def _forget(identity: int, arena: weakref.ref[Arena]) -> None:
+def _forget(identity: int, arena: weakref.ref[Arena[Any]]) -> None:
     if resident_values.get(identity) is arena:  # else it was closed, and the number is another one's now
         del resident_values[identity]
 
 
-def resident(value: Any, out: Any) -> Arena | None:
+def resident(value: Any, out: Any) -> Arena[Any] | None:
     """Return the arena in which ``all_reduce(op, value, out=out)`` can be done where the arrays are; else None.
 
     It is `value` itself, or the one whose `values` both `value` and `out` are.
@@ -392,9 +395,3 @@ def resident(value: Any, out: Any) -> Arena | None:
     found = resident_values.get(id(value))
     arena = None if found is None else found()
     return arena if arena is not None and arena._values is value else None
-
-
-def has_arenas(pairs: Any) -> bool:
-    """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
-    are_pairs = isinstance(pairs, (list, tuple)) and all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
-    return are_pairs and any(type(value) is Arena for value, _ in pairs)
