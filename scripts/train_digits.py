@@ -111,7 +111,7 @@ def main() -> None:
     history = []
     epochs = tqdm(range(1, options.epochs + 1), "training", ncols=100, disable=not (on_first and show_bar))
     for epoch in epochs:
-        for batch in strategy.experimental_distribute_dataset(training_data._epoch(epoch - 1)):
+        for batch in strategy.experimental_distribute_dataset(training_data.epoch(epoch - 1)):
             strategy.run(training_step, args=batch)  # with this rank's part of the batch
         history.append(results())
         epochs.set_postfix(loss=f"{history[-1][0]:.4f}", accuracy=f"{history[-1][1]:.4f}")

@@ -86,7 +86,7 @@ def in_rank_order(op: str, leaves: list[Any]) -> Array:
         if op == "MEAN" and dtype.kind in "iu":
             means = np.asarray(np.true_divide(total, len(arrays), dtype=np.float64))
             return means.astype(np.float32 if dtype.itemsize < 4 else np.float64)
-        if op == "MEAN":
+        if op == "MEAN" and len(arrays) > 1:  # one rank divides nothing: NumPy makes inf+1j / 1 inf+nanj
             total = np.asarray(np.true_divide(total, wide.type(len(arrays))))
         return total.astype(dtype)
 
