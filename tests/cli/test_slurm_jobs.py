@@ -460,7 +460,7 @@ def test_pyxis_with_a_stand_in(user: User) -> None:
 @twice
 def test_staged_env(user: User) -> None:
     packages = Path(MPI.__file__).parents[1].relative_to(sys.prefix)
-    kept = ["pyvenv.cfg", "bin/python3", "bin/python"]
+    kept = ["pyvenv.cfg", *(f"bin/{path.name}" for path in Path(sys.prefix, "bin").glob("python*"))]  # links in a chain
     kept += [
         str(path.relative_to(sys.prefix)) for path in Path(sys.prefix, "lib").iterdir() if path.name[:6] != "python"
     ]
