@@ -159,10 +159,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part",
         metavar="I/N",
-        help="run the I-th of N parts: the last has most tests that start no jobs, the others share all other tests",
+        help="run the I-th of N parts, which take about equally long",
     )
     parser.addoption(
-        "--second-mpi", action="store_true", help="leave out what came out on another MPI: tests marked one_rank"
+        "--second-mpi",
+        action="store_true",
+        help="leave out what came out on another MPI: tests marked one_rank or that start jobs, unless marked each_mpi",
     )
 
 
@@ -288,10 +290,10 @@ def _tell(accounts: Sequence[Account], told: str | None = None) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ranks = config.stash[RANKS]
-    if ranks.size > 1 or config.option.second_mpi:
-        _drop(config, items, lambda item: _is_of_one_rank(item) and not (ranks.size == 1 and _starts_jobs(item)))
     if ranks.size > 1:
-        _drop(config, items, _starts_jobs)
+        _drop(config, items, lambda item: _is_of_one_rank(item) or _starts_jobs(item))
+    elif config.option.second_mpi:
+        _drop(config, items, lambda item: (_is_of_one_rank(item) or _starts_jobs(item)) and not _is_of_each_mpi(item))
     if config.option.part:
         _keep_part(config, items)
     for item in items:
@@ -302,6 +304,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_of_one_rank(item: pytest.Item) -> bool:
     return item.get_closest_marker("one_rank") is not None and item.get_closest_marker("mpi") is None
+
+
+def _is_of_each_mpi(item: pytest.Item) -> bool:
+    return item.get_closest_marker("each_mpi") is not None
 
 
 def _starts_jobs(item: pytest.Item) -> bool:
@@ -315,20 +321,33 @@ def _drop(config: pytest.Config, items: list[pytest.Item], which: Callable[[pyte
 
 
 def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one part of the tests: sessions on one rank mostly wait for jobs, and several at once wait together."""
+    """Keep one part of the tests: sessions on one rank mostly wait for jobs, and several at once wait together.
+
+    What takes longest is dealt first, each to the part that has the fewest seconds so far.
+    """
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.option.part)
     part, parts = map(int, match.groups()) if match else (1, 0)
     if not 1 <= part <= parts or parts < 2:
         raise pytest.UsageError(f"--part takes I/N, I from 1 to N and N from 2 on, not {config.option.part!r}")
-    starters = [item for item in items if _starts_jobs(item)]
-    place = {item: number % (parts - 1) + 1 for number, item in enumerate(starters)}
-    # Every fourth file of the others: the last part alone would take a third longer than those that start jobs.
-    files = sorted({item.path for item in items if item not in place})[::4]
-    shared = {file: number % (parts - 1) + 1 for number, file in enumerate(files)}
-    place |= {item: shared[item.path] for item in items if item not in place and item.path in shared}
-    mine = [item for item in items if place.get(item, parts) == part]
-    config.hook.pytest_deselected(items=[item for item in items if place.get(item, parts) != part])
-    items[:] = mine
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:  # tests of one file share fixtures
+        groups.setdefault(item.nodeid if _starts_jobs(item) else str(item.path), []).append(item)
+    seconds = {name: sum(map(_expected_seconds, group)) for name, group in groups.items()}
+    dealt = [0.0] * parts
+    mine: set[pytest.Item] = set()
+    for name in sorted(groups, key=lambda name: (-seconds[name], name)):
+        shortest = dealt.index(min(dealt))
+        dealt[shortest] += seconds[name]
+        if shortest == part - 1:
+            mine.update(groups[name])
+    _drop(config, items, lambda item: item not in mine)
+
+
+def _expected_seconds(item: pytest.Item) -> float:
+    """Return about how long a test takes on one rank, as far as its kind says it."""
+    if item.get_closest_marker("slow") is not None:
+        return 4.0
+    return 2.0 if _starts_jobs(item) else 0.02
 
 
 def _agree_on_examples(test: Callable[..., None], name: str, ranks: Ranks) -> Callable[..., None]:

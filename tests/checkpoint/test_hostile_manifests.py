@@ -276,6 +276,7 @@ def list_of(unit: str, count: int) -> bytes:
     return f"[{','.join([unit] * count)}]".encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_what_a_short_text_takes_in_memory(unit: str) -> None:
     """As many of these as are read at all."""

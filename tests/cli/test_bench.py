@@ -60,6 +60,7 @@ def check(case: dict[str, Any], *names: str) -> None:
             assert row["ratio"] == pytest.approx(row["median_us"] / base, rel=0.01, abs=2e-4)
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_array_and_small_values(launch: Launch, tmp_path: Path, ranks: int) -> None:
     found = figures(launch, tmp_path, "--only", "all_reduce,small", "--sizes", "4,4KiB,2MiB", ranks=ranks)
@@ -89,6 +90,7 @@ def test_tables_and_picture(launch: Launch, tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_lists(launch: Launch, tmp_path: Path) -> None:
     [case] = figures(launch, tmp_path, "--only", "lists", "--lists", "tiny1000")["cases"]
     check(case, "mpi4py loop", "mpi4py loop in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
@@ -142,6 +144,7 @@ def test_nodes(launch: Launch, tmp_path: Path) -> None:
     assert np.isfinite(found["cases"][-1]["hidden"])  # noise may make it anything in so short a run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "measured"),
     [

@@ -44,6 +44,7 @@ def findings(job: launching.Finished) -> dict[str, list[dict[str, Any]]]:
     return told
 
 
+@pytest.mark.each_mpi
 def test_a_job_that_is_well(launch: Launch) -> None:
     job = launch(2, DOCTOR)
     assert job.returncode == 0, job
@@ -153,6 +154,7 @@ def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch
     assert told["mpi"][0]["ranks"] == [1]
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize(
     ("stuck", "seconds"),
     [("import mpi4py.MPI, signal; signal.pause()", 6), ("import time; time.sleep(60)", 1)],

@@ -124,6 +124,7 @@ def test_what_is_refused(folder: Path, arguments: str, what: str) -> None:
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.each_mpi
 def test_options_become_variables(folder: Path) -> None:
     given = {"INJECT": "rank=2, at=allreduce#17, do=kill"}
     options = [word for name, value in given.items() for word in (f"--{name.lower()}", value)]
@@ -139,6 +140,7 @@ def test_sigquit_shows_the_stacks_and_the_program_goes_on(folder: Path) -> None:
     assert re.search(r'File "<string>", line \d in here', job.stderr), job.stderr
 
 
+@pytest.mark.each_mpi
 def test_a_signal_that_kills_shows_the_stack(folder: Path) -> None:
     job = alone(*RUN, "-c", "import os, signal\ndef here():\n    os.kill(os.getpid(), signal.SIGSEGV)\nhere()")
     # Open MPI catches the signal, and shows its own stack.
@@ -238,6 +240,7 @@ def test_one_rank_ends_and_the_job_ends(
     assert "runpy" not in told
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("wait", WAITS[:2])
 def test_a_system_exit_that_is_written_out(launch: Launch, tmp_path: Path, wait: str) -> None:
     source = PROGRAM.format(phase="scope", fail="raise SystemExit(3)", bad=1, wait=wait)
@@ -247,6 +250,7 @@ def test_a_system_exit_that_is_written_out(launch: Launch, tmp_path: Path, wait:
     assert "[rank 1/2] SystemExit: 3" in job.stderr, job
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("end", ["os._exit(4)", "os.kill(os.getpid(), signal.SIGTERM)"])
 def test_a_rank_that_is_gone(launch: Launch, tmp_path: Path, end: str) -> None:
     job, seconds = start(launch, tmp_path, PROGRAM.format(phase="import", fail=end, bad=1, wait=WAITS[0]))
@@ -264,12 +268,14 @@ def test_a_hook_of_the_programs_own_hides_nothing(launch: Launch, tmp_path: Path
     assert "[rank 0/2] ValueError: the reason" in job.stderr, job
 
 
+@pytest.mark.each_mpi
 def test_all_ranks_exit_together_without_a_word(launch: Launch, tmp_path: Path) -> None:
     job, _ = start(launch, tmp_path, "import sys\nsys.exit(7)")
     assert job.returncode == 7, job
     assert "rank" not in job.stderr.partition("---")[0].partition("===")[0]
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize(
     "source",
     [

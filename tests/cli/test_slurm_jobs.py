@@ -37,7 +37,7 @@ WHY_NOT = slurm_bed.why_not() if MPI.COMM_WORLD.size == 1 else "runs in the sess
 if not WHY_NOT and not launching.LIBRARY.startswith(("Open MPI", "MPICH")):
     WHY_NOT = "tried with MPICH and Open MPI only"
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"not run: {WHY_NOT}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"not run: {WHY_NOT}")]
 needs_srun = pytest.mark.skipif(
     launching.IS_OPEN_MPI and not slurm_bed.PMIX, reason="not run: Slurm's plugin for PMIx finds no libpmix.so"
 )
@@ -179,6 +179,7 @@ def test_multi_node_mpirun(user: User) -> None:
     check(user.run("multi_node_mpirun.sbatch"), 4)
 
 
+@pytest.mark.one_rank
 @needs_srun
 def test_array(user: User) -> None:
     first = user.submit("array.sbatch")
@@ -325,6 +326,7 @@ def saved_by(output: Path) -> list[int]:
     return [int(step) for step in re.findall(r"saved step (\d+)", output.read_text())]
 
 
+@pytest.mark.one_rank
 @needs_srun
 def test_requeue_of_a_program_that_knows_no_signals_and_its_cap(user: User) -> None:
     (user.folder / "deaf.py").write_text(
@@ -344,6 +346,7 @@ def test_requeue_of_a_program_that_knows_no_signals_and_its_cap(user: User) -> N
     assert "not done after 1 restarts; not requeued" in done.output
 
 
+@pytest.mark.one_rank
 @needs_srun
 def test_a_failure_is_not_requeued(user: User) -> None:
     user.edit("requeue.sbatch", "example.py", "--rate", "minus")
@@ -352,6 +355,7 @@ def test_a_failure_is_not_requeued(user: User) -> None:
     assert f"the program failed with status {done.status}; not requeued" in done.output
 
 
+@pytest.mark.one_rank
 @needs_srun
 @twice
 def test_chain(user: User) -> None:
@@ -382,6 +386,7 @@ for _ in range(900):
 """
 
 
+@pytest.mark.one_rank
 @needs_srun
 @twice
 def test_what_a_killed_job_leaves_its_next_start_removes(user: User) -> None:
@@ -412,6 +417,7 @@ def stand_in(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.one_rank
 @needs_srun
 @twice
 def test_apptainer_with_a_stand_in(user: User) -> None:
@@ -427,6 +433,7 @@ def test_apptainer_with_a_stand_in(user: User) -> None:
     assert job.output.count("in image.sif\n") == 4
 
 
+@pytest.mark.one_rank
 @needs_srun
 @twice
 def test_pyxis_with_a_stand_in(user: User) -> None:
@@ -453,7 +460,7 @@ def test_pyxis_with_a_stand_in(user: User) -> None:
 @twice
 def test_staged_env(user: User) -> None:
     packages = Path(MPI.__file__).parents[1].relative_to(sys.prefix)
-    kept = ["pyvenv.cfg", "bin/python3", "bin/python"]
+    kept = ["pyvenv.cfg", *(f"bin/{path.name}" for path in Path(sys.prefix, "bin").glob("python*"))]  # links in a chain
     kept += [
         str(path.relative_to(sys.prefix)) for path in Path(sys.prefix, "lib").iterdir() if path.name[:6] != "python"
     ]
@@ -484,6 +491,7 @@ def test_staged_env(user: User) -> None:
 # ------------------------------------------------------------------------------------------------ on paper
 
 
+@pytest.mark.one_rank
 @given(case=good())
 @settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -502,6 +510,7 @@ def _cores(statement: dict[str, Any]) -> int:
     return int(ranks * statement.get("cpus_per_task", 1))
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize(("nodes", "status"), [(1024, 0), (1025, 1)])
 def test_check_asks_slurm(
     paper: SlurmBed, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], nodes: int, status: int

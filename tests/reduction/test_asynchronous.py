@@ -374,6 +374,7 @@ ENDS = {
 }
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("end", ENDS)
 def test_programs_end(launch: Callable[..., launching.Finished], end: str) -> None:
     body, status, words = ENDS[end]

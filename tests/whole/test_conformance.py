@@ -325,6 +325,8 @@ for case_id in json.load(open(sys.argv[1]))["ids"]:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.one_rank
 def test_a_job_that_dies_or_hangs_fails_its_case_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if MPI.COMM_WORLD.size > 1:
         pytest.skip("starts MPI jobs of its own: runs in the session on 1 rank")

@@ -86,6 +86,7 @@ def test_a_failing_rank_fails_the_test_everywhere_in_one_report(session: Session
     assert job.stdout.count("E       ValueError: the same reason") == 1, job
 
 
+@pytest.mark.each_mpi
 def test_a_failed_rank_ends_the_job_when_the_others_are_stuck(session: Session) -> None:
     source = """
         def test_stuck():
@@ -160,11 +161,18 @@ def test_what_has_nothing_to_do_with_ranks_runs_once(session: Session) -> None:
         def test_marked(): pass
 
         def test_common(): pass
+
+        def test_starts_jobs(launch): pass
+
+        @pytest.mark.each_mpi
+        @pytest.mark.one_rank
+        def test_starts_jobs_that_may_go_otherwise(launch): pass
     """
     again = ("-m", "pytest", "--with-mpi", "--second-mpi")
-    assert "3 passed" in session(1, source).check().stdout
-    for job in (session(2, source), session(1, source, *again), session(2, source, *again)):
-        assert "2 passed, 1 deselected" in job.check().stdout, job
+    assert "5 passed" in session(1, source).check().stdout
+    assert "3 passed, 2 deselected" in session(1, source, *again).check().stdout
+    for job in (session(2, source), session(2, source, *again)):
+        assert "2 passed, 3 deselected" in job.check().stdout, job
 
 
 def test_a_session_without_with_mpi_is_refused(session: Session) -> None:
@@ -180,12 +188,22 @@ class Item:
     number: int
     fixturenames: tuple[str, ...]
     path: Path
+    slow: bool
+
+    @property
+    def nodeid(self) -> str:
+        return f"{self.path}::{self.number}"
+
+    def get_closest_marker(self, name: str) -> bool | None:
+        return (name == "slow" and self.slow) or None
 
 
 def test_parts_together_are_all_tests(request: pytest.FixtureRequest) -> None:
     conftest: Any = next(p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "_keep_part"))
     kinds = ("comm",), ("launch", "tmp_path"), ("launch", "tmp_path")
-    everything = [Item(number, kinds[number % 3], Path(f"file {number // 2}")) for number in range(60)]
+    everything = [
+        Item(number, kinds[number % 3], Path(f"file {number // 6}"), slow=number % 20 == 4) for number in range(240)
+    ]
     dropped: list[Item] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
 
@@ -199,16 +217,17 @@ def test_parts_together_are_all_tests(request: pytest.FixtureRequest) -> None:
 
     for parts in (2, 3, 5):
         kept = [part(f"{number}/{parts}") for number in range(1, parts + 1)]
-        assert sorted(item.number for items in kept for item in items) == list(range(60))
-        assert {item.fixturenames[0] for item in kept[-1]} == {"comm"}
-        starters = [sum(item.fixturenames[0] == "launch" for item in items) for items in kept[:-1]]
-        assert max(starters) - min(starters) <= 1
-        assert len(kept[-1]) > sum(map(len, kept[:-1])) - sum(starters) > 0  # some files without jobs, and no more
+        assert sorted(item.number for items in kept for item in items) == list(range(240))
+        seconds = [sum(map(conftest._expected_seconds, items)) for items in kept]
+        assert max(seconds) - min(seconds) <= 2
+        without_jobs = [{item.path for item in items if item.fixturenames == kinds[0]} for items in kept]
+        assert sum(map(len, without_jobs)) == 40  # the tests of one file that start no jobs are together
     for wrong in ("0/3", "4/3", "1/1", "1/0", "1", "-1/2", "two/3", "1/3 "):
         with pytest.raises(pytest.UsageError, match="--part takes I/N"):
             part(wrong)
 
 
+@pytest.mark.each_mpi
 def test_a_job_over_its_time_leaves_nothing_running(launch: Callable[..., launching.Finished], tmp_path: Path) -> None:
     source = f"""
         import os, pathlib, signal
@@ -232,6 +251,7 @@ def test_a_job_over_its_time_leaves_nothing_running(launch: Callable[..., launch
         assert not command, f"process {process} still runs"  # a killed one nobody waits for has an empty line
 
 
+@pytest.mark.each_mpi
 def test_a_job_is_a_world_of_its_own(launch: Callable[..., launching.Finished], tmp_path: Path) -> None:
     path = tmp_path / "a program.py"
     path.write_text("import os, sys\nfrom mpi4py import MPI\nsys.exit(7 if MPI.COMM_WORLD.size == 3 else 0)\n")

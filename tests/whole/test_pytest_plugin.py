@@ -77,6 +77,7 @@ def lines_of(text: str, rank: int) -> str:
     return "\n".join(line for line in text.splitlines() if line.startswith(f"[rank {rank}/2] "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_a_late_collective_shows_the_roll_call_and_what_had_failed(
     launch: Launch, tmp_path: Path, capture: str
@@ -95,6 +96,7 @@ def test_a_late_collective_shows_the_roll_call_and_what_had_failed(
     assert "what rank 1 asserts" not in lines_of(done.stderr, 0)
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("capture", ["by default", "sys"])
 def test_what_ends_the_job_in_a_test_is_shown(launch: Launch, tmp_path: Path, capture: str) -> None:
     done = session(launch, tmp_path, THREAD, *CAPTURES[capture])

@@ -35,6 +35,7 @@ def same_up_to_rounding(some: Any, others: Any) -> None:
     np.testing.assert_allclose(some, others, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_digits_are_learnt_with_the_same_numbers_on_any_number_of_ranks(
     launch: Launch, tmp_path: Path, optimizer: str
@@ -81,6 +82,7 @@ def test_digits_show_a_progress_bar_where_asked_to(launch: Launch, tmp_path: Pat
     assert "epoch" not in job.stdout.replace("10 epochs", ""), job
 
 
+@pytest.mark.each_mpi
 def test_heat_conduction_agrees_with_the_exact_solution_on_any_number_of_ranks(launch: Launch, tmp_path: Path) -> None:
     runs = []
     for ranks in RANKS:

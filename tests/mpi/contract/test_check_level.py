@@ -246,6 +246,7 @@ def test_calls_at_the_end_that_were_not_compared_are_found_there(launch: Launch,
     assert re.search(r"call #9 of this strategy differed in: place", job.stderr), job
 
 
+@pytest.mark.each_mpi
 def test_an_error_that_the_peers_cannot_be_told_ends_the_job(launch: Launch, tmp_path: Path) -> None:
     job = launch(2, [launching.program(PROGRAM, tmp_path), "bad input"])
     assert job.returncode == 1, job
@@ -255,6 +256,7 @@ def test_an_error_that_the_peers_cannot_be_told_ends_the_job(launch: Launch, tmp
     assert "cannot be told" in job.stderr
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("level", ["first", "off"])
 def test_what_a_peer_has_sent_past_an_error_is_never_taken_for_other_data(
     level: str, launch: Launch, tmp_path: Path

@@ -337,6 +337,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.each_mpi
 @pytest.mark.one_rank
 @pytest.mark.parametrize("size", [4, 200_000])
 def test_a_signal_that_raises_while_a_rank_waits_for_the_others(launch: Launch, tmp_path: Path, size: int) -> None:
@@ -379,6 +380,7 @@ except (KeyboardInterrupt, ms.errors.RemoteError) as error:
 """
 
 
+@pytest.mark.each_mpi
 @pytest.mark.one_rank
 def test_a_rank_that_leaves_while_the_others_send_their_reports(launch: Launch) -> None:
     """Ranks 0 and 1 know that their calls differ, and wait for the report of rank 2, which takes no more calls."""

@@ -315,6 +315,7 @@ def run(launch: Launch, plan: str, ranks: int = 2, program: str = PROGRAM) -> la
     return launch(ranks, program, timeout=30, env={injection.VARIABLE: plan})
 
 
+@pytest.mark.each_mpi
 def test_kill_ends_the_job(launch: Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=kill", 3)
     assert done.returncode != 0
@@ -354,6 +355,7 @@ def test_skip_and_swap_end_the_job(launch: Launch, action: str) -> None:
     assert "rank " not in done.stdout
 
 
+@pytest.mark.each_mpi
 def test_stop_stops_the_process_until_it_is_woken(launch: Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=stop").check()
     assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: right", "was stopped"]

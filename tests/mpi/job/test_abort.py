@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize(
     ("how", "waiting", "first", "bad"), CASES, ids=[f"{how}, the others {wait}" for how, wait, *_ in CASES]
 )
@@ -122,6 +123,7 @@ def run(launch: Launch, body: str, ranks: int = 2) -> launching.Finished:
     return launch(ranks, head + "\n".join(line[indent:] for line in lines) + "\n", timeout=20)
 
 
+@pytest.mark.each_mpi
 def test_a_normal_end_is_status_0_and_says_nothing(launch: Launch) -> None:
     """Also when the ranks end at different times, after different collectives of MPI's own."""
     body = """
@@ -134,12 +136,14 @@ def test_a_normal_end_is_status_0_and_says_nothing(launch: Launch) -> None:
     assert job.stderr.strip() == ""
 
 
+@pytest.mark.each_mpi
 def test_all_ranks_exit_together_with_their_status(launch: Launch) -> None:
     job = run(launch, 'strategy.reduce("SUM", 1.0)\nsys.exit(7)')
     assert job.returncode == 7, job
     assert "the whole job ends" not in job.stderr
 
 
+@pytest.mark.each_mpi
 def test_exits_that_end_nothing(launch: Launch) -> None:
     """Caught, in a thread, or with status 0."""
     body = """
@@ -160,6 +164,7 @@ def test_exits_that_end_nothing(launch: Launch) -> None:
 LEFT = "left: its program has ended"
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "pass"])
 def test_a_rank_that_is_done_is_named_to_those_who_still_call_it(launch: Launch, end: str) -> None:
     body = f"""
@@ -176,6 +181,7 @@ def test_a_rank_that_is_done_is_named_to_those_who_still_call_it(launch: Launch,
     assert re.search(r"rank 1: call=Strategy\.reduce  at .*program_\w+\.py:\d+", job.stdout), job
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("leavers", [{1, 2}, {0, 3}, {1}], ids=str)
 def test_those_who_left_are_told_apart_from_those_who_differ(launch: Launch, leavers: set[int]) -> None:
     """Every rank that stays hears of all that left, again and again, and of the calls of the others."""
@@ -199,6 +205,7 @@ def test_those_who_left_are_told_apart_from_those_who_differ(launch: Launch, lea
             assert re.search(rf"rank {rank}: call=(barrier|Strategy\.reduce)  .* at \S+\.py:\d+ ", report), job
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("waiting", ["in a library collective", "in an all-reduce"])
 def test_a_rank_that_left_ends_those_who_do_not_catch_it(launch: Launch, waiting: str) -> None:
     call = WAITS.get(waiting, 'strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1.0))')
@@ -208,6 +215,7 @@ def test_a_rank_that_left_ends_those_who_do_not_catch_it(launch: Launch, waiting
     assert re.search(rf"\[rank [02]/3\]   rank 1 {LEFT}", job.stderr), job
 
 
+@pytest.mark.each_mpi
 def test_a_group_of_ranks_that_fails_ends_the_other_groups_too(launch: Launch) -> None:
     body = """
         half = MPI.COMM_WORLD.Split(rank % 2, rank)

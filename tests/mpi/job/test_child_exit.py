@@ -73,6 +73,7 @@ else:
 """
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("first", ["", "strategy.close()"])
 def test_a_child_ends_as_a_program_does_and_leaves_its_parent_alone(launch: Launch, first: str) -> None:
     """It must not take part in MPI_Finalize."""

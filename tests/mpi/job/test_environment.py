@@ -58,6 +58,7 @@ def test_a_variable_that_nobody_reads_is_told_of_once(monkeypatch: pytest.Monkey
         environment.warn_of_unknown()
 
 
+@pytest.mark.each_mpi
 @pytest.mark.one_rank
 def test_a_job_tells_of_it_on_rank_0(launch: Launch) -> None:
     program = "import mpistrategy as ms\nms.MirroredStrategy().barrier()\n"

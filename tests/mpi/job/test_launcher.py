@@ -176,6 +176,7 @@ def alone(folder: Path, *, told: dict[str, str], run: bool = False, shell: bool 
     return launching.Finished(command, done.returncode, done.stdout, done.stderr, 0.0)
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("shell", [False, True])
 @pytest.mark.parametrize("run", [False, True])
 def test_what_srun_starts_without_pmi_does_not_run(launch: Launch, tmp_path: Path, run: bool, shell: bool) -> None:
@@ -186,6 +187,7 @@ def test_what_srun_starts_without_pmi_does_not_run(launch: Launch, tmp_path: Pat
     assert ("Traceback" in job.stderr) is not run
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("told", [BATCH, STEP | {"SLURM_PTY_PORT": "1"}, STEP | {launches.ALONE: "1"}])
 def test_what_runs_alone_in_an_allocation_runs(launch: Launch, tmp_path: Path, told: dict[str, str]) -> None:
     assert alone(tmp_path, told=told).check().stdout == "replicas: 1\n"
@@ -205,6 +207,7 @@ MPI.COMM_WORLD.Barrier()
 """
 
 
+@pytest.mark.each_mpi
 def test_a_child_of_a_rank_runs_alone(launch: Launch, tmp_path: Path) -> None:
     child = launching.program(PROGRAM, tmp_path)
     job = launch(2, PARENT, env={"CHILD": str(child)}, timeout=30).check()
@@ -223,6 +226,7 @@ def _mpiexec_of_another_mpi() -> str | None:
     return None
 
 
+@pytest.mark.each_mpi
 def test_the_mpiexec_of_another_mpi(launch: Launch, tmp_path: Path) -> None:
     other = _mpiexec_of_another_mpi()
     if not launching.IS_OPEN_MPI or other is None:

@@ -207,6 +207,7 @@ print(f"rank {world.rank} is done", flush=True)
 """
 
 
+@pytest.mark.each_mpi
 @pytest.mark.one_rank
 def test_a_late_collective_raises_and_ends_nothing(launch: Launch, tmp_path: Path) -> None:
     job = launch(4, LATE, timeout=60, cwd=tmp_path).check()
@@ -241,6 +242,7 @@ def test_the_choice_is_checked_and_compared() -> None:
 # ------------------------------------------------------------------------------------------------- reports
 
 
+@pytest.mark.each_mpi
 @pytest.mark.one_rank
 def test_a_long_report_is_read_before_the_job_ends(launch: Launch) -> None:
     """MPI_Abort kills what forwards it: a report larger than a pipe comes out whole."""

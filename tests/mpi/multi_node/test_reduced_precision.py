@@ -222,6 +222,7 @@ for algorithm, wire, shared in itertools.product(algorithms, ("bfloat16", None),
 """
 
 
+@pytest.mark.each_mpi
 @pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes")
 def test_empty_arrays_on_nodes_of_two_ranks_and_of_one(launch: Callable[..., launching.Finished]) -> None:
     """What the ranks make together the first time must not depend on whether there is something to reduce."""

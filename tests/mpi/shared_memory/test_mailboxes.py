@@ -290,6 +290,7 @@ def seconds_since(when: Path) -> float:
     return time.time() - float(when.read_text())
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize(("how", "value"), [*((how, VALUES[0]) for how in ENDS), *(("raises", v) for v in VALUES[1:])])
 def test_a_peer_that_ends_ends_those_who_wait(launch: Launch, tmp_path: Path, how: str, value: str) -> None:
     code, said = ENDS[how]
@@ -301,6 +302,7 @@ def test_a_peer_that_ends_ends_those_who_wait(launch: Launch, tmp_path: Path, ho
     assert said in job.stderr, job
 
 
+@pytest.mark.each_mpi
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("value", VALUES[::3])
 def test_an_interrupt_while_waiting_ends_the_job(launch: Launch, tmp_path: Path, victim: int, value: str) -> None:
@@ -316,6 +318,7 @@ def test_an_interrupt_while_waiting_ends_the_job(launch: Launch, tmp_path: Path,
     assert "KeyboardInterrupt" in job.stderr, job
 
 
+@pytest.mark.each_mpi
 def test_more_ranks_than_cores_get_on(launch: Launch) -> None:
     ranks = 2 * len(os.sched_getaffinity(0)) if len(os.sched_getaffinity(0)) <= 4 else 8
     source = START.replace("{value}", "1.0") + (

@@ -160,10 +160,13 @@ for is_slow in (True, False):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.each_mpi
 def test_the_background_between_nodes_waits_beside_the_program(launch: Launch, tmp_path: Path) -> None:
     job = launch(4, launching.program(BACKGROUND, tmp_path), timeout=90).check()
     assert job.stdout.count("([4.0, 4.0, 4.0, 4.0], 4.0)") == 8, job
 
 
+@pytest.mark.slow
 def test_ranks_that_are_late_wait_for_nobody(launch: Launch, tmp_path: Path) -> None:
     launch(3, [launching.program(SLOW, tmp_path)], timeout=90).check()

@@ -209,6 +209,7 @@ def test_a_job_that_was_killed(launch: Launch, tmp_path: Path, job: Mapping[str,
     assert left_in(tmp_path) == [beside.name], "a job that ends well leaves nothing"
 
 
+@pytest.mark.each_mpi
 def test_a_job_that_ended_with_a_roll_call(launch: Launch, tmp_path: Path) -> None:
     late = launch(2, HANGS, env={"MPISTRATEGY_TIMEOUT": "2"}, cwd=tmp_path)
     assert late.returncode != 0

@@ -121,6 +121,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[launching.
         return dict(zip(CASES, pool.map(job, CASES), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CASES)
 def test_a_late_collective_ends_the_job_and_says_why(
     what: str, jobs: dict[str, tuple[launching.Finished, Path]]
@@ -197,6 +198,7 @@ strategy.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["making", "closing"])
 def test_a_strategy_is_watched_from_its_first_step_to_its_last(what: str, launch: Launch, tmp_path: Path) -> None:
     path = launching.program(BEFORE_AND_AFTER, tmp_path)
