@@ -89,7 +89,14 @@ class Checkpoint:
         """The strategy whose ranks save together: the one in whose scope this was made, else that of the variables."""
         return strategy_of(self.objects, self._made_in, KINDS)
 
-    def save(self, directory: str | os.PathLike[str], *, wait: bool = True, overwrite: bool = False) -> Saving:
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        overwrite: bool = False,
+        name: str | None = None,
+    ) -> Saving:
         """Write a checkpoint: the folder `directory`, which appears when it is complete.  Collective.
 
         Args:
@@ -97,6 +104,7 @@ class Checkpoint:
             wait: False copies the state and returns while a thread writes.  The checkpoint is there after `wait()` of
                 the returned Saving, or after the next save or restore of this Checkpoint.
             overwrite: replace an existing checkpoint; without it, that is an error.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             The `Saving`.
@@ -113,7 +121,7 @@ class Checkpoint:
             CollectiveMismatchError: on every rank, if the ranks differ in the directory, the names, or the objects
                 under a name; the text shows the difference.
         """
-        return self._save_after(lambda: None, directory, wait=wait, overwrite=overwrite)
+        return self._save_after(lambda: None, directory, wait=wait, overwrite=overwrite, name=name)
 
     @collective("save")
     def _save_after(
@@ -123,13 +131,14 @@ class Checkpoint:
         *,
         wait: bool = True,
         overwrite: bool = False,
+        name: str | None = None,
     ) -> Saving:
         """Do `save`; rank 0 calls `prepare` after all ranks have agreed and before anything is written."""
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.save")
         communicator = strategy.extended.communicator
         # Clean up after leaving the call: then no rank writes any more.
-        with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save") as call:
+        with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save", called=name) as call:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
@@ -147,7 +156,7 @@ class Checkpoint:
         return saving
 
     @collective("restore")
-    def restore(self, directory: str | os.PathLike[str], *, partial: bool = False) -> Restored:
+    def restore(self, directory: str | os.PathLike[str], *, partial: bool = False, name: str | None = None) -> Restored:
         """Restore the objects from a checkpoint.  Collective; on any number of ranks.
 
         Everything is read and compared before the first object changes.  `load_state_dict` is called last.
@@ -155,6 +164,7 @@ class Checkpoint:
         Args:
             directory: the folder that `save` wrote.
             partial: restore the names that are on both sides, and leave the others.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             What was restored: a `Restored`.
@@ -172,7 +182,8 @@ class Checkpoint:
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.restore")
         communicator = strategy.extended.communicator
-        with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.restore") as call:
+        guard = communicator.guard
+        with contextlib.ExitStack() as cleaning, Call(guard, "Checkpoint.restore", called=name) as call:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
@@ -182,12 +193,16 @@ class Checkpoint:
             state.check_generators(communicator)
             return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
 
-    def wait(self) -> None:
-        """Finish a save with ``wait=False``, if there is one.  Collective."""
+    def wait(self, *, name: str | None = None) -> None:
+        """Finish a save with ``wait=False``, if there is one.  Collective.
+
+        Args:
+            name: is compared between the ranks instead of the place of the call.
+        """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if not pending.has_failed:
-                pending.wait()
+                pending.wait(name=name)
 
     def _layout_of(self, strategy: Strategy) -> dict[str, Any]:
         """Return `strategy.layout()`; ask for it again only when something in it has changed."""

@@ -89,13 +89,14 @@ class CheckpointManager:
             except FileNotFoundError:
                 return []
 
-    def save(self, step: int, *, wait: bool = True) -> Saving:
+    def save(self, step: int, *, wait: bool = True, name: str | None = None) -> Saving:
         """Save the checkpoint of a step, then remove the oldest beyond `keep`.  Collective.
 
         Args:
             step: an int from 0 on without a checkpoint, or with one that `restore` found damaged.  The greatest step is
                 the newest.
             wait: as for `Checkpoint.save`.
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             CheckpointExistsError: on every rank, if the step has a checkpoint, another job saves here, or another user
@@ -105,7 +106,7 @@ class CheckpointManager:
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.save")
         communicator = strategy.extended.communicator
-        with Call(communicator.guard, "CheckpointManager.save") as call:
+        with Call(communicator.guard, "CheckpointManager.save", called=name) as call:
             path = self.path_of(step)
             self.checkpoint.wait()
             call.expect_more()
@@ -121,7 +122,7 @@ class CheckpointManager:
             self._remove_old()
         return saving
 
-    def restore(self, *, partial: bool = False) -> int | None:
+    def restore(self, *, partial: bool = False, name: str | None = None) -> int | None:
         """Restore the newest complete checkpoint; return its step, or None if there is none.  Collective.
 
         Damaged, unreadable and incomplete checkpoints are skipped (see `skipped`), and those of other users if
@@ -129,6 +130,7 @@ class CheckpointManager:
 
         Args:
             partial: as for `Checkpoint.restore`.
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             CheckpointMismatchError, ContextError: on every rank.
@@ -137,7 +139,7 @@ class CheckpointManager:
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.restore")
         communicator = strategy.extended.communicator
-        with Call(communicator.guard, "CheckpointManager.restore") as call:
+        with Call(communicator.guard, "CheckpointManager.restore", called=name) as call:
             self.checkpoint.wait()
             call.expect_more()
             found = self._there() if communicator.rank == 0 else ""
@@ -156,14 +158,18 @@ class CheckpointManager:
                 return self.latest
         return None
 
-    def wait(self) -> None:
-        """Finish a save with ``wait=False``, and remove the oldest checkpoints beyond `keep`.  Collective."""
-        self.checkpoint.wait()
+    def wait(self, *, name: str | None = None) -> None:
+        """Finish a save with ``wait=False``, and remove the oldest checkpoints beyond `keep`.  Collective.
+
+        Args:
+            name: is compared between the ranks instead of the place of the call.
+        """
+        self.checkpoint.wait(name=name)
         self._remove_old()
 
-    def close(self) -> None:
+    def close(self, *, name: str | None = None) -> None:
         """Do `wait`, and let other jobs save here.  Collective."""
-        self.wait()
+        self.wait(name=name)
         self._release()
 
     def __enter__(self) -> Self:

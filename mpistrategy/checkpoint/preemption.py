@@ -103,6 +103,8 @@ class PreemptionCheckpointHandler:
         termination_config: how the job is told to stop, and what it does then; None: by signals, with status 75.
         steps_between_votes: ranks learn of a signal when they compare their calls, as most steps do.  After this many
             steps without a comparison, `run` makes one.
+        name: is compared between the ranks instead of the place of this call, and of each `run`, whose keywords are
+            the function's.
         steps_between_checks: the former name of `steps_between_votes`.
 
     Attributes:
@@ -134,6 +136,7 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
         *,
         steps_between_votes: int = 1,
+        name: str | None = None,
         steps_between_checks: int | None = None,
     ) -> None:
         if steps_between_checks is not None:
@@ -153,13 +156,14 @@ class PreemptionCheckpointHandler:
         self._raise_flag = self._guard.raise_flag  # at hand for the signal handler
         self._told: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
-        with Call(self._guard, _WHERE) as call:
+        self._name = name
+        with Call(self._guard, _WHERE, called=name) as call:
             context.require_cross_replica(self._strategy, _WHERE)
             _check_thread(self._communicator)
             call.agree("begin", options=f"{steps_between_votes=}")
         self._catch()
         try:
-            self._runs = self.checkpoint_manager.restore() or 0
+            self._runs = self.checkpoint_manager.restore(name=name) or 0
         except BaseException:
             self.close()
             raise
@@ -195,21 +199,24 @@ class PreemptionCheckpointHandler:
         before = self._comparisons()
         result = distributed_train_function(*args, **kwargs)
         self._runs += 1
-        self._look(f"{_WHERE}.run", met=self._comparisons() != before)
+        self._look(f"{_WHERE}.run", self._name, met=self._comparisons() != before)
         return result
 
-    def save_checkpoint_if_preempted(self) -> None:
+    def save_checkpoint_if_preempted(self, *, name: str | None = None) -> None:
         """Save and end if a rank was told to stop, whatever `steps_between_votes` is.  Collective.
 
         `run` does this after its step.  Call it in long work between two steps that can be repeated from the
         checkpoint, such as an evaluation.
+
+        Args:
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             Exception: as `run`.
         """
         context.require_cross_replica(self._strategy, f"{_WHERE}.save_checkpoint_if_preempted")
         self._unchecked = self._steps_between_votes
-        self._look(f"{_WHERE}.save_checkpoint_if_preempted", met=False)
+        self._look(f"{_WHERE}.save_checkpoint_if_preempted", name, met=False)
 
     def close(self) -> None:
         """Restore the previous signal handlers of this rank.  Rank-local.  Closing the strategy does this, too.
@@ -270,7 +277,7 @@ class PreemptionCheckpointHandler:
         mailboxes = self._communicator.mailboxes
         return self._guard.comparisons if mailboxes is None else mailboxes.sequence
 
-    def _look(self, where: str, *, met: bool) -> None:
+    def _look(self, where: str, name: str | None, *, met: bool) -> None:
         """End the job if a rank was told to stop; `met` says whether the ranks have compared calls just now."""
         watcher = self._config.termination_watcher_fn
         if watcher is not None and watcher():
@@ -279,22 +286,22 @@ class PreemptionCheckpointHandler:
         self._unchecked = 0 if met else self._unchecked + 1
         if self._unchecked >= self._steps_between_votes and not self._guard.flag_was_seen:
             self._unchecked = 0
-            with Call(self._guard, where) as call:
+            with Call(self._guard, where, called=name) as call:
                 call.agree("look for signals")
         if self._guard.flag_was_seen:
-            self._stop(where)
+            self._stop(where, name)
 
-    def _stop(self, where: str) -> None:
+    def _stop(self, where: str, name: str | None) -> None:
         manager, step = self.checkpoint_manager, self._runs
-        with Call(self._guard, where) as call:
+        with Call(self._guard, where, called=name) as call:
             call.agree("stop", options=f"after step {step}")
             now = time.monotonic()
             mine = f"{self._told[0]} {now - self._told[1]}" if self._told else ""
             told = self._communicator.allgather_text(mine)
         if manager.latest == step:
-            manager.wait()
+            manager.wait(name=name)
         else:
-            manager.save(step)
+            manager.save(step, name=name)
         if self._communicator.rank == 0:
             path, took = manager.path_of(step), time.monotonic() - now
             sys.stdout.flush()

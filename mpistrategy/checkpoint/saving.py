@@ -186,10 +186,13 @@ class Saving:
         """Whether this rank's shard is on the disk; `wait` is still needed."""
         return self.is_committed or self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> str:
+    def wait(self, *, name: str | None = None) -> str:
         """Wait for all ranks' shards and complete the checkpoint; return its path.  Collective.
 
         Needed after ``save(wait=False)``; the next save or restore of that Checkpoint does it, too.
+
+        Args:
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             CheckpointWriteError, CheckpointExistsError: on every rank; there is no new checkpoint then.
@@ -197,7 +200,7 @@ class Saving:
         if self.has_failed:
             raise CheckpointWriteError.at("Saving.wait", found="a checkpoint that failed before", expected="a new save")
         if not self.is_committed:
-            with self._cleaned_up(), Call(self._communicator.guard, "Saving.wait") as call:
+            with self._cleaned_up(), Call(self._communicator.guard, "Saving.wait", called=name) as call:
                 self._commit(call)
         return self.path
 

@@ -56,7 +56,7 @@ class CrossDeviceOps:
         chosen: Any = options.implementation
         return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
-    def _call(self, method: str, value: Any = None) -> tuple[Communicator, Call]:
+    def _call(self, method: str, value: Any = None, name: str | None = None) -> tuple[Communicator, Call]:
         """Return the communicator of this thread's strategy, else of `value`, and the call of a method.
 
         Raises:
@@ -71,7 +71,7 @@ class CrossDeviceOps:
                 expected="a call inside `with strategy.scope():` or through a strategy",
                 fix="Enter the scope first: the strategy says which ranks take part.",
             )
-        return communicator, Call(communicator.guard, where)
+        return communicator, Call(communicator.guard, where, called=name)
 
     @collective("reduce", own=own_mirrored("per_replica_value"))
     def reduce(
@@ -80,6 +80,8 @@ class CrossDeviceOps:
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
     ) -> Any:
         """Reduce one value over the replicas.
 
@@ -89,6 +91,7 @@ class CrossDeviceOps:
                 are equal on all ranks.
             destinations: where the result goes; see `mpistrategy.reduction.layout.destinations.resolve`.
             options: hints; None for the defaults.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             A Mirrored; on ranks that are no destination, reading it raises PlacementError.
@@ -97,7 +100,7 @@ class CrossDeviceOps:
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError: for bad input, on every rank.
             CollectiveMismatchError: when the ranks' calls differ.
         """
-        communicator, call = self._call("reduce", per_replica_value)
+        communicator, call = self._call("reduce", per_replica_value, name)
         with current.working_on(communicator), call:
             op = ReduceOp._parse(reduce_op, call.where)
             placing.resolve(destinations, communicator, call.where)
@@ -105,7 +108,12 @@ class CrossDeviceOps:
 
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
     def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
     ) -> list[Any]:
         """Reduce several values in one go; the same as `reduce` for each pair, with fewer messages.
 
@@ -113,6 +121,7 @@ class CrossDeviceOps:
             reduce_op: a ReduceOp, or "SUM" / "MEAN".
             value_destination_pairs: a sequence or an iterator of (value, destinations) tuples.
             options: hints; None for the defaults.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             A list of Mirrored, in the order of the pairs.
@@ -124,7 +133,7 @@ class CrossDeviceOps:
         # A generator of pairs can be walked only once: list it before it is needed twice.
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
-        communicator, call = self._call("batch_reduce", _first_value(value_destination_pairs))
+        communicator, call = self._call("batch_reduce", _first_value(value_destination_pairs), name)
         with current.working_on(communicator), call:
             op = ReduceOp._parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
@@ -147,17 +156,18 @@ class CrossDeviceOps:
         return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in wrapped], options)]
 
     @collective("broadcast", own=own_mirrored("tensor"))
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
         """Send rank 0's value to the destinations.
 
         Args:
             tensor: an array or a number, of equal shape and dtype on all ranks.
             destinations: where the result goes, as in `reduce`.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             A Mirrored.
         """
-        communicator, call = self._call("broadcast")
+        communicator, call = self._call("broadcast", name=name)
         with call:
             placing.resolve(destinations, communicator, call.where)
             return self.broadcast_implementation(tensor, destinations)

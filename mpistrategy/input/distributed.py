@@ -172,14 +172,18 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
         dataset: an iterable of this rank's batches.
         communicator: the ranks.
         drop_remainder: whether all ranks end with the first rank that has no more elements instead.
+        name: is compared between the ranks instead of the places where iterators are asked for elements.
     """
 
     _instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."
 
-    def __init__(self, dataset: Iterable[E], communicator: Communicator, *, drop_remainder: bool = False) -> None:
+    def __init__(
+        self, dataset: Iterable[E], communicator: Communicator, *, drop_remainder: bool = False, name: str | None = None
+    ) -> None:
         self._dataset: Iterable[Any] = dataset
         self._communicator = communicator
         self._drop_remainder = drop_remainder
+        self._name = name
 
     def __iter__(self) -> DistributedIterator[E]:
         is_one_shot = isinstance(self._dataset, Iterator)
@@ -209,7 +213,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
     def _begin(self) -> tuple[Iterator[Any], int]:
         """Return this rank's iterator, and the number of steps for which every rank surely has elements."""
         lengths = [np.zeros(1, np.int64) for _ in range(self._communicator.size)]
-        with Call(self._communicator.guard, "iter(distributed dataset)") as call:
+        with Call(self._communicator.guard, "iter(distributed dataset)", called=self._name) as call:
             with call.own_work():
                 iterator = iter(self._dataset)
                 try:
@@ -222,7 +226,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
 
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
         """Return this rank's next element, one without rows when only other ranks have more, or END."""
-        with Call(self._communicator.guard, "next(distributed dataset)") as call:
+        with Call(self._communicator.guard, "next(distributed dataset)", called=self._name) as call:
             with call.own_work():
                 element = next(iterator, END)
             call.agree("next")

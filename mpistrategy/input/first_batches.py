@@ -47,12 +47,14 @@ class FirstBatches:
     Args:
         communicator: the ranks.
         level: "warn" or "raise": what to do when the rows differ.
-        name: the name of the dataset, which the ranks compare.
+        number: the dataset's number in words, which the ranks compare.
+        name: the name= that the program gave the dataset.
     """
 
-    def __init__(self, communicator: Communicator, level: str, name: str) -> None:
+    def __init__(self, communicator: Communicator, level: str, number: str, name: str | None = None) -> None:
         self._communicator = communicator
         self._level = level
+        self._number = number
         self._name = name
 
     def next(self, batches: Iterator[Any], dataset: Any) -> Any:
@@ -69,7 +71,8 @@ class FirstBatches:
         guard = self._communicator.guard
         if guard.closed:  # there is no rank to compare with
             return next(batches, END)
-        with Call(guard, "next(distributed dataset)", name=self._name, anywhere=True) as call:
+        where = "next(distributed dataset)"
+        with Call(guard, where, name=self._number, called=self._name, anywhere=True) as call:
             with call.own_work():
                 batch = next(batches, END)
                 layout, rows = _layout_and_rows(batch, dataset)

@@ -85,7 +85,7 @@ def start_all_reduce(
     communicator = reducer.communicator
 
     def agree() -> None:
-        with Call(communicator.guard, _WHERE) as call:
+        with Call(communicator.guard, _WHERE, called=name) as call:
             call.agree("the first all_reduce_async")
 
     engine = engine_of(communicator, agree)

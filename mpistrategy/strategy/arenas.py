@@ -20,15 +20,18 @@ class Arenas:
         raise NotImplementedError
 
     @overload
-    def arena(self, like: Sequence[Variable], *, shared_result: bool = False) -> Arena[Sequence[Array]]: ...
+    def arena(
+        self, like: Sequence[Variable], *, shared_result: bool = False, name: str | None = None
+    ) -> Arena[Sequence[Array]]: ...
     @overload
-    def arena(self, like: T, *, shared_result: bool = False) -> Arena[T]: ...
-    def arena(self, like: Any, *, shared_result: bool = False) -> Arena[Any]:
+    def arena(self, like: T, *, shared_result: bool = False, name: str | None = None) -> Arena[T]: ...
+    def arena(self, like: Any, *, shared_result: bool = False, name: str | None = None) -> Arena[Any]:
         """Lay out a nest of arrays so that reducing it copies nothing.  Collective.
 
         Args:
             like: arrays, numbers or variables in any nest; only structure, shapes and dtypes count.
             shared_result: give all ranks of a node one result, read-only, and leave what they bring as it is.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             An `Arena`: fill its `values` in place, then ``context.all_reduce(op, arena)``.
@@ -43,4 +46,4 @@ class Arenas:
         >>> strategy.reduce("SUM", arena)["b"]
         array([1., 1.])
         """
-        return Arena(self, like, shared_result=shared_result)
+        return Arena(self, like, shared_result=shared_result, name=name)

@@ -183,6 +183,11 @@ class StrategyExtended(Placement, NotPickled):
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
 
+        Args:
+            tensor: an array or a number, of equal shape and dtype on all ranks, or an `Arena`.
+            destinations: as in `reduce_to`.
+            name: is compared between the ranks instead of the place of the call.
+
         Returns:
             A Mirrored, as in `reduce_to`.
         """

@@ -42,6 +42,7 @@ class InputMethods:
         drop_remainder: bool = False,
         pad: bool = False,
         check_batches: CheckBatches = "warn",
+        name: str | None = None,
     ) -> DistributedDataset[E]:
         """Return a dataset that gives each rank its part of every global batch.  Collective.
 
@@ -56,6 +57,7 @@ class InputMethods:
                 iterator is collective with the former two.  Of a large batch the first and the last rows of each
                 array are compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
                 out.
+            name: is compared between the ranks instead of the place of the call, and of those of the iterators.
 
         Returns:
             An iterable of this rank's contiguous parts, a `DistributedDataset`; for the default strategy `dataset`
@@ -68,7 +70,7 @@ class InputMethods:
                 and with "raise" for other rows.
         """
         where = "Strategy.distribute_dataset"
-        return _distribute(self, where, dataset, options, drop_remainder, pad, check_batches)
+        return _distribute(self, where, dataset, options, drop_remainder, pad, check_batches, name=name)
 
     def experimental_distribute_dataset(
         self: _Strategy,
@@ -78,10 +80,11 @@ class InputMethods:
         drop_remainder: bool = False,
         pad: bool = False,
         check_batches: CheckBatches = "warn",
+        name: str | None = None,
     ) -> DistributedDataset[E]:
         """Do `distribute_dataset`, under the name that TensorFlow has for it."""
         where = "Strategy.experimental_distribute_dataset"
-        return _distribute(self, where, dataset, options, drop_remainder, pad, check_batches)
+        return _distribute(self, where, dataset, options, drop_remainder, pad, check_batches, name=name)
 
     def distribute_datasets_from_function(
         self: _Strategy,
@@ -89,6 +92,7 @@ class InputMethods:
         options: InputOptions | None = None,
         *,
         drop_remainder: bool = False,
+        name: str | None = None,
     ) -> DistributedDatasetsFromFunction[E]:
         """Call `dataset_fn` once on each rank and return what it returns, as an iterable in step with the other ranks.
 
@@ -100,26 +104,36 @@ class InputMethods:
             dataset_fn: gets an `InputContext`, returns an iterable of batches.
             options: accepted for TensorFlow's sake.
             drop_remainder: end with the first rank that has no more batches; otherwise it goes on with empty ones.
+            name: is compared between the ranks instead of the place of the call, and of those of the iterators.
 
         Raises:
             OptionTypeError: on every rank, when `dataset_fn` is no function, or returns nothing that can be iterated.
             Exception: what `dataset_fn` raises; RemoteError on the other ranks.
         """
         where = "Strategy.distribute_datasets_from_function"
-        dataset = _make_input(self, where, dataset_fn, options)
+        dataset = _make_input(self, where, dataset_fn, options, name=name)
         if self._is_default:
             found: DistributedDatasetsFromFunction[E] = dataset  # it acts as one
             return found
-        return DistributedDatasetsFromFunction(dataset, self.extended.communicator, drop_remainder=drop_remainder)
+        communicator = self.extended.communicator
+        return DistributedDatasetsFromFunction(dataset, communicator, drop_remainder=drop_remainder, name=name)
 
     def experimental_distribute_datasets_from_function(
-        self: _Strategy, dataset_fn: Callable[[InputContext], Iterable[E]], options: InputOptions | None = None
+        self: _Strategy,
+        dataset_fn: Callable[[InputContext], Iterable[E]],
+        options: InputOptions | None = None,
+        *,
+        name: str | None = None,
     ) -> DistributedDatasetsFromFunction[E]:
         """Return `distribute_datasets_from_function(dataset_fn, options)`: its old name."""
-        return InputMethods.distribute_datasets_from_function(self, dataset_fn, options)
+        return InputMethods.distribute_datasets_from_function(self, dataset_fn, options, name=name)
 
-    def make_dataset_iterator(self: _Strategy, dataset: Iterable[E]) -> DatasetIterator[E]:
+    def make_dataset_iterator(self: _Strategy, dataset: Iterable[E], *, name: str | None = None) -> DatasetIterator[E]:
         """Return an iterator over this rank's parts of the global batches of `dataset`.  Collective.
+
+        Args:
+            dataset: as in `distribute_dataset`.
+            name: is compared between the ranks instead of the place of the call, and of the iterator.
 
         Returns:
             An iterator with `initialize()`, which starts again, and `get_next()`, which raises OutOfRangeError after
@@ -128,18 +142,21 @@ class InputMethods:
         Raises:
             OptionTypeError, BatchError: as `distribute_dataset`.
         """
-        return DatasetIterator(_distribute(self, "Strategy.make_dataset_iterator", dataset))
+        return DatasetIterator(_distribute(self, "Strategy.make_dataset_iterator", dataset, name=name))
 
     def make_input_fn_iterator(
         self: _Strategy,
         input_fn: Callable[[InputContext], Iterable[E]],
         replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
+        *,
+        name: str | None = None,
     ) -> InputFunctionIterator[E]:
         """Return an iterator over what `input_fn`, called once on each rank, returns.  Collective.
 
         Args:
             input_fn: as `dataset_fn` of `distribute_datasets_from_function`.
             replication_mode: PER_WORKER.
+            name: is compared between the ranks instead of the place of the call, and of the iterator.
 
         Returns:
             An iterator as that of `make_dataset_iterator`.
@@ -149,8 +166,8 @@ class InputMethods:
             OptionTypeError: as `distribute_datasets_from_function`.
         """
         where = "Strategy.make_input_fn_iterator"
-        dataset = _make_input(self, where, input_fn, mode=replication_mode)
-        return InputFunctionIterator(DistributedDatasetsFromFunction(dataset, self.extended.communicator))
+        dataset = _make_input(self, where, input_fn, mode=replication_mode, name=name)
+        return InputFunctionIterator(DistributedDatasetsFromFunction(dataset, self.extended.communicator, name=name))
 
 
 def _distribute(
@@ -161,13 +178,15 @@ def _distribute(
     drop_remainder: bool = False,
     pad: bool = False,
     check_batches: str = WARN,
+    *,
+    name: str | None = None,
 ) -> DistributedDataset[E]:
     communicator = strategy.extended.communicator
-    with Call(communicator.guard, where) as call:
+    with Call(communicator.guard, where, called=name) as call:
         check_options(options, where)
         level, number = checked_level(check_batches, where), strategy.extended._datasets_made + 1
         compares = level != OFF and communicator.size > 1
-        first = FirstBatches(communicator, level, f"dataset {number} of the strategy") if compares else None
+        first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name) if compares else None
         distributed = DistributedDataset(
             dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first
         )
@@ -183,9 +202,11 @@ def _make_input(
     function: Callable[[InputContext], Any],
     options: Any = None,
     mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
+    *,
+    name: str | None = None,
 ) -> Any:
     communicator = strategy.extended.communicator
-    with Call(communicator.guard, where) as call:
+    with Call(communicator.guard, where, called=name) as call:
         context.check_call(where, function)
         check_options(options, where)
         if replication_mode(mode, where) is not InputReplicationMode.PER_WORKER:

@@ -48,6 +48,7 @@ class MirroredStrategy(Strategy):
             COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
             communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  All calls are
             compared then.  A late collective raises RemoteError, too, where the rank that waits can leave it.
+        name: is compared between the ranks instead of the place of this call.
 
     Raises:
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
@@ -70,6 +71,7 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         check: str | None = None,
         on_error: str = "abort",
+        name: str | None = None,
     ) -> None:
         where = "MirroredStrategy"
         reaction = str(on_error).lower()
@@ -77,7 +79,7 @@ class MirroredStrategy(Strategy):
         ranks = _connect(communicator, contains_errors)
         try:
             local_rank, local_size = ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank])
-            with Call(ranks.guard, where) as call:
+            with Call(ranks.guard, where, called=name) as call:
                 if not isinstance(ranks, SimulatedCommunicator):
                     injection.arm(*ranks.place_in_job)
                 if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):

@@ -226,7 +226,7 @@ class GradientArenas:
     aggregation: ReduceOp
     _plans: StepPlans
 
-    def gradient_arena(self, variables: Iterable[Variable]) -> Arena[list[Array]]:
+    def gradient_arena(self, variables: Iterable[Variable], *, name: str | None = None) -> Arena[list[Array]]:
         """Return an arena for the gradients of `variables`: a step does not copy gradients in it.  Collective.
 
         Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
@@ -234,6 +234,7 @@ class GradientArenas:
 
         Args:
             variables: variables of one strategy.  The same ones in the same order always have the same arena.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             An Arena whose `values` are a list like the variables.
@@ -242,16 +243,21 @@ class GradientArenas:
             EmptyBatchError: without variables.
             OptionError: for elements that are no variables, and for variables of several strategies.
         """
-        return self._gradients_of(variables, "gradient_arena").arena
+        return self._gradients_of(variables, "gradient_arena", name).arena
 
     def gradient_buckets(
-        self, variables: Iterable[Variable], bytes_per_bucket: int = DEFAULT_BYTES_PER_BUCKET
+        self,
+        variables: Iterable[Variable],
+        bytes_per_bucket: int = DEFAULT_BYTES_PER_BUCKET,
+        *,
+        name: str | None = None,
     ) -> GradientBuckets:
         """Return the gradient arena of `variables` in buckets, whose reduction overlaps with computation.  Collective.
 
         Args:
             variables: as in `gradient_arena`; in the order of the model's layers.
             bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
+            name: is compared between the ranks instead of the place of the call.
 
         Returns:
             GradientBuckets, for `apply_gradients` instead of pairs.
@@ -261,16 +267,18 @@ class GradientArenas:
         """
         checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
         return GradientBuckets(
-            self._gradients_of(variables, "gradient_buckets", f"{bytes_per_bucket=}"),
+            self._gradients_of(variables, "gradient_buckets", name, f"{bytes_per_bucket=}"),
             self.aggregation,
             bytes_per_bucket,
         )
 
-    def _gradients_of(self, variables: Iterable[Variable], method: str, options: str = "") -> GradientArena:
+    def _gradients_of(
+        self, variables: Iterable[Variable], method: str, name: str | None, options: str = ""
+    ) -> GradientArena:
         where = f"{type(self).__name__}.{method}"
         listed: tuple[Any, ...] = tuple(variables)
         strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
-        with Call(strategy.extended.communicator.guard, where) as call:
+        with Call(strategy.extended.communicator.guard, where, called=name) as call:
             for var in listed:
                 check_variable(var, strategy, where)
             call.structure = ", ".join(var._key for var in listed)

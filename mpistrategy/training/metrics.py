@@ -49,13 +49,21 @@ class Sum:
         """
         self._total.assign_add(float(np.sum(_real(value, "Sum.update_state"))))
 
-    def result(self) -> float:
-        """Return the sum over all replicas.  Collective in cross-replica context."""
-        return float(self._total)
+    def result(self, *, name: str | None = None) -> float:
+        """Return the sum over all replicas.  Collective in cross-replica context.
 
-    def reset_state(self) -> None:
-        """Set the sum to 0."""
-        self._total.assign(0.0)
+        Args:
+            name: is compared between the ranks instead of the place of the call.
+        """
+        return float(self._total.numpy(name=name))
+
+    def reset_state(self, *, name: str | None = None) -> None:
+        """Set the sum to 0.  Collective in cross-replica context.
+
+        Args:
+            name: is compared between the ranks instead of the place of the call.
+        """
+        self._total.assign(0.0, name=name)
 
 
 class Mean:
@@ -95,15 +103,23 @@ class Mean:
         self._total.assign_add(float(np.sum(value * weights)))
         self._count.assign_add(float(np.sum(weights)))
 
-    def result(self) -> float:
-        """Return the weighted mean over all replicas; NaN when nothing was added.  Collective."""
-        total, count = float(self._total), float(self._count)
+    def result(self, *, name: str | None = None) -> float:
+        """Return the weighted mean over all replicas; NaN when nothing was added.  Collective.
+
+        Args:
+            name: is compared between the ranks instead of the place of the call.
+        """
+        total, count = float(self._total.numpy(name=name)), float(self._count.numpy(name=name))
         return total / count if count else float("nan")
 
-    def reset_state(self) -> None:
-        """Forget everything that was added."""
-        self._total.assign(0.0)
-        self._count.assign(0.0)
+    def reset_state(self, *, name: str | None = None) -> None:
+        """Forget everything that was added.  Collective in cross-replica context.
+
+        Args:
+            name: is compared between the ranks instead of the place of the call.
+        """
+        self._total.assign(0.0, name=name)
+        self._count.assign(0.0, name=name)
 
 
 class Accuracy(Mean):

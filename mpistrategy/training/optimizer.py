@@ -123,8 +123,12 @@ class Optimizer(Created, GradientArenas, NotPickled):
         #: The step counter that has been checked, its strategy, and its value.
         self._counted: tuple[Any, Any, Array] = (None, None, np.zeros((), np.int64))
 
-    def build(self, variables: Iterable[Variable]) -> None:
+    def build(self, variables: Iterable[Variable], *, name: str | None = None) -> None:
         """Create the step counter and the slots of `variables`.  Collective; inside scope().
+
+        Args:
+            variables: variables of the strategy.
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             ContextError: outside the scope of the variables' strategy.
@@ -139,8 +143,9 @@ class Optimizer(Created, GradientArenas, NotPickled):
                     expected="a call inside `with strategy.scope():`",
                 )
             check_variable(var, strategy, where)
-        self._step_counter()
-        self._slots.make(listed, self.slot_values)
+        with Call(strategy.extended.communicator.guard, where, called=name):
+            self._step_counter()
+            self._slots.make(listed, self.slot_values)
 
     def slots_of(self, var: Variable) -> dict[str, Variable]:
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
@@ -165,12 +170,15 @@ class Optimizer(Created, GradientArenas, NotPickled):
         raise UnsupportedError.at(type(self).__name__, found="no change()", expected="one in your subclass")
 
     @collective("update", memory=_first_storage)
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]] | GradientBuckets) -> None:
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Variable]] | GradientBuckets, *, name: str | None = None
+    ) -> None:
         """Combine the replicas' gradients and update the variables.  Collective; called in a step function.
 
         Args:
             grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
                 None to leave the variable as it is) and the variable; or GradientBuckets.
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             ContextError: in cross-replica context.
@@ -188,7 +196,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
         if strategy._is_default:
             warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
         extended = strategy.extended
-        with Call(extended.communicator.guard, where) as call:
+        with Call(extended.communicator.guard, where, called=name) as call:
             gradients, plan, ordinary = self._plans.find(grads_and_vars, strategy, where)
             call.structure = f"{self._settings(strategy, where)} for {plan.text}"
             buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None

@@ -37,7 +37,7 @@ class MirroredCheck:
         @property
         def extended(self) -> Placement: ...
 
-    def assert_mirrored(self, variables: Any = None) -> None:
+    def assert_mirrored(self, variables: Any = None, *, name: str | None = None) -> None:
         """Make sure that mirrored variables have the same bits on all ranks.  Collective; in any context.
 
         Each rank reads its copies and sends 16 bytes; where the copies differ, 16 more for each variable.  Most of the
@@ -48,6 +48,7 @@ class MirroredCheck:
                 checks all variables of this strategy that are still in use on every rank, with slots and step
                 counters of optimizers.  The copies of ON_READ variables may differ: they are skipped, and refused
                 where the nest names them.
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             ReplicasDivergedError: on every rank, with a table of the variables that differ, and the ranks that differ
@@ -63,7 +64,7 @@ class MirroredCheck:
         >>> strategy.assert_mirrored([weights])
         """
         communicator = self.extended.communicator
-        with Call(communicator.guard, "Strategy.assert_mirrored") as call:
+        with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
             if variables is None:
                 numbered = [(n, var) for n, var in self.extended._variables_alive() if is_mirrored(var)]
                 call.structure = f"all of {self.extended._variables_made} variables"

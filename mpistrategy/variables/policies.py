@@ -33,14 +33,14 @@ class Policy(NamedTuple):
     """One row of the table: how a variable is read and written in one context.
 
     Attributes:
-        read: `read_value`, and with it arithmetic, comparison, indexing and conversion.
+        read: `read_value`, and with it arithmetic, comparison, indexing and conversion; given the call's name=.
         assign: `assign`.
         add: `assign_add` and `assign_sub`.
         scatter_add: `scatter_add` and `scatter_sub`.
         scatter_set: `scatter_update` and `scatter_max`.
     """
 
-    read: Callable[[Replica], Array]
+    read: Callable[[Replica, str | None], Array]
     assign: Callable[[Write], Change]
     add: Callable[[Write], Change]
     scatter_add: Callable[[Write], Change]
@@ -76,27 +76,27 @@ _REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}
 # ----------------------------------------------------------------------------------------------------- reads
 
 
-def own(variable: Replica) -> Array:
+def own(variable: Replica, called: str | None) -> Array:
     """Return this replica's copy; never communicates."""
     return variable.local_view
 
 
-def summed(variable: Replica) -> Array:
+def summed(variable: Replica, called: str | None) -> Array:
     """Return the sum or the mean of all copies.  Collective."""
     extended = variable._extended
-    with Call(extended.communicator.guard, "reading a variable", name=variable._key) as call:
+    with Call(extended.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
         return extended._reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
 
 
-def first(variable: Replica) -> Array:
+def first(variable: Replica, called: str | None) -> Array:
     """Return replica 0's copy.  Collective."""
     communicator = variable._extended.communicator
-    with Call(communicator.guard, "reading a variable", name=variable._key) as call:
+    with Call(communicator.guard, "reading a variable", name=variable._key, called=called) as call:
         call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
         return _of_replica_0(variable.local_view, communicator)
 
 
-def no_read(variable: Replica) -> Array:
+def no_read(variable: Replica, called: str | None) -> Array:
     """Refuse the read: the copies may differ, and no aggregation combines them."""
     raise AggregationError.at(
         f"reading {variable.name!r}",
@@ -119,7 +119,7 @@ def combined(write: Write) -> Change:
     variable = write.variable
     extended = variable._extended
     op = _REDUCE_OPS[variable.aggregation]
-    with Call(extended.communicator.guard, write.where, name=variable._key) as call:
+    with Call(extended.communicator.guard, write.where, name=variable._key, called=write.called) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
             return extended._reducer.all_reduce_array(call, op, mine)
@@ -133,7 +133,7 @@ def replica_0s(write: Write) -> Change:
     """All replicas write replica 0's value.  Collective."""
     variable = write.variable
     communicator = variable._extended.communicator
-    with Call(communicator.guard, write.where, name=variable._key) as call:
+    with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
             call.agree("broadcast slices", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
@@ -161,7 +161,7 @@ def alike(write: Write) -> Change:
     """All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data."""
     variable = write.variable
     communicator = variable._extended.communicator
-    with Call(communicator.guard, write.where, name=variable._key) as call:
+    with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
         if isinstance(write.value, PerReplica):
             raise OptionTypeError.at(
                 write.full_name,

@@ -160,12 +160,16 @@ class Placement:
         """Whether this rank writes logs and summaries: rank 0 does."""
         return self.communicator.rank == 0
 
-    def read_var(self, v: Variable) -> Any:
+    def read_var(self, v: Variable, *, name: str | None = None) -> Any:
         """Return the value of a variable: of an ON_READ one, in cross-replica context, the aggregate (collective).
+
+        Args:
+            v: the variable.
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             OptionTypeError: when `v` is no variable.
         """
         if not isinstance(v, Variable):
             raise OptionTypeError.at("StrategyExtended.read_var", found=f"v={v!r}", expected="a Variable")
-        return v.read_value()
+        return v.read_value(name=name)

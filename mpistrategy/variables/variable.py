@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex, overload
 
 import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import copy_of, host_array, is_on_device, to_array
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import write_from_host
 from mpistrategy.arrays.values import ArrayLike
 from mpistrategy.context import Mode
-from mpistrategy.errors import CopyError, DTypeError, OptionError, OptionTypeError, UnsupportedError
+from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.options import VariableAggregation, VariableSynchronization
-from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING, Policy, policies_of
+from mpistrategy.variables.creation import check_dtype, kept_as, member, parsed_dtype
+from mpistrategy.variables.policies import CREATION, Policy, policies_of
 from mpistrategy.variables.protocols import Extended
 from mpistrategy.variables.writes import Write, converted, plain
 
 if TYPE_CHECKING:
-    import enum
-
     from mpistrategy.variables.storage import VariableSlot
-
-    E = TypeVar("E", bound=enum.Enum)
 
 
 class Variable(ArrayLike):
@@ -74,24 +71,25 @@ class Variable(ArrayLike):
         extended: Extended = strategy.extended
         communicator = extended.communicator
         with Call(communicator.guard, "Variable") as call:
-            self._aggregation = _member(VariableAggregation, aggregation, "aggregation")
-            given = _member(VariableSynchronization, synchronization, "synchronization")
+            self._aggregation = member(VariableAggregation, aggregation, "aggregation")
+            given = member(VariableSynchronization, synchronization, "synchronization")
             creation = CREATION[given]
-            self._synchronization = _kept_as(given, extended)
+            self._synchronization = kept_as(given, extended)
             self.trainable: bool = creation.trainable if trainable is None else bool(trainable)
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
-            call.name = "Variable" if name is None else name
+            own_name = "Variable" if name is None else name
+            call.name = f"{call.name}: {own_name}" if call.name else own_name
             try:
                 with call.own_work():
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
             array = to_array(plain(value), call.where)
-            wanted = array.dtype if dtype is None else _parsed_dtype(dtype)
-            _check_dtype(wanted, self._aggregation, extended)
+            wanted = array.dtype if dtype is None else parsed_dtype(dtype)
+            check_dtype(wanted, self._aggregation, extended)
             if array.dtype != wanted:
-                array = converted(array, wanted, f"Variable {call.name!r} with dtype={dtype_name(wanted)}")
+                array = converted(array, wanted, f"Variable {own_name!r} with dtype={dtype_name(wanted)}")
             on_device = extended._device_memory(wanted, array.shape)
             call.agree(
                 "create",
@@ -177,9 +175,9 @@ class Variable(ArrayLike):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise _no_copy(self)
 
-    def numpy(self) -> Array:
-        """Return a copy of the value on the host; ``v[...]`` is a view of the variable instead."""
-        return np.array(host_array(self._read()), copy=True)
+    def numpy(self, *, name: str | None = None) -> Array:
+        """Return a copy of the value on the host, read as by `read_value`; ``v[...]`` is a view of the variable."""
+        return np.array(host_array(self._read(name)), copy=True)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -193,24 +191,27 @@ class Variable(ArrayLike):
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def read_value(self) -> Array:
+    def read_value(self, *, name: str | None = None) -> Array:
         """Return a copy of the value, on the variable's device.
 
         Local, except for an ON_READ variable in cross-replica context: its copies are combined, which is collective.
+
+        Args:
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             AggregationError: for an ON_READ variable with aggregation NONE in cross-replica context.
             ContextError: in the context of another strategy.
         """
-        value = self._read()
+        value = self._read(name)
         if is_on_device(value):
             return copy_of(value)  # type: ignore[no-any-return]
         copied = np.array(value, copy=True)
         return copied[()] if self._is_scalar_beside_gpu else copied
 
-    def value(self) -> Array:
+    def value(self, *, name: str | None = None) -> Array:
         """Return what `read_value` returns."""
-        return self.read_value()
+        return self.read_value(name=name)
 
     def local_copy(self) -> Array:
         """Return a copy of this replica's copy; never communicates."""
@@ -226,16 +227,16 @@ class Variable(ArrayLike):
         context.require_update(self._strategy, "Variable._updatable_storage")
         return self._storage
 
-    def _read(self) -> Array:
-        return self._policy("reading a variable").read(self)
+    def _read(self, name: str | None = None) -> Array:
+        return self._policy("reading a variable").read(self, name)
 
     # ---------------------------------------------------------------------------------------------- writing
 
     @overload
-    def assign(self, value: Any, *, read_value: Literal[True] = True) -> Self: ...
+    def assign(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
-    def assign(self, value: Any, *, read_value: bool) -> Self | None: ...
-    def assign(self, value: Any, *, read_value: bool = True) -> Self | None:
+    def assign(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Write `value` and return the variable.
 
         In a step function, a write to an ON_WRITE variable is collective: the replicas' values are combined as the
@@ -246,66 +247,68 @@ class Variable(ArrayLike):
         Args:
             value: an array of the variable's dtype and shape, or a number or list that fits without loss.
             read_value: False returns None.
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             AggregationError: in a step function, for an ON_WRITE variable with aggregation NONE.
             DTypeError, ShapeError, LeafError: when `value` does not fit; no replica that takes part has written then.
             ContextError: in the context of another strategy.
         """
-        written = self._write("assign", value)
+        written = self._write("assign", value, name)
         return written if read_value else None
 
     @overload
-    def assign_add(self, value: Any, *, read_value: Literal[True] = True) -> Self: ...
+    def assign_add(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
-    def assign_add(self, value: Any, *, read_value: bool) -> Self | None: ...
-    def assign_add(self, value: Any, *, read_value: bool = True) -> Self | None:
+    def assign_add(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    def assign_add(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Add `value`; otherwise as `assign`.  In a step function with SUM, the sum over the replicas is added once.
 
         Raises:
             AggregationError: also for an ON_READ variable with aggregation SUM in cross-replica context.
         """
-        written = self._write("assign_add", value)
+        written = self._write("assign_add", value, name)
         return written if read_value else None
 
     @overload
-    def assign_sub(self, value: Any, *, read_value: Literal[True] = True) -> Self: ...
+    def assign_sub(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
-    def assign_sub(self, value: Any, *, read_value: bool) -> Self | None: ...
-    def assign_sub(self, value: Any, *, read_value: bool = True) -> Self | None:
+    def assign_sub(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    def assign_sub(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Subtract `value`; otherwise as `assign_add`."""
-        written = self._write("assign_sub", value)
+        written = self._write("assign_sub", value, name)
         return written if read_value else None
 
-    def scatter_add(self, sparse_delta: Any) -> Self:
+    def scatter_add(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Add rows: ``sparse_delta.values[i]`` to row ``sparse_delta.indices[i]``; repeated indices add up.
 
         In a step function, all replicas' rows are added (MEAN divides them by the number of replicas).
 
         Args:
             sparse_delta: IndexedSlices.
+            name: is compared between the ranks instead of the place of the call.
 
         Raises:
             UnsupportedError: for an ON_READ variable.
             AggregationError: in a step function, for an ON_WRITE variable with aggregation NONE.
             ShapeError, DTypeError, OptionTypeError: when `sparse_delta` does not fit; nothing has been written then.
         """
-        return self._write("scatter_add", sparse_delta)
+        return self._write("scatter_add", sparse_delta, name)
 
-    def scatter_sub(self, sparse_delta: Any) -> Self:
+    def scatter_sub(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Subtract rows; otherwise as `scatter_add`."""
-        return self._write("scatter_sub", sparse_delta)
+        return self._write("scatter_sub", sparse_delta, name)
 
-    def scatter_update(self, sparse_delta: Any) -> Self:
+    def scatter_update(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows; otherwise as `scatter_add`.  Not with the aggregations SUM and MEAN."""
-        return self._write("scatter_update", sparse_delta)
+        return self._write("scatter_update", sparse_delta, name)
 
-    def scatter_max(self, sparse_delta: Any) -> Self:
+    def scatter_max(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows by the elementwise maximum with the given rows; otherwise as `scatter_update`."""
-        return self._write("scatter_max", sparse_delta)
+        return self._write("scatter_max", sparse_delta, name)
 
-    def _write(self, method: str, value: Any) -> Self:
-        write = Write(self, method, value)
+    def _write(self, method: str, value: Any, name: str | None) -> Self:
+        write = Write(self, method, value, name)
         policy = self._policy(write.where)
         write.apply(self._storage, getattr(policy, _COLUMN[method])(write))
         return self
@@ -338,53 +341,6 @@ def _fixed(what: str, variable: Variable) -> UnsupportedError:
         expected=f"the {what} that the variable was created with",
         fix="Create another variable.",
     )
-
-
-def _member(kind: type[E], value: E | str, argument: str) -> E:
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
-    raise OptionError.at(
-        "Variable",
-        found=f"{argument}={value!r}",
-        expected=f"a {kind.__name__}: {', '.join(kind.__members__)}",
-    )
-
-
-def _kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynchronization:
-    if extended._is_local:
-        return given
-    kept = CREATION[given].kept_as
-    if kept is None:
-        raise OptionError.at(
-            "Variable",
-            found=f"synchronization={given.name} in the scope of a strategy of several replicas",
-            expected="AUTO, ON_WRITE or ON_READ",
-            fix="Create variables of one rank outside the scope.",
-        )
-    return kept
-
-
-def _check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation, extended: Extended) -> None:
-    if dtype.hasobject or dtype.kind in "SU":
-        raise DTypeError.at("Variable", found=f"dtype {dtype}", expected="a numeric or bool dtype")
-    floating = dtype.kind == "f" or is_bfloat16(dtype)
-    if aggregation in NEEDS_FLOATING and not floating and not extended._is_local:
-        raise OptionError.at(
-            "Variable",
-            found=f"aggregation={aggregation.name} of dtype {dtype_name(dtype)}",
-            expected="a floating dtype",
-            fix="Use SUM.",
-        )
-
-
-def _parsed_dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        parsed: np.dtype[Any] = np.dtype(dtype)
-        return parsed
-    except TypeError as error:
-        raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
 
 
 def _no_copy(variable: Variable) -> CopyError:

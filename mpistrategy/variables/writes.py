@@ -69,11 +69,13 @@ class Write:
         variable: the variable.
         method: the name of the method.
         value: the argument of the call.
+        called: its name=.
     """
 
     variable: Replica
     method: str
     value: Any
+    called: str | None = None
 
     @property
     def where(self) -> str:

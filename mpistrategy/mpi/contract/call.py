@@ -28,7 +28,7 @@ class Call:
         where: the public name.
         structure: that of the values, in words.
         name: what it is about: a variable's name.
-        called: the name= that the program gave; compared instead of the call site.
+        called: the name= that the program gave; compared instead of the call site, and put before `name`.
         anywhere: whether ranks may make it at different call sites.
 
     Raises:
@@ -82,7 +82,9 @@ class Call:
         self.timeout: float | None = None
         self.where: str = where
         self.structure: str = structure
-        self.name: str = name or (called if isinstance(called, str) else "")
+        self.name: str = name
+        if called and isinstance(called, str):
+            self.name = f"{called}: {name}" if name else called
         #: The call site as ranks compare it; "" for a call that may be made anywhere.
         self.place: str = ""
         self._on_gpu: AbstractContextManager[Any] | None = None

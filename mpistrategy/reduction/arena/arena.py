@@ -60,6 +60,7 @@ class Arena(Generic[T]):
         like: a nest of arrays, numbers and variables: their structure, shapes and dtypes count.
         shared_result: all ranks of a node get the same memory as result, read-only, and `values` stay as they are;
             it holds until the next reduction of this arena.  Else the result is written over `values`.
+        name: is compared between the ranks instead of the place of the call.
 
     Attributes:
         strategy: the strategy.
@@ -75,12 +76,12 @@ class Arena(Generic[T]):
         CollectiveMismatchError: when the ranks' structures, shapes or dtypes differ.
     """
 
-    def __init__(self, strategy: _Strategy, like: T, *, shared_result: bool = False) -> None:
+    def __init__(self, strategy: _Strategy, like: T, *, shared_result: bool = False, name: str | None = None) -> None:
         self.strategy = strategy
         reducer = strategy.extended._reducer
         communicator = reducer.communicator
         self._communicator: Communicator = communicator
-        with Call(communicator.guard, "Strategy.arena") as call:
+        with Call(communicator.guard, "Strategy.arena", called=name) as call:
             if not isinstance(shared_result, bool):
                 raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
             given, self._structure = nest.flatten(like)

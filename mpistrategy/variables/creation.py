@@ -1,0 +1,75 @@
+"""Checks of the arguments that a variable is created with."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import dtype_name, is_bfloat16
+from mpistrategy.errors import DTypeError, OptionError
+from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING
+from mpistrategy.variables.protocols import Extended
+
+E = TypeVar("E", bound=enum.Enum)
+
+
+def member(kind: type[E], value: E | str, argument: str) -> E:
+    """Return the member of an enumeration that a member or its name says.
+
+    Raises:
+        OptionError: for anything else.
+    """
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    raise OptionError.at(
+        "Variable",
+        found=f"{argument}={value!r}",
+        expected=f"a {kind.__name__}: {', '.join(kind.__members__)}",
+    )
+
+
+def kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynchronization:
+    """Return the synchronization that a variable gets.
+
+    Raises:
+        OptionError: for one that variables of several replicas cannot have.
+    """
+    if extended._is_local:
+        return given
+    kept = CREATION[given].kept_as
+    if kept is None:
+        raise OptionError.at(
+            "Variable",
+            found=f"synchronization={given.name} in the scope of a strategy of several replicas",
+            expected="AUTO, ON_WRITE or ON_READ",
+            fix="Create variables of one rank outside the scope.",
+        )
+    return kept
+
+
+def check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation, extended: Extended) -> None:
+    """Raise DTypeError or OptionError for a dtype that variables with this aggregation cannot have."""
+    if dtype.hasobject or dtype.kind in "SU":
+        raise DTypeError.at("Variable", found=f"dtype {dtype}", expected="a numeric or bool dtype")
+    floating = dtype.kind == "f" or is_bfloat16(dtype)
+    if aggregation in NEEDS_FLOATING and not floating and not extended._is_local:
+        raise OptionError.at(
+            "Variable",
+            found=f"aggregation={aggregation.name} of dtype {dtype_name(dtype)}",
+            expected="a floating dtype",
+            fix="Use SUM.",
+        )
+
+
+def parsed_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype; raise DTypeError for what is none."""
+    try:
+        parsed: np.dtype[Any] = np.dtype(dtype)
+        return parsed
+    except TypeError as error:
+        raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
