@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for each, module in _CHECKPOINTS.items():
         globals()[each] = getattr(importlib.import_module(f"{__name__}.checkpoint.{module}"), each)
-    _show_as(__name__, globals(), _CHECKPOINTS)
+    _show_as(__name__, _CHECKPOINTS)
     return globals()[name]
 
 
@@ -142,11 +142,11 @@ __all__ = [
     "testing",
 ]
 
-_show_as(__name__, globals(), [name for name in __all__ if name in globals()])
+_show_as(__name__, [name for name in __all__ if name in globals()])
 for _module in (gradients, metrics, optimizers, testing):
     _public = f"{__name__}.{_module.__name__.rpartition('.')[2]}"
     _sys.modules[_public] = _module  # `from mpistrategy.optimizers import SGD`, and what pickle reads
-    _show_as(_public, vars(_module), _module.__all__)
+    _show_as(_public, _module.__all__)
 
 if _environ.get("MPISTRATEGY_TRACE") or _environ.get("MPISTRATEGY_NVTX"):
     __getattr__("telemetry")._start_from_environment()

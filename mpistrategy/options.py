@@ -6,12 +6,21 @@ import enum
 import numbers
 import os
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 
 if TYPE_CHECKING:
     import numpy as np
+
+E = TypeVar("E", bound=enum.Enum)
+
+
+def member_of(kind: type[E], value: Any) -> E | None:
+    """Return the member of an enumeration that `value` is or names, in any letter case; None for anything else."""
+    if isinstance(value, kind):
+        return value
+    return kind.__members__.get(value.upper()) if isinstance(value, str) else None
 
 
 class VariableSynchronization(enum.Enum):
@@ -70,10 +79,9 @@ class ReduceOp(enum.Enum):
         Raises:
             ReduceOpError: for anything else.
         """
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, str) and value.upper() in cls.__members__:
-            return cls[value.upper()]
+        named = member_of(cls, value)
+        if named is not None:
+            return named
         if value is VariableAggregation.SUM:
             return cls.SUM
         if value is VariableAggregation.MEAN:
@@ -148,15 +156,14 @@ class CommunicationOptions:
                 raise OptionTypeError.at(where, found=f"timeout_seconds={seconds!r}", expected="seconds, or None")
             if not float(seconds) >= 0:
                 raise OptionError.at(where, found=f"timeout_seconds={seconds!r}", expected="seconds >= 0, or None")
-        chosen = self.implementation
-        if isinstance(chosen, str) and chosen.upper() in CommunicationImplementation.__members__:
-            object.__setattr__(self, "implementation", CommunicationImplementation[chosen.upper()])
-        elif not isinstance(chosen, CommunicationImplementation):
+        chosen = member_of(CommunicationImplementation, self.implementation)
+        if chosen is None:
             raise OptionError.at(
                 where,
-                found=f"implementation={chosen!r}",
+                found=f"implementation={self.implementation!r}",
                 expected='"AUTO", "RING", "NCCL" or a CommunicationImplementation',
             )
+        object.__setattr__(self, "implementation", chosen)
         wire: Any = self.wire
         if wire is not None and not (isinstance(wire, str) and wire.lower() == "bfloat16"):
             raise OptionError.at(where, found=f"wire={wire!r}", expected='None or "bfloat16"')

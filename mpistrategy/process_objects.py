@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import itertools
+import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, get_type_hints
 
@@ -17,7 +18,7 @@ class Created:
     """Base of objects that each rank creates for itself, and that mean the same on all ranks.
 
     Attributes:
-        creation_order: greater for objects created later in this process.  Ranks may have created other objects in
+        _creation_order: greater for objects created later in this process.  Ranks may have created other objects in
             between, so only the order means something.  It is a tuple because it is no setting of the object.
     """
 
@@ -47,10 +48,10 @@ def in_words(made: object) -> str:
     return f"{kind.__name__}({', '.join(words)})"
 
 
-def show_as(module: str, names_of: dict[str, Any], names: Iterable[str]) -> None:
-    """Let public classes and functions appear, and be pickled, under their public names instead of their files'."""
+def show_as(module: str, names: Iterable[str]) -> None:
+    """Let classes and functions of a public module appear, and be pickled, under its name instead of their files'."""
     for name in names:
-        shown = names_of[name]
+        shown = vars(sys.modules[module])[name]
         if inspect.isclass(shown) and "__annotations__" in vars(shown):
             shown.__annotations__ = get_type_hints(shown)  # as long as the names in them are found
         if inspect.isclass(shown) or inspect.isfunction(shown):

@@ -38,8 +38,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     Attributes:
         num_packs: see `mpistrategy.reduction.layout.packing.plan`.
-        device_path: the path of arrays in GPU memory; "" leaves it to the options, None takes them through the host.
-        to_every_rank: chooses the route to every rank, once for each list of layouts; None: their packs take `route`.
+        _device_path: the path of arrays in GPU memory; "" leaves it to the options, None takes them through the host.
+        _to_every_rank: chooses the route to every rank, once for each list of layouts; None: their packs take `_route`.
     """
 
     _is_built_in = True

@@ -52,7 +52,7 @@ class DistributedIterator(Created, NotPickled, Iterator[E]):
         walk = self._walk
         if walk is None or (walk.is_one_shot and walk.position > 0):
             raise OptionError.at(
-                "DistributedIterator._go_to",
+                "Checkpoint.restore",
                 found="a dataset that can be iterated only once",
                 expected="a dataset that can be iterated again, or an iterator that has not begun",
                 fix="Use Dataset.from_arrays, a list, or a new generator.",
@@ -142,7 +142,7 @@ class DatasetIterator(DistributedIterator[E]):
 
     def __init__(self, dataset: Iterable[E]) -> None:
         self._dataset = dataset
-        super().__init__(iter(dataset))  # whose `walk` is this one's
+        super().__init__(iter(dataset))  # whose `_walk` is this one's
 
     def initialize(self) -> list[Any]:
         """Start at the first element; return an empty list, since there is nothing to run.

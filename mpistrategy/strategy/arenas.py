@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.reduction.arena.arena import Arena, Extended
@@ -14,10 +14,10 @@ from mpistrategy.variables.variable import Variable
 class Arenas:
     """The part of a Strategy that makes arenas."""
 
-    @property
-    def extended(self) -> Extended:
-        """What algorithms build on."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def extended(self) -> Extended: ...
 
     @overload
     def arena(

@@ -71,7 +71,6 @@ class GradientBuckets:
         values: the arrays to write the gradients into, like the variables.
         variables: the variables.
         op: SUM or MEAN.
-        buckets: the parts, in the order in which they are reduced.
         starts_early: whether buckets are reduced before `apply_gradients`.
     """
 
@@ -80,6 +79,7 @@ class GradientBuckets:
         self.values: Sequence[Array] = gradients.arena.values
         self.variables: tuple[Variable, ...] = gradients.variables
         self.op = op
+        #: The parts, in the order in which they are reduced.
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
         self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket.members}
         self._index = {id(var): number for number, var in enumerate(self.variables)}
@@ -129,19 +129,10 @@ class GradientBuckets:
             while len(self._handles) < len(self._buckets) and self._missing[len(self._handles)] == 0:
                 self._start_next(context)
 
-    def _reduced(self) -> list[Array]:
-        """Reduce all buckets in place and return `values`.  Collective; in a step function.
+    def _reduced_early(self, op: ReduceOp, call: Call) -> list[Array] | None:
+        """Reduce all buckets in place and return `values`, where buckets start early; None elsewhere.  Inside `call`.
 
         It starts the buckets that have not started, and waits for all.  After it the next step begins.
-        """
-        context = required_context("GradientBuckets.reduced")
-        while len(self._handles) < len(self._buckets):
-            self._start_next(context)
-        self.reset()
-        return list(self.values)
-
-    def _reduced_early(self, op: ReduceOp, call: Call) -> list[Array] | None:
-        """Return what `reduced` does, where buckets start early; None elsewhere.  Collective; inside `call`.
 
         Raises:
             OptionError: when `op` is not that of these buckets.
@@ -157,9 +148,12 @@ class GradientBuckets:
                 fix="Make the buckets with this optimizer's gradient_buckets().",
             )
         call.agree("reduce gradient buckets", op=op.value)
-        totals = self._reduced()
+        context = required_context(call.where)
+        while len(self._handles) < len(self._buckets):
+            self._start_next(context)
+        self.reset()
         call.expect_more()
-        return totals
+        return list(self.values)
 
     def reset(self) -> None:
         """Wait for the buckets that have started, and forget them; after a step that failed.  Collective."""

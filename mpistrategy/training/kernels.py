@@ -114,7 +114,7 @@ STEP_METHODS = ("_kernel", "change", "update")
 
 
 def has_current_kernel(optimizer: object, base: type) -> bool:
-    """Return whether the `kernel` of an optimizer does what its `change` and `update` do.
+    """Return whether the `_kernel` of an optimizer does what its `change` and `update` do.
 
     It does not where `change` or `update` is overridden in a more derived class, or on the instance.  The class `base`
     has no kernel.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import dtype_name, is_bfloat16
 from mpistrategy.errors import DTypeError, OptionError
-from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.options import E, VariableAggregation, VariableSynchronization, member_of
 from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING
 from mpistrategy.variables.protocols import Extended
-
-E = TypeVar("E", bound=enum.Enum)
 
 
 def member(kind: type[E], value: E | str, argument: str) -> E:
@@ -22,10 +19,9 @@ def member(kind: type[E], value: E | str, argument: str) -> E:
     Raises:
         OptionError: for anything else.
     """
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
+    found = member_of(kind, value)
+    if found is not None:
+        return found
     raise OptionError.at(
         "Variable",
         found=f"{argument}={value!r}",

@@ -64,11 +64,6 @@ class Arena(Generic[T]):
 
     Attributes:
         strategy: the strategy.
-        buckets: for each dtype, one flat array of every rank of the node; in the order of the first array of each.
-        places: where each array lies, in the order of the leaves.
-        leaves: the arrays, in order.
-        in_place: whether results are written over `values`.
-        communicator: the ranks.
 
     Raises:
         EmptyBatchError: for a structure without arrays.
@@ -100,7 +95,9 @@ class Arena(Generic[T]):
             )
             call.expect_more()
             places, dtypes, sizes = laid_out(layouts)
+            #: Where each array lies, in the order of the leaves.
             self._places: tuple[Place, ...] = places
+            #: For each dtype, one flat array of every rank of the node; in the order of the first array of each.
             self._buckets: tuple[Replicas, ...] = buckets_for(
                 communicator, dtypes, sizes, shared_result, self._on_device
             )
@@ -109,9 +106,11 @@ class Arena(Generic[T]):
         self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
         #: What each bucket holds of this rank.
         self._mine = [bucket.mine for bucket in self._buckets]
+        #: The arrays, in order.
         self._leaves: list[Array] = self._views(self._mine)
         self._nest = UnchangedNest(self._structure, self._leaves)
         self._values: Any = self._nest.value
+        #: Whether results are written over `values`.
         self._in_place: bool = not shared_result
         self._is_unchanged: Callable[[], bool] = self._nest.is_unchanged
         #: What an all-reduce returns.
