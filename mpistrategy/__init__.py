@@ -23,6 +23,7 @@ from mpistrategy.input.datasets import Dataset
 from mpistrategy.input.distributed import DistributedDataset
 from mpistrategy.input.iterators import DistributedIterator
 from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode
+from mpistrategy.objects.shown import show_as as _show_as
 from mpistrategy.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -31,7 +32,7 @@ from mpistrategy.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from mpistrategy.process_objects import show_as as _show_as
+from mpistrategy.options import is_on as _is_on
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.current import (
@@ -148,5 +149,5 @@ for _module in (gradients, metrics, optimizers, testing):
     _sys.modules[_public] = _module  # `from mpistrategy.optimizers import SGD`, and what pickle reads
     _show_as(_public, _module.__all__)
 
-if _environ.get("MPISTRATEGY_TRACE") or _environ.get("MPISTRATEGY_NVTX"):
+if _environ.get("MPISTRATEGY_TRACE") or _is_on(_environ.get("MPISTRATEGY_NVTX", "")):
     __getattr__("telemetry")._start_from_environment()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
+from mpistrategy.objects.nearest import did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +22,19 @@ def member_of(kind: type[E], value: Any) -> E | None:
     if isinstance(value, kind):
         return value
     return kind.__members__.get(value.upper()) if isinstance(value, str) else None
+
+
+def checked_member(kind: type[E], value: Any, where: str, argument: str) -> E:
+    """Return `member_of(kind, value)`; raise OptionError, which names the argument, where there is none."""
+    found = member_of(kind, value)
+    if found is None:
+        raise OptionError.at(
+            where,
+            found=f"{argument}={value!r}",
+            expected=f"one of {kind.__name__}: {', '.join(kind.__members__)}",
+            fix=did_you_mean(value, kind.__members__),
+        )
+    return found
 
 
 class VariableSynchronization(enum.Enum):
@@ -90,6 +104,7 @@ class ReduceOp(enum.Enum):
             where,
             found=f"reduce_op={value!r}",
             expected=f"a ReduceOp or one of the strings {', '.join(cls.__members__)}",
+            fix=did_you_mean(value, cls.__members__),
         )
 
 
@@ -156,13 +171,7 @@ class CommunicationOptions:
                 raise OptionTypeError.at(where, found=f"timeout_seconds={seconds!r}", expected="seconds, or None")
             if not float(seconds) >= 0:
                 raise OptionError.at(where, found=f"timeout_seconds={seconds!r}", expected="seconds >= 0, or None")
-        chosen = member_of(CommunicationImplementation, self.implementation)
-        if chosen is None:
-            raise OptionError.at(
-                where,
-                found=f"implementation={self.implementation!r}",
-                expected='"AUTO", "RING", "NCCL" or a CommunicationImplementation',
-            )
+        chosen = checked_member(CommunicationImplementation, self.implementation, where, "implementation")
         object.__setattr__(self, "implementation", chosen)
         wire: Any = self.wire
         if wire is not None and not (isinstance(wire, str) and wire.lower() == "bfloat16"):
@@ -213,6 +222,7 @@ def path_word(options: CommunicationOptions, chosen: str = "") -> str:
 
 #: What a variable of the environment may say for no and for yes, in any letter case.
 NO_WORDS, YES_WORDS = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
+YES_OR_NO = "1, on, true or yes; or 0, off, false or no"
 
 
 def is_on(text: str) -> bool:

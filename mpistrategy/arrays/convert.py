@@ -42,7 +42,7 @@ def is_on_device(value: object) -> bool:
 # ------------------------------------------------------------------------------------- values of the user's
 
 
-def to_array(value: Any, where: str, path: str = "") -> Array:
+def to_array(value: Any, where: str, path: str = "", name: str = "the value") -> Array:
     """Return `value` as an ndarray in native byte order; no copy when it is one already.
 
     Args:
@@ -50,12 +50,13 @@ def to_array(value: Any, where: str, path: str = "") -> Array:
             in GPU memory is copied to the host after the work on the current stream.
         where: the public name that the error names.
         path: how the leaf is reached in the caller's structure.
+        name: what the error calls a value without a path.
 
     Raises:
         LeafError: for None, masked arrays, and objects that are no arrays.
         DTypeError: for dtypes with Python objects in their fields.
     """
-    leaf = f"leaf {path}" if path else "the value"
+    leaf = f"leaf {path}" if path else name
     if type(value).__module__ not in _NOT_FOREIGN:
         if is_on_device(value):
             value = to_host(as_device_array(value, where, path))

@@ -6,14 +6,12 @@ import contextvars
 import numbers
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-Array: TypeAlias = "npt.NDArray[Any]"
+Array: TypeAlias = npt.NDArray[Any]
 
 #: Bytes combined at a time: they are read several times, and stay in the cache.
 _CHUNK_BYTES = 256 * 2**10

@@ -17,9 +17,20 @@ from mpistrategy.checkpoint.state import State, strategy_of
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.objects.settings import Settable, Setting
 from mpistrategy.strategy.strategy import Strategy
 
 __all__ = ["Checkpoint", "Restored", "Saving", "Stateful"]
+
+
+def checked_objects(where: str, name: str, objects: Any) -> dict[str, Any]:
+    """Return the objects of a checkpoint; raise OptionTypeError unless they are a dict, OptionError for a bad name."""
+    if not isinstance(objects, dict):
+        raise OptionTypeError.at(where, found=f"{name}={objects!r}", expected="a dict of objects by name")
+    for key in objects:
+        if not isinstance(key, str) or not key or key.startswith("_") or "/" in key:
+            raise OptionError.at(where, found=f"the name {key!r}", expected="one that does not begin with _, without /")
+    return objects
 
 
 class Stateful(Protocol):
@@ -32,7 +43,7 @@ class Stateful(Protocol):
         """Take over a state that `state_dict` returned, with arrays of this rank's own; what it returns is ignored."""
 
 
-class Checkpoint:
+class Checkpoint(Settable):
     """The state of some objects: saved whole or not at all, restored on any number of ranks.
 
     Make it on all ranks with the same names for the same objects.  Make it in `strategy.scope()`, unless variables
@@ -73,12 +84,9 @@ class Checkpoint:
     [1. 2.] {'epoch': 3} 1
     """
 
+    objects: Setting[dict[str, Any]] = Setting(checked_objects)
+
     def __init__(self, **objects: Any) -> None:
-        refused = [name for name in objects if not name or name.startswith("_") or "/" in name]
-        if refused:
-            raise OptionError.at(
-                "Checkpoint", found=f"the name {refused[0]!r}", expected="one that does not begin with _, without /"
-            )
         self.objects = objects
         self._made_in: Strategy = context.current_strategy()
         self._pending: Saving | None = None
@@ -142,7 +150,7 @@ class Checkpoint:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
-            state = State(self.objects, strategy, call.where, KINDS)
+            state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
             state.check_generators(communicator)
@@ -187,7 +195,7 @@ class Checkpoint:
             path = checked_path(directory, call.where)
             self._commit_pending(call, cleaning)
             call.expect_more()
-            state = State(self.objects, strategy, call.where, KINDS)
+            state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("restore", destination=path, options=f"{partial=}")
             state.check_generators(communicator)
@@ -233,14 +241,14 @@ class Checkpoint:
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.
         """
-        text = checked_path(path, "Checkpoint.arrays")
+        text = checked_path(path, "Checkpoint.arrays", "path")
         return arrays_of(text) if os.path.isdir(text) else arrays_of_file(text)
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self.objects) or 'nothing'}>"
 
 
-def checked_path(directory: Any, where: str) -> str:
+def checked_path(directory: Any, where: str, name: str = "directory") -> str:
     """Return an absolute path.
 
     Raises:
@@ -249,10 +257,10 @@ def checked_path(directory: Any, where: str) -> str:
     try:
         text = os.fspath(directory)
     except TypeError as error:
-        raise OptionTypeError.at(where, found=f"{directory!r}", expected="a path") from error
+        raise OptionTypeError.at(where, found=f"{name}={directory!r}", expected="a path") from error
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError.at(where, found=f"{text!r}", expected="the path of a folder")
+        raise OptionError.at(where, found=f"{name}={text!r}", expected="the path of a folder")
     path = os.path.abspath(text)
     if not os.path.basename(path):
-        raise OptionError.at(where, found=f"{text!r}", expected="a folder below the root")
+        raise OptionError.at(where, found=f"{name}={text!r}", expected="a folder below the root")
     return path

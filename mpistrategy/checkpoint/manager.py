@@ -7,6 +7,7 @@ import json
 import os
 import re
 import weakref
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,13 +25,14 @@ from mpistrategy.errors import (
     OptionTypeError,
 )
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.objects.settings import Fixed, Settable, Setting, count_or_none
 
 _STEP = re.compile(r"step-([0-9]{12})")
 _UNFINISHED = re.compile(r"\.step-[0-9]{12}\.saving-[0-9a-f]+")
 _LOCK = ".lock"
 
 
-class CheckpointManager:
+class CheckpointManager(Settable):
     """Saves checkpoints of one Checkpoint in a folder, keeps the last ones, and restores the newest complete one.
 
     Args:
@@ -58,18 +60,21 @@ class CheckpointManager:
     [20, 30] 30
     """
 
+    checkpoint: Fixed[Checkpoint] = Fixed()
+    directory: Fixed[str] = Fixed()
+    keep: Setting[int | None] = count_or_none()
+    skipped: Mapping[str, str]
+    restored: Restored | None
+    latest: int | None
+
     def __init__(self, checkpoint: Checkpoint, directory: str | os.PathLike[str], keep: int | None = 3) -> None:
         where = "CheckpointManager"
         if not isinstance(checkpoint, Checkpoint):
             raise OptionTypeError.at(where, found=f"checkpoint={checkpoint!r}", expected="a Checkpoint")
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise OptionError.at(where, found=f"keep={keep!r}", expected="an int from 1 on, or None")
         self.checkpoint = checkpoint
-        self.directory: str = checked_path(directory, where)
+        self.directory = checked_path(directory, where)
         self.keep = keep
-        self.skipped: dict[str, str] = {}
-        self.restored: Restored | None = None
-        self.latest: int | None = None
+        self.skipped, self.restored, self.latest = {}, None, None
         self._lock: Folder | None = None
         self._unlock: Any = None
         self._is_ready = False

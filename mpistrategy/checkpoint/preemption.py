@@ -19,13 +19,15 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from mpistrategy import context
-from mpistrategy.checkpoint.checkpoint import Checkpoint
+from mpistrategy.checkpoint.checkpoint import Checkpoint, checked_path
 from mpistrategy.checkpoint.manager import CheckpointManager
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.objects.settings import Fixed
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
 START_ME_AGAIN = 75
@@ -129,6 +131,8 @@ class PreemptionCheckpointHandler:
     3 3.0
     """
 
+    checkpoint_manager: Fixed[CheckpointManager] = Fixed()
+
     def __init__(
         self,
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
@@ -142,7 +146,7 @@ class PreemptionCheckpointHandler:
         if steps_between_checks is not None:
             warn_of_old_name(_WHERE, "steps_between_checks", "steps_between_votes")
             steps_between_votes = steps_between_checks
-        self.checkpoint_manager: CheckpointManager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self.checkpoint_manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._config = _config(termination_config)
         if type(steps_between_votes) is not int or steps_between_votes < 1:
             raise OptionError.at(
@@ -151,7 +155,7 @@ class PreemptionCheckpointHandler:
         self._steps_between_votes = steps_between_votes
         self._unchecked = 0
         self._strategy = self.checkpoint_manager.checkpoint.strategy
-        self._communicator = self._strategy.extended.communicator
+        self._communicator: Communicator = self._strategy.extended.communicator
         self._guard = self._communicator.guard
         self._raise_flag = self._guard.raise_flag  # at hand for the signal handler
         self._told: tuple[str, float] | None = None
@@ -337,12 +341,12 @@ def _in_words(told: Sequence[str], step: int, path: str, took: float, grace: flo
 
 def _manager(given: Any, folder: Any) -> CheckpointManager:
     if isinstance(given, Checkpoint) and folder is not None:
-        return CheckpointManager(given, folder, keep=_KEPT)
+        return CheckpointManager(given, checked_path(folder, _WHERE, "checkpoint_dir"), keep=_KEPT)
     if isinstance(given, CheckpointManager) and folder is None:
         return given
     raise OptionTypeError.at(
         _WHERE,
-        found=f"{given!r}, checkpoint_dir={folder!r}",
+        found=f"checkpoint_or_checkpoint_manager={given!r}, checkpoint_dir={folder!r}",
         expected="a CheckpointManager, or a Checkpoint and a checkpoint_dir",
     )
 

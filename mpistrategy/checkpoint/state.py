@@ -24,7 +24,7 @@ from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, Manifest
 from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.process_objects import Created
+from mpistrategy.objects.copies import Created
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.mirrored_check import digest
 from mpistrategy.variables.variable import Variable

@@ -18,8 +18,8 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-from mpistrategy.process_objects import in_words
 from mpistrategy.reduction.broadcast import broadcast
 from mpistrategy.reduction.layout import destinations as placing
 

@@ -13,6 +13,7 @@ from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs, b
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Pack
@@ -38,6 +39,9 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     _device_path: str | None = None
     _to_every_rank: ChooseRoute | None = None
+
+    reduce_to_device: Fixed[str | None] = Fixed()
+    accumulation_fn: Fixed[Callable[[list[Array]], Any] | None] = Fixed()
 
     def __init__(
         self, reduce_to_device: str | None = None, accumulation_fn: Callable[[list[Array]], Any] | None = None

@@ -11,7 +11,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import BatchError, OptionError
-from mpistrategy.input.options import whole_number
+from mpistrategy.objects.settings import checked_switch, whole_number
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")
@@ -67,10 +67,10 @@ class Dataset(Generic[E]):
         leaves, self._structure = nest.flatten(arrays)
         self._sources = [to_rows(leaf) for leaf in leaves]
         self._num_rows = common_length(self._sources, where)
-        self._batch = whole_number(global_batch_size, "global_batch_size", where)
-        self._seed = None if shuffle_seed is None else whole_number(shuffle_seed, "shuffle_seed", where)
-        self._drop_remainder = bool(drop_remainder)
-        self._epochs = None if epochs is None else whole_number(epochs, "epochs", where)
+        self._batch = whole_number(where, "global_batch_size", global_batch_size)
+        self._seed = None if shuffle_seed is None else whole_number(where, "shuffle_seed", shuffle_seed)
+        self._drop_remainder = checked_switch(where, "drop_remainder", drop_remainder)
+        self._epochs = None if epochs is None else whole_number(where, "epochs", epochs)
         self._first_epoch = first_epoch
         if self._batch < 1 or (self._seed or 0) < 0 or (self._epochs is not None and self._epochs < 0):
             raise OptionError.at(
@@ -117,7 +117,7 @@ class Dataset(Generic[E]):
 
         For your own loops over epochs: a dataset has the same order each time it is iterated.
         """
-        number = whole_number(number, "number", "Dataset.epoch")
+        number = whole_number("Dataset.epoch", "number", number)
         if number < 0 or (self._epochs is not None and number >= self._epochs):
             raise OptionError.at("Dataset.epoch", found=f"number={number}", expected=f"one of {self._epochs} epochs")
         arrays = self._structure.pack(list(self._sources))

@@ -8,7 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from mpistrategy.errors import CopyError, OptionError, OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.process_objects import Created, NotPickled
+from mpistrategy.objects.copies import Created, NotPickled
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")

@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.objects.settings import checked_count, checked_switch, whole_number
+from mpistrategy.options import checked_member
 
 
 class InputReplicationMode(enum.Enum):
@@ -30,6 +30,9 @@ class InputOptions:
         experimental_replication_mode: an InputReplicationMode or its name.
         experimental_place_dataset_on_device: accepted.
         experimental_per_replica_buffer_size: accepted.
+
+    Raises:
+        OptionError, OptionTypeError: for values of another type, and a buffer size below 1.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -38,22 +41,16 @@ class InputOptions:
     experimental_per_replica_buffer_size: int = 1
 
     def __post_init__(self) -> None:
-        mode = replication_mode(self.experimental_replication_mode, "InputOptions")
-        object.__setattr__(self, "experimental_replication_mode", mode)
-
-
-def replication_mode(given: Any, where: str) -> InputReplicationMode:
-    """Return the InputReplicationMode that `given` is or names.
-
-    Raises:
-        OptionError: for anything else.
-    """
-    for mode in InputReplicationMode:
-        if given is mode or given == mode.value:
-            return mode
-    raise OptionError.at(
-        where, found=f"replication mode {given!r}", expected="InputReplicationMode.PER_WORKER or PER_REPLICA"
-    )
+        name = "experimental_replication_mode"
+        mode = checked_member(InputReplicationMode, getattr(self, name), "InputOptions", name)
+        object.__setattr__(self, name, mode)
+        if self.experimental_fetch_to_device is not None:
+            checked_switch("InputOptions", "experimental_fetch_to_device", self.experimental_fetch_to_device)
+        for name, check in (
+            ("experimental_place_dataset_on_device", checked_switch),
+            ("experimental_per_replica_buffer_size", checked_count),
+        ):
+            object.__setattr__(self, name, check("InputOptions", name, getattr(self, name)))
 
 
 def check_options(options: Any, where: str) -> None:
@@ -81,7 +78,7 @@ class InputContext:
 
     def __post_init__(self) -> None:
         for name in ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name, "InputContext"))
+            object.__setattr__(self, name, whole_number("InputContext", name, getattr(self, name)))
         if not (0 <= self.input_pipeline_id < self.num_input_pipelines and self.num_replicas_in_sync >= 1):
             raise OptionError.at(
                 "InputContext",
@@ -100,7 +97,7 @@ class InputContext:
         8
         """
         where = "InputContext.get_per_replica_batch_size"
-        size = whole_number(global_batch_size, "global_batch_size", where)
+        size = whole_number(where, "global_batch_size", global_batch_size)
         if size < 1 or size % self.num_replicas_in_sync:
             raise OptionError.at(
                 where,
@@ -108,14 +105,3 @@ class InputContext:
                 expected=f"a positive multiple of the number of replicas, {self.num_replicas_in_sync}",
             )
         return size // self.num_replicas_in_sync
-
-
-def whole_number(value: Any, name: str, where: str) -> int:
-    """Return `value` as an int.
-
-    Raises:
-        OptionTypeError: when it is no integer.
-    """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
-    return int(value)

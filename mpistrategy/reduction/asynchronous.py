@@ -18,8 +18,8 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
+from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import Arena, resident
 from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import Reducer

@@ -20,8 +20,8 @@ from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import STEP, collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
+from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions
-from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.inputs import unwrapped
 from mpistrategy.reduction.reducer import Reducer

@@ -10,9 +10,10 @@ from mpistrategy.errors import OptionError
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
 from mpistrategy.input.first_batches import OFF, WARN, FirstBatches, checked_level
 from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
-from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode, check_options, replication_mode
+from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.options import checked_member
 
 #: What is compared of the first batches, as an argument.
 CheckBatches: TypeAlias = Literal["warn", "raise", "off"]
@@ -209,7 +210,7 @@ def _make_input(
     with Call(communicator.guard, where, called=name) as call:
         context.check_call(where, function)
         check_options(options, where)
-        if replication_mode(mode, where) is not InputReplicationMode.PER_WORKER:
+        if checked_member(InputReplicationMode, mode, where, "replication_mode") is not InputReplicationMode.PER_WORKER:
             raise OptionError.at(where, found=f"replication_mode={mode!r}", expected="InputReplicationMode.PER_WORKER")
         with call.own_work():
             dataset = function(InputContext(communicator.size, communicator.rank, communicator.size))

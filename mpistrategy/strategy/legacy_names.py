@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar
 
 from mpistrategy.errors import CopyError, OptionTypeError
-from mpistrategy.process_objects import NotPickled
+from mpistrategy.objects.copies import NotPickled
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.process_objects import Created
+from mpistrategy.objects.copies import Created
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
 _WORD = 2**32

@@ -27,8 +27,8 @@ from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
-from mpistrategy.process_objects import NotPickled
 from mpistrategy.reduction.arena.arena import resident, resident_values
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.inputs import leaves_like

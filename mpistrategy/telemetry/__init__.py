@@ -3,7 +3,7 @@
 Nothing here sends anything, and nothing of it runs until it is asked for.
 """
 
-from mpistrategy.process_objects import show_as as _show_as
+from mpistrategy.objects.shown import show_as as _show_as
 from mpistrategy.telemetry import nvtx_ranges
 from mpistrategy.telemetry.logs import ALL_RANKS, RankFilter, RankFormatter, RankHandler, setup_logging
 from mpistrategy.telemetry.nvtx_ranges import Nvtx, nvtx

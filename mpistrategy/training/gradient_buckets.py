@@ -14,12 +14,12 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.objects.settings import Fixed, checked_count
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.current import get_replica_context, get_strategy
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import check_variable, required_context
-from mpistrategy.training.hyperparameters import checked_count
 from mpistrategy.training.plans import StepPlans
 from mpistrategy.training.sliced_step import GradientArena
 from mpistrategy.variables.variable import Variable
@@ -74,10 +74,15 @@ class GradientBuckets:
         starts_early: whether buckets are reduced before `apply_gradients`.
     """
 
+    values: Fixed[Sequence[Array]] = Fixed()
+    variables: Fixed[tuple[Variable, ...]] = Fixed()
+    op: Fixed[ReduceOp] = Fixed()
+    starts_early: Fixed[bool] = Fixed()
+
     def __init__(self, gradients: GradientArena, op: ReduceOp, bytes_per_bucket: int) -> None:
         self._gradients = gradients
-        self.values: Sequence[Array] = gradients.arena.values
-        self.variables: tuple[Variable, ...] = gradients.variables
+        self.values = gradients.arena.values
+        self.variables = gradients.variables
         self.op = op
         #: The parts, in the order in which they are reduced.
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
@@ -85,7 +90,7 @@ class GradientBuckets:
         self._index = {id(var): number for number, var in enumerate(self.variables)}
         extended = gradients.arena.strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
-        self.starts_early: bool = extended._reducer.communicator.nodes > 1
+        self.starts_early = extended._reducer.communicator.nodes > 1
         self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
 

@@ -11,7 +11,8 @@ from mpistrategy.arrays.convert import host_array, on_device_of_any, placed_as, 
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
-from mpistrategy.process_objects import Created
+from mpistrategy.objects.copies import Created
+from mpistrategy.objects.settings import Fixed, checked_count
 
 __all__ = [
     "GradientAccumulator",
@@ -75,12 +76,10 @@ class GradientAccumulator(Created):
     [array([2., 2.])]
     """
 
+    steps: Fixed[int] = Fixed()
+
     def __init__(self, steps: int) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int):
-            raise OptionTypeError.at("GradientAccumulator", found=f"steps={steps!r}", expected="an int")
-        if steps < 1:
-            raise OptionError.at("GradientAccumulator", found=f"steps={steps}", expected="1 or more")
-        self.steps = steps
+        self.steps = checked_count("GradientAccumulator", "steps", steps)
         self._count = 0
         self._sums: list[Array] = []
         self._dtypes: list[np.dtype[Any]] = []

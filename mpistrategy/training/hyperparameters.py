@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
-
-import numpy as np
+from typing import Any, Generic, TypedDict, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
+from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.settings import Setting, checked_count, checked_number
 from mpistrategy.options import ReduceOp
 from mpistrategy.training.nonfinite import checked_policy
+from mpistrategy.variables.variable import Variable
 
 T = TypeVar("T")
-#: Returns a setting as it is kept, given the optimizer's class, the setting's name and what it is set to.
-Check = Callable[[str, str, Any], T]
 
 
 class OldNames(TypedDict, total=False):
     """Former names of the keywords of optimizers."""
 
     check_every: int
-
-
-class Setting(Generic[T]):
-    """An attribute that is checked when it is set; reading it costs what a plain attribute costs.
-
-    Args:
-        check: returns the value to keep, or raises.
-    """
-
-    if TYPE_CHECKING:
-
-        def __get__(self, instance: object, owner: type) -> T: ...
-
-    def __init__(self, check: Check[T]) -> None:
-        self._check = check
-        self._name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __set__(self, instance: object, value: Any) -> None:
-        # Without __get__ the value is read from the instance's own dictionary.
-        instance.__dict__[self._name] = self._check(type(instance).__name__, self._name, value)
 
 
 class Momentum(Setting[float]):
@@ -122,25 +98,6 @@ def set_old_names(optimizer: object, old: Mapping[str, Any]) -> None:
         raise TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}")
 
 
-def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
-    """Return `value` as a float; raise OptionTypeError if it is no number, OptionError if it does not fit."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
-    number = float(value)
-    if not (np.isfinite(number) and fits(number)):
-        raise OptionError.at(where, found=f"{name}={value!r}", expected=expected)
-    return number
-
-
-def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, an int; raise OptionTypeError for another type, OptionError below `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
-    if value < least:
-        raise OptionError.at(where, found=f"{name}={value}", expected=f"{least} or more")
-    return int(value)
-
-
 def positive(number: float) -> bool:
     """Return whether a number is above 0."""
     return number > 0
@@ -185,12 +142,12 @@ def steps() -> Setting[int]:
     return Setting(lambda where, name, value: checked_count(where, name, value, least=0))
 
 
-def switch() -> Setting[bool]:
-    """Return a setting that is True or False."""
+def counter() -> Setting[Variable | None]:
+    """Return a setting that is a variable of one number, or None."""
 
-    def check(where: str, name: str, value: Any) -> bool:
-        if type(value) is not bool:
-            raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="True or False")
+    def check(where: str, name: str, value: Any) -> Variable | None:
+        if value is not None and not (isinstance(value, Variable) and value.dtype.kind in "iuf" and value.shape == ()):
+            raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="a variable of one number, or None")
         return value
 
     return Setting(check)
@@ -209,7 +166,8 @@ def sum_or_mean() -> Setting[ReduceOp]:
         try:
             op = ReduceOp._parse(value, where)
         except ReduceOpError as error:  # it does not know the argument's name
-            raise ReduceOpError.at(where, found=f"{name}={value!r}", expected=expected) from error
+            fix = did_you_mean(value, ("SUM", "MEAN"))
+            raise ReduceOpError.at(where, found=f"{name}={value!r}", expected=expected, fix=fix) from error
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise OptionError.at(where, found=f"{name}={value!r}", expected=expected)
         return op

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.errors import LeafError, ShapeError
+from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.variable import Variable
 
@@ -31,7 +31,7 @@ class Sum:
     """
 
     def __init__(self, name: str = "sum") -> None:
-        self._total = _per_replica_sum(f"{name}/total")
+        self._total = _per_replica_sum(name, "total")
 
     def __repr__(self) -> str:
         return _in_words(self)
@@ -74,8 +74,8 @@ class Mean:
     """
 
     def __init__(self, name: str = "mean") -> None:
-        self._total = _per_replica_sum(f"{name}/total")
-        self._count = _per_replica_sum(f"{name}/count")
+        self._total = _per_replica_sum(name, "total")
+        self._count = _per_replica_sum(name, "count")
 
     def __repr__(self) -> str:
         return _in_words(self)
@@ -173,10 +173,12 @@ def _real(value: Any, where: str) -> Array:
         raise LeafError.at(where, found=f"{value!r}", expected="real numbers") from error
 
 
-def _per_replica_sum(name: str) -> Variable:
+def _per_replica_sum(metric: str, part: str) -> Variable:
+    if not isinstance(metric, str):
+        raise OptionTypeError.at("metric", found=f"name={metric!r}", expected="a string")
     return Variable(
         np.float64(0),
-        name=name,
+        name=f"{metric}/{part}",
         synchronization=VariableSynchronization.ON_READ,
         aggregation=VariableAggregation.SUM,
     )

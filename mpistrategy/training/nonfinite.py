@@ -15,6 +15,7 @@ from mpistrategy.errors import NonFiniteError, NonFiniteWarning, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.variables.variable import Variable
 
 #: What can be done about gradients that are not finite.
@@ -25,7 +26,12 @@ _PIECE = 2**16
 def checked_policy(where: str, policy: Any) -> str | None:
     """Return `policy` in small letters; raise OptionError unless it is one of `POLICIES`."""
     if not (policy is None or (isinstance(policy, str) and policy.lower() in POLICIES)):
-        raise OptionError.at(where, found=f"nonfinite={policy!r}", expected='"raise", "skip", "warn" or None')
+        raise OptionError.at(
+            where,
+            found=f"nonfinite={policy!r}",
+            expected='"raise", "skip", "warn" or None',
+            fix=did_you_mean(policy, ("raise", "skip", "warn")),
+        )
     return policy and policy.lower()
 
 

@@ -21,8 +21,9 @@ from mpistrategy.context import Mode, current_frame
 from mpistrategy.errors import ContextError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.objects.copies import Created, NotPickled
+from mpistrategy.objects.settings import Settable, Setting
 from mpistrategy.options import ReduceOp, VariableAggregation
-from mpistrategy.process_objects import Created, NotPickled, in_words
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.outside_steps import warn_if_alone
@@ -51,7 +52,7 @@ def _first_storage(given: Mapping[str, Any]) -> Array:
     return storage[0]
 
 
-class Optimizer(Created, GradientArenas, NotPickled):
+class Optimizer(Created, GradientArenas, NotPickled, Settable):
     """Base of optimizers: reduces gradients over the replicas and applies them.
 
     A subclass says in `slot_values` which slots each variable has, and returns from `change` what a step subtracts.
@@ -86,12 +87,15 @@ class Optimizer(Created, GradientArenas, NotPickled):
     #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
     only_named_rows: ClassVar[bool] = False
 
-    learning_rate: setting.Setting[float] = setting.rate()
-    aggregation: setting.Setting[ReduceOp] = setting.sum_or_mean()
-    global_clipnorm: setting.Setting[float | None] = setting.limit()
-    mirrored_check_steps: setting.Setting[int] = setting.steps()
-    nonfinite: setting.Setting[str | None] = setting.policy()
+    learning_rate: Setting[float] = setting.rate()
+    aggregation: Setting[ReduceOp] = setting.sum_or_mean()
+    global_clipnorm: Setting[float | None] = setting.limit()
+    mirrored_check_steps: Setting[int] = setting.steps()
+    nonfinite: Setting[str | None] = setting.policy()
     check_every: setting.Renamed[int] = setting.Renamed[int]("mirrored_check_steps")
+    iterations: Setting[Variable | None] = setting.counter()
+    latest_path: str = ""
+    skipped_steps: int
     lr: setting.Misnamed = setting.Misnamed("learning_rate")
     clipnorm: setting.Misnamed = setting.Misnamed("global_clipnorm")
 
@@ -112,10 +116,7 @@ class Optimizer(Created, GradientArenas, NotPickled):
         self.mirrored_check_steps = mirrored_check_steps
         self.nonfinite = nonfinite
         setting.set_old_names(self, old)
-        self.skipped_steps: int = 0
-        self._calls = 0
-        self.iterations: Variable | None = None
-        self.latest_path: str = ""
+        self.iterations, self.skipped_steps, self._calls = None, 0, 0
         self._slots = Slots(where)
         self._plans = StepPlans(self._slots)
         #: What `_settings` has put into words, and the words.
@@ -248,11 +249,11 @@ class Optimizer(Created, GradientArenas, NotPickled):
         """Make the prepared step of a plan; return what of the reduced gradients is not finite."""
         step, trouble = plan.prepared, ""
         assert kernel is not None
+        assert step is not None
         if isinstance(step, SlicedStep):
             step.run(gradients, kernel, self.aggregation, call)
             self.latest_path = "sliced"
         else:
-            assert step is not None
             totals, trouble = self._screened(step.totals(gradients, call), plan, gradients, call)
             if trouble and self.nonfinite == "skip":
                 return trouble
@@ -369,9 +370,6 @@ class Optimizer(Created, GradientArenas, NotPickled):
             for name, slot in slots.items():
                 slot.assign(np.where(others, before[name], slot.local_copy()).astype(slot.dtype, copy=False))
         var.assign_sub(change)
-
-    def __repr__(self) -> str:
-        return in_words(self)
 
     def __copy__(self) -> Self:
         """Return `copy.deepcopy(self)`: two optimizers share no slots."""

@@ -8,25 +8,9 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import dtype_name, is_bfloat16
 from mpistrategy.errors import DTypeError, OptionError
-from mpistrategy.options import E, VariableAggregation, VariableSynchronization, member_of
+from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING
 from mpistrategy.variables.protocols import Extended
-
-
-def member(kind: type[E], value: E | str, argument: str) -> E:
-    """Return the member of an enumeration that a member or its name says.
-
-    Raises:
-        OptionError: for anything else.
-    """
-    found = member_of(kind, value)
-    if found is not None:
-        return found
-    raise OptionError.at(
-        "Variable",
-        found=f"{argument}={value!r}",
-        expected=f"a {kind.__name__}: {', '.join(kind.__members__)}",
-    )
 
 
 def kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynchronization:

@@ -15,8 +15,9 @@ from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.options import VariableAggregation, VariableSynchronization
-from mpistrategy.variables.creation import check_dtype, kept_as, member, parsed_dtype
+from mpistrategy.objects.settings import Fixed, Setting, switch
+from mpistrategy.options import VariableAggregation, VariableSynchronization, checked_member
+from mpistrategy.variables.creation import check_dtype, kept_as, parsed_dtype
 from mpistrategy.variables.policies import CREATION, Policy, policies_of
 from mpistrategy.variables.protocols import Extended
 from mpistrategy.variables.writes import Write, converted, plain
@@ -56,6 +57,9 @@ class Variable(ArrayLike):
         CollectiveMismatchError: when the ranks create different variables.
     """
 
+    name: Fixed[str] = Fixed()
+    trainable: Setting[bool] = switch()
+
     @collective("create")
     def __init__(
         self,
@@ -71,11 +75,11 @@ class Variable(ArrayLike):
         extended: Extended = strategy.extended
         communicator = extended.communicator
         with Call(communicator.guard, "Variable") as call:
-            self._aggregation = member(VariableAggregation, aggregation, "aggregation")
-            given = member(VariableSynchronization, synchronization, "synchronization")
+            self._aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
+            given = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
             creation = CREATION[given]
             self._synchronization = kept_as(given, extended)
-            self.trainable: bool = creation.trainable if trainable is None else bool(trainable)
+            self.trainable = creation.trainable if trainable is None else trainable
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
             own_name = "Variable" if name is None else name
@@ -85,7 +89,7 @@ class Variable(ArrayLike):
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
-            array = to_array(plain(value), call.where)
+            array = to_array(plain(value), call.where, name="initial_value")
             wanted = array.dtype if dtype is None else parsed_dtype(dtype)
             check_dtype(wanted, self._aggregation, extended)
             if array.dtype != wanted:
@@ -108,7 +112,7 @@ class Variable(ArrayLike):
                 write_from_host(sent, on_device)
                 storage, slot = on_device, None
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
-        self.name: str = extended._next_variable_name() if name is None else name
+        self.name = extended._next_variable_name() if name is None else name
         self._storage: Array = storage
         #: The position in memory that the ranks of a node share; None for memory that is not shared.
         self._memory_slot: VariableSlot | None = slot

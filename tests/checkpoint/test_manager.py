@@ -144,7 +144,7 @@ def test_an_older_run_is_gone_on_with(strategy: ms.MirroredStrategy, folder: Pat
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "no checkpoint": (lambda c: ms.CheckpointManager(5, "x"), errors.OptionTypeError),  # type: ignore[arg-type]
     "none kept": (lambda c: ms.CheckpointManager(c, "x", 0), errors.OptionError),
-    "half kept": (lambda c: ms.CheckpointManager(c, "x", 0.5), errors.OptionError),  # type: ignore[arg-type]
+    "half kept": (lambda c: ms.CheckpointManager(c, "x", 0.5), errors.OptionTypeError),  # type: ignore[arg-type]
     "no path": (lambda c: ms.CheckpointManager(c, None), errors.OptionTypeError),  # type: ignore[arg-type]
     "a negative step": (lambda c: ms.CheckpointManager(c, "x").save(-1), errors.OptionError),
     "a step of words": (lambda c: ms.CheckpointManager(c, "x").save("1"), errors.OptionTypeError),  # type: ignore[arg-type]

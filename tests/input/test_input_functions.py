@@ -75,7 +75,7 @@ class TestInputContext:
 def test_input_options_take_names_and_refuse_others() -> None:
     options = ms.InputOptions(experimental_replication_mode="PER_REPLICA")
     assert options.experimental_replication_mode is ms.InputReplicationMode.PER_REPLICA
-    with pytest.raises(errors.OptionError, match="replication mode"):
+    with pytest.raises(errors.OptionError, match="experimental_replication_mode='PER_GALAXY'"):
         ms.InputOptions(experimental_replication_mode="PER_GALAXY")
 
 

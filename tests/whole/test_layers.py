@@ -27,7 +27,7 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            "errors options process_objects own_files arrays",
+            "errors options objects own_files arrays",
             "mpi",
             "context reduction",
             "cross_device_ops",

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from mpistrategy.errors import OptionError
+from mpistrategy.objects.nearest import did_you_mean
 
 #: The environment variable that chooses the level.
 VARIABLE = "MPISTRATEGY_CHECK"
@@ -23,7 +24,7 @@ _SEEN = 4096
 _MASK = 2**62 - 1
 
 
-def parse(value: Any, where: str) -> str:
+def parse(value: Any, where: str, name: str = "") -> str:
     """Return the level that `value` names.
 
     Raises:
@@ -31,13 +32,18 @@ def parse(value: Any, where: str) -> str:
     """
     if isinstance(value, str) and value.lower() in LEVELS:
         return value.lower()
-    raise OptionError.at(where, found=f"{value!r}", expected=" or ".join(f'"{level}"' for level in LEVELS))
+    raise OptionError.at(
+        where,
+        found=f"{name}{value!r}",
+        expected=" or ".join(f'"{level}"' for level in LEVELS),
+        fix=did_you_mean(value, LEVELS),
+    )
 
 
 def chosen(given: Any, default: str, where: str = "MirroredStrategy") -> str:
     """Return the level of a strategy: the argument `check`, else the variable, else `default`."""
     if given is not None:
-        return parse(given, f"{where}, check")
+        return parse(given, where, "check=")
     text = os.environ.get(VARIABLE, "")
     return parse(text, VARIABLE) if text else default
 

@@ -16,7 +16,7 @@ from typing import Any
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.job.launcher import ranks_in_words
 from mpistrategy.mpi.tuning.files import library_name
-from mpistrategy.options import NO_WORDS, YES_WORDS, is_on
+from mpistrategy.options import NO_WORDS, YES_OR_NO, YES_WORDS, is_on
 
 #: The user's decision: 1 or 0.
 VARIABLE = "MPISTRATEGY_CUDA_AWARE"
@@ -109,7 +109,7 @@ def said(given: Any = None, environment: Mapping[str, str] | None = None) -> boo
     """Return the user's word: an argument, else the variable MPISTRATEGY_CUDA_AWARE; None where there is none.
 
     Raises:
-        OptionError: for a variable other than 1 and 0.
+        OptionError: for a variable that says neither yes nor no.
         OptionTypeError: for an argument that is no bool.
     """
     if given is not None:
@@ -118,7 +118,7 @@ def said(given: Any = None, environment: Mapping[str, str] | None = None) -> boo
         return given
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     if text.lower() not in ("", *NO_WORDS, *YES_WORDS):
-        raise OptionError.at(VARIABLE, found=repr(text), expected="1 or 0")
+        raise OptionError.at(VARIABLE, found=repr(text), expected=YES_OR_NO)
     return is_on(text) if text else None
 
 

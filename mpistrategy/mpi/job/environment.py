@@ -6,6 +6,7 @@ import os
 
 from mpistrategy.errors import OptionWarning
 from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.objects.nearest import did_you_mean
 
 _PREFIX = "MPISTRATEGY_"
 #: What each variable sets.  README.md has the same table, with the arguments and the options of `run` that win.
@@ -35,7 +36,5 @@ def warn_of_unknown() -> None:
     unknown = {name for name in os.environ if name.startswith(_PREFIX) and not name.startswith(_TESTS)}
     for name in sorted(unknown - VARIABLES.keys() - _told):
         _told.add(name)
-        import difflib  # here, for the quick import
-
-        near = difflib.get_close_matches(name, VARIABLES, 1, 0.0)[0]
-        warn(f"the variable {name} of the environment is read by nobody; did you mean {near}?", OptionWarning)
+        near = did_you_mean(name, VARIABLES) or f"There are {', '.join(VARIABLES)}."
+        warn(f"nothing reads the variable {name} of the environment.  {near}", OptionWarning)

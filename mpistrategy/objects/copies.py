@@ -1,13 +1,9 @@
-"""How objects of this process and its ranks are copied and pickled, and how public objects show themselves."""
+"""How objects of this process and its ranks are copied and pickled."""
 
 from __future__ import annotations
 
-import enum
-import inspect
 import itertools
-import sys
-from collections.abc import Iterable
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, get_type_hints
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
 
 from mpistrategy.errors import CopyError
 
@@ -33,29 +29,6 @@ class Created:
         """Return the state without the number: a copy is created when it is copied."""
         state: Any = super().__getstate__()
         return {name: value for name, value in state.items() if name != "_creation_order"}
-
-
-def in_words(made: object) -> str:
-    """Return ``SGD(learning_rate=0.1, momentum=0.9)``: the arguments of the constructor that are not its defaults."""
-    kind, words = type(made), []
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if not hasattr(made, name):
-            continue
-        value = getattr(made, name)
-        is_member = isinstance(value, enum.Enum)
-        if (value.name if is_member else value) != parameter.default:
-            words.append(f"{name}={value.name if is_member else repr(value)}")
-    return f"{kind.__name__}({', '.join(words)})"
-
-
-def show_as(module: str, names: Iterable[str]) -> None:
-    """Let classes and functions of a public module appear, and be pickled, under its name instead of their files'."""
-    for name in names:
-        shown = vars(sys.modules[module])[name]
-        if inspect.isclass(shown) and "__annotations__" in vars(shown):
-            shown.__annotations__ = get_type_hints(shown)  # as long as the names in them are found
-        if inspect.isclass(shown) or inspect.isfunction(shown):
-            shown.__module__ = module
 
 
 class NotPickled:

@@ -1,0 +1,1 @@
+"""What public objects have in common: how they are shown, copied and set."""

@@ -1,0 +1,129 @@
+"""Attributes that are checked whenever they are set, by the constructor or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.shown import in_words
+
+T = TypeVar("T")
+#: Returns a setting as it is kept, given the class, the setting's name and what it is set to.
+Check = Callable[[str, str, Any], T]
+
+
+class Setting(Generic[T]):
+    """An attribute that is checked when it is set; reading it costs what a plain attribute costs.
+
+    Args:
+        check: returns the value to keep, or raises.
+    """
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __init__(self, check: Check[T]) -> None:
+        self._check = check
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, instance: object, value: Any) -> None:
+        # Without __get__ the value is read from the instance's own dictionary.
+        instance.__dict__[self._name] = self._check(type(instance).__name__, self._name, value)
+
+
+class Fixed(Setting[T]):
+    """An attribute that only the constructor sets."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda where, name, value: value)
+
+    def __set__(self, instance: object, value: Any) -> None:
+        if self._name in instance.__dict__:
+            kind = type(instance).__name__
+            raise OptionError.at(
+                f"{kind}.{self._name}",
+                found="an assignment",
+                expected="none after the constructor",
+                fix=f"Make another {kind}.",
+            )
+        super().__set__(instance, value)
+
+
+class Settable:
+    """Base of objects with settings, which its `repr` shows: a misspelt one is refused.
+
+    Names of a user's own are free.  One that is nearly a setting's must be declared in the user's class.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in self.__dict__ and not name.startswith("_"):
+            self._refuse_misspelt(name)
+        object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return in_words(self)
+
+    def _refuse_misspelt(self, name: str) -> None:
+        bases = type(self).__mro__
+        known = {known for base in bases for known in (*vars(base), *vars(base).get("__annotations__", ()))}
+        if name in known:
+            return
+        fix = did_you_mean(name, (one for one in known if not one.startswith("_")))
+        if fix:
+            kind = type(self).__name__
+            raise OptionError.at(
+                f"{kind}.{name}",
+                found="an attribute that does not exist",
+                expected="an existing one",
+                fix=f"{fix}  Declare an attribute of your own in your class.",
+            )
+
+
+def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+    """Return `value` as a float; raise OptionTypeError if it is no number, OptionError if it does not fit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
+    number = float(value)
+    if not (np.isfinite(number) and fits(number)):
+        raise OptionError.at(where, found=f"{name}={value!r}", expected=expected)
+    return number
+
+
+def whole_number(where: str, name: str, value: Any) -> int:
+    """Return `value` as an int; raise OptionTypeError if it is no integer."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
+    return int(value)
+
+
+def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
+    """Return `value`, an int; raise OptionTypeError for another type, OptionError below `least`."""
+    number = whole_number(where, name, value)
+    if number < least:
+        raise OptionError.at(where, found=f"{name}={number}", expected=f"{least} or more")
+    return number
+
+
+def count_or_none() -> Setting[int | None]:
+    """Return a setting that is an int from 1 on, or None."""
+    return Setting(lambda where, name, value: None if value is None else checked_count(where, name, value))
+
+
+def checked_switch(where: str, name: str, value: Any) -> bool:
+    """Return `value` as a bool; raise OptionTypeError if it is none."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="True or False")
+    return bool(value)
+
+
+def switch() -> Setting[bool]:
+    """Return a setting that is True or False."""
+    return Setting(checked_switch)

@@ -1,0 +1,32 @@
+"""How public objects show themselves."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import sys
+from collections.abc import Iterable
+from typing import get_type_hints
+
+
+def in_words(made: object) -> str:
+    """Return ``SGD(learning_rate=0.1, momentum=0.9)``: the arguments of the constructor that are not its defaults."""
+    kind, words = type(made), []
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if not hasattr(made, name):
+            continue
+        value = getattr(made, name)
+        is_member = isinstance(value, enum.Enum)
+        if (value.name if is_member else value) != parameter.default:
+            words.append(f"{name}={value.name if is_member else repr(value)}")
+    return f"{kind.__name__}({', '.join(words)})"
+
+
+def show_as(module: str, names: Iterable[str]) -> None:
+    """Let classes and functions of a public module appear, and be pickled, under its name instead of their files'."""
+    for name in names:
+        shown = vars(sys.modules[module])[name]
+        if inspect.isclass(shown) and "__annotations__" in vars(shown):
+            shown.__annotations__ = get_type_hints(shown)  # as long as the names in them are found
+        if inspect.isclass(shown) or inspect.isfunction(shown):
+            shown.__module__ = module

@@ -1,0 +1,157 @@
+"""Constructors refuse values of a wrong type, name the argument, and take no misspelt attribute later."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrategy as ms
+from mpistrategy.errors import MpiStrategyError, OptionError
+
+pytestmark = pytest.mark.one_rank
+
+#: What people construct, and what each argument without a default is given.
+CONSTRUCTORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    made.__name__: (made, given)
+    for made, given in (
+        (ms.MirroredStrategy, {}),
+        (ms.OneDeviceStrategy, {"device": "CPU:0"}),
+        (ms.MpiAllReduce, {}),
+        (ms.NcclAllReduce, {}),
+        (ms.HierarchicalCopyAllReduce, {}),
+        (ms.OrderedAllReduce, {}),
+        (ms.ReductionToOneDevice, {}),
+        (ms.CommunicationOptions, {}),
+        (ms.Variable, {"initial_value": 1.0}),
+        (ms.Dataset.from_arrays, {"arrays": np.zeros((4, 2)), "global_batch_size": 2}),
+        (ms.InputOptions, {}),
+        (ms.InputContext, {}),
+        (ms.CheckpointManager, {}),
+        (ms.PreemptionCheckpointHandler, {}),
+        (ms.TerminationConfig, {}),
+        (ms.optimizers.Optimizer, {"learning_rate": 0.1}),
+        (ms.optimizers.SGD, {}),
+        (ms.optimizers.Adam, {}),
+        (ms.optimizers.AdamW, {}),
+        (ms.metrics.Sum, {}),
+        (ms.metrics.Mean, {}),
+        (ms.metrics.Accuracy, {}),
+        (ms.gradients.GradientAccumulator, {"steps": 2}),
+    )
+}
+#: Arguments that take any object, and why; or whose error tells the shapes instead.
+ANYTHING = {
+    ("MirroredStrategy", "communicator"): "tests of the launch give one",
+    ("from_arrays", "arrays"): "its error tells the shapes",
+    ("PreemptionCheckpointHandler", "steps_between_checks"): "a former name, which warns",
+}
+SWEEP = [
+    (name, argument)
+    for name, (made, _) in CONSTRUCTORS.items()
+    for argument, parameter in inspect.signature(made).parameters.items()
+    if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and (name, argument) not in ANYTHING
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), SWEEP)
+def test_a_value_of_no_fitting_type_is_refused_by_its_argument(name: str, argument: str, tmp_path: Path) -> None:
+    made, given = CONSTRUCTORS[name]
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        if "directory" in inspect.signature(made).parameters:
+            given = {"checkpoint": ms.Checkpoint(x=1), "directory": tmp_path}
+        if "checkpoint_dir" in inspect.signature(made).parameters:
+            given = {"checkpoint_or_checkpoint_manager": ms.Checkpoint(x=1), "checkpoint_dir": tmp_path}
+        with pytest.raises(MpiStrategyError) as refused:
+            made(**(given | {argument: object()}))
+    assert re.search(rf"\b{argument} ?=|\b{argument}\b.*: found", str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "near"),
+    [
+        (lambda: ms.optimizers.SGD(aggregation="mena"), "aggregation='mena'.*'MEAN'"),
+        (lambda: ms.optimizers.SGD(nonfinite="rase"), "nonfinite='rase'.*'raise'"),
+        (lambda: ms.Variable(0.0, aggregation="menn"), "aggregation='menn'.*'MEAN'"),  # type: ignore[arg-type]
+        (lambda: ms.CommunicationOptions(implementation="nccll"), "implementation='nccll'.*'NCCL'"),
+        (lambda: ms.InputOptions(experimental_replication_mode="per-worker"), "mode='per-worker'.*'PER_WORKER'"),
+        (lambda: ms.MirroredStrategy(check="alway"), "check='alway'.*'always'"),
+    ],
+)
+def test_a_misspelt_word_names_the_nearest(make: Callable[[], Any], near: str) -> None:
+    with ms.OneDeviceStrategy("CPU:0").scope(), pytest.raises(MpiStrategyError, match=near):
+        make()
+
+
+def test_names_of_enumerations_are_taken_in_any_letter_case() -> None:
+    assert ms.InputOptions(experimental_replication_mode="per_replica") == ms.InputOptions(
+        experimental_replication_mode=ms.InputReplicationMode.PER_REPLICA
+    )
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> ms.CheckpointManager:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        return ms.CheckpointManager(ms.Checkpoint(x=1), tmp_path)
+
+
+def test_settings_of_a_manager_are_checked_later_too(manager: ms.CheckpointManager) -> None:
+    manager.keep = 5
+    for wrong in (0, "3", 2.5, True):
+        with pytest.raises(MpiStrategyError, match=f"CheckpointManager: found keep={wrong!r}"):
+            manager.keep = wrong
+    assert manager.keep == 5
+    with pytest.raises(OptionError, match=r"CheckpointManager.directory: .* Make another CheckpointManager"):
+        manager.directory = "elsewhere"
+    with pytest.raises(OptionError, match=r"CheckpointManager.checkpoint"):
+        manager.checkpoint = ms.Checkpoint(y=1)
+
+
+def test_the_objects_of_a_checkpoint_are_checked_later_too(tmp_path: Path) -> None:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        checkpoint = ms.Checkpoint(x=1)
+    with pytest.raises(OptionError, match="the name '_y'"):
+        checkpoint.objects = {"_y": 1}
+    checkpoint.objects["a/b"] = 1
+    with pytest.raises(OptionError, match="the name 'a/b'"):
+        checkpoint.save(tmp_path / "bad")
+
+
+def test_a_trainable_of_a_variable_is_a_bool() -> None:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        variable = ms.Variable(0.0, name="w")
+    variable.trainable = False
+    with pytest.raises(MpiStrategyError, match="trainable='no'"):
+        variable.trainable = "no"
+    with pytest.raises(OptionError, match=r"Variable.name"):
+        variable.name = "another"
+    assert (variable.trainable, variable.name) == (False, "w")
+
+
+class Warmed(ms.optimizers.SGD):
+    """Has attributes of its own; one is nearly a setting's."""
+
+    learning_rates: list[float]
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.learning_rates, self.warmup = [0.1, 0.2], 3
+
+
+def test_a_misspelt_attribute_is_refused_and_others_are_free(manager: ms.CheckpointManager) -> None:
+    optimizer = ms.optimizers.SGD(0.1)
+    with pytest.raises(OptionError, match="Did you mean 'learning_rate'"):
+        optimizer.learning_rat = 0.5  # type: ignore[attr-defined]
+    with pytest.raises(OptionError, match="Did you mean 'nesterov'"):
+        optimizer.nestrov = True  # type: ignore[attr-defined]
+    with pytest.raises(OptionError, match="Did you mean 'keep'"):
+        manager.keeps = 5  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        optimizer.variables = ()  # type: ignore[misc]
+    optimizer.comment = "mine"  # type: ignore[attr-defined]
+    assert Warmed().learning_rates == [0.1, 0.2]
