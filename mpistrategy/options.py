@@ -134,8 +134,8 @@ class CommunicationOptions:
     Attributes:
         bytes_per_pack: small values are packed into buffers of at most this many bytes; 0 lets the library choose.
         timeout_seconds: how long a rank waits in a collective before the job ends, with a roll call of the ranks: who
-            waits where, and who is missing.  0 for no limit; None for the value of MPISTRATEGY_TIMEOUT, else 600.
-            Only time in which this rank waits counts; see `Strategy.expect_long`.
+            waits where, and who is missing.  0 for no limit; None for MPISTRATEGY_TIMEOUT_SECONDS, else 600.  Only time
+            in which this rank waits counts; see `Strategy.expect_long`.
         implementation: a `CommunicationImplementation` or its name in any letter case.  "NCCL" and "RING" (MPI) choose
             the transport of arrays in GPU memory, where it is available.  "AUTO" uses MPISTRATEGY_GPU_PATH (mpi,
             staged, nccl, ipc), or lets the library choose.  Arrays on the host always use MPI.

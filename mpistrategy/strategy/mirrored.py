@@ -58,7 +58,7 @@ class MirroredStrategy(Strategy):
             a rank sees none, and where two would share one unasked.
         OptionTypeError: for arguments of the wrong type.
         OptionError: for an unknown `check` or `on_error`; for a malformed plan in MPISTRATEGY_INJECT, level in
-            MPISTRATEGY_CHECK or number in MPISTRATEGY_TIMEOUT.
+            MPISTRATEGY_CHECK or number in MPISTRATEGY_TIMEOUT_SECONDS.
         All on every rank.
     """
 

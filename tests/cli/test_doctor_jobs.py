@@ -277,7 +277,7 @@ strategy.run(step)
 def test_a_job_of_one_node_that_hangs_is_read_from_outside(tmp_path: Path) -> None:
     program = launching.program(HANGING, tmp_path)
     command = [*launching._mpiexec(), "-n", "3", sys.executable, "-m", "mpistrategy", "run", str(program)]
-    environment = launching.environment() | {"MPISTRATEGY_TIMEOUT": "20"}
+    environment = launching.environment() | {"MPISTRATEGY_TIMEOUT_SECONDS": "20"}
     with subprocess.Popen(
         command,
         cwd=tmp_path,

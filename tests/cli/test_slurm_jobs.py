@@ -390,7 +390,7 @@ for _ in range(900):
 @needs_srun
 @twice
 def test_what_a_killed_job_leaves_its_next_start_removes(user: User) -> None:
-    user.environment["MPISTRATEGY_TIMEOUT"] = "10"  # the nodes tell each other of themselves every second
+    user.environment["MPISTRATEGY_TIMEOUT_SECONDS"] = "10"  # the nodes tell each other of themselves every second
     (user.folder / "works.py").write_text(WORKS)
     user.edit("requeue.sbatch", "works.py")
     job = user.submit("requeue.sbatch")

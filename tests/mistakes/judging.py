@@ -29,7 +29,11 @@ class Verdict(NamedTuple):
 
 def judge(name: str, ranks: int, odd: int, rounds: int, folder: Path) -> Verdict:
     """Run the job of one mistake."""
-    environment = {"PYTHONPATH": str(TESTS), "MPISTRATEGY_TIMEOUT": str(TIMEOUT), "MPISTRATEGY_RUN_DIR": str(folder)}
+    environment = {
+        "PYTHONPATH": str(TESTS),
+        "MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT),
+        "MPISTRATEGY_RUN_DIR": str(folder),
+    }
     arguments = ["-m", "mistakes.matrix", name, str(odd), str(rounds), str(folder)]
     try:
         job = launching.launch(ranks, arguments, timeout=3 * TIMEOUT, env=environment, cwd=folder)

@@ -53,7 +53,8 @@ def test_other_files(tmp_path: Path, what: str) -> None:
 
 
 SETTINGS = [
-    ("MPISTRATEGY_PATHS", "{folder}/pipe"), ("MPISTRATEGY_PATHS", "/dev/zero"), ("MPISTRATEGY_TIMEOUT", "9" * 5000),
+    ("MPISTRATEGY_PATHS", "{folder}/pipe"), ("MPISTRATEGY_PATHS", "/dev/zero"),
+    ("MPISTRATEGY_TIMEOUT_SECONDS", "9" * 5000),
     ("MPISTRATEGY_TRACE", "{folder}/pipe"), ("MPISTRATEGY_RUN_DIR", "/dev/full"), ("MPISTRATEGY_CHECK", "\x1b[2J"),
     ("XDG_CACHE_HOME", "x" * 5000),
 ]  # fmt: skip

@@ -70,7 +70,7 @@ def test_thread():
 def session(launch: Launch, folder: Path, text: str, *options: str) -> Finished:
     (folder / "test_it.py").write_text(HEAD + text)
     command = ["-m", "pytest", "-p", "no:cacheprovider", "--color=no", *options, "test_it.py"]
-    return launch(2, command, cwd=folder, env={"MPISTRATEGY_TIMEOUT": str(TIMEOUT)}, timeout=90)
+    return launch(2, command, cwd=folder, env={"MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT)}, timeout=90)
 
 
 def lines_of(text: str, rank: int) -> str:

@@ -68,7 +68,7 @@ def roll_call(
     end = "The ranks that wait raise RemoteError" if contained else "The job ends with status 124"
     lines.append(
         f"{end}. Work that one rank does for long on purpose: `with "
-        "strategy.expect_long(seconds)`; a longer limit: MPISTRATEGY_TIMEOUT."
+        "strategy.expect_long(seconds)`; a longer limit: MPISTRATEGY_TIMEOUT_SECONDS."
     )
     return "\n".join(lines)
 

@@ -11,6 +11,7 @@ import launching
 import pytest
 
 import mpistrategy
+from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.job import environment
 from mpistrategy.options import is_on
 
@@ -22,7 +23,8 @@ TEXTS = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
 def test_the_tables_have_the_variables_that_the_package_reads() -> None:
     read = {name for text in TEXTS.values() for name in re.findall(r"\bMPISTRATEGY_[A-Z]+(?:_[A-Z]+)*\b", text)}
     assert {name for name in read if not name.startswith(("MPISTRATEGY_TEST", "MPISTRATEGY_GPU_LANE"))} == {
-        *environment.VARIABLES
+        *environment.VARIABLES,
+        *environment.FORMER_NAMES,
     }
     readme = (ROOT.parent / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"(?m)^\| `(MPISTRATEGY_\w+)` \|", readme)) == {*environment.VARIABLES}
@@ -47,15 +49,25 @@ def test_switches(text: str, on: bool) -> None:
 
 def test_a_variable_that_nobody_reads_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_told", set())
-    monkeypatch.setenv("MPISTRATEGY_TIMEOUTS", "60")
-    with pytest.warns(
-        mpistrategy.errors.OptionWarning, match="MPISTRATEGY_TIMEOUTS .*  Did you mean 'MPISTRATEGY_TIMEOUT'"
-    ) as told:
+    monkeypatch.setenv("MPISTRATEGY_TIMEOUT_SECOND", "60")
+    near = "MPISTRATEGY_TIMEOUT_SECOND .*  Did you mean 'MPISTRATEGY_TIMEOUT_SECONDS'"
+    with pytest.warns(mpistrategy.errors.OptionWarning, match=near) as told:
         environment.warn_of_unknown()
     assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         environment.warn_of_unknown()
+
+
+def test_the_former_name_of_a_variable_is_read_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.delenv("MPISTRATEGY_TIMEOUT_SECONDS", raising=False)
+    monkeypatch.setenv("MPISTRATEGY_TIMEOUT", "7")
+    assert timeouts.chosen() == 7
+    with pytest.warns(mpistrategy.errors.OptionWarning, match="is now called MPISTRATEGY_TIMEOUT_SECONDS"):
+        environment.warn_of_unknown()
+    monkeypatch.setenv("MPISTRATEGY_TIMEOUT_SECONDS", "8")
+    assert timeouts.chosen() == 8
 
 
 @pytest.mark.each_mpi

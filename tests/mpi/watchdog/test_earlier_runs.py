@@ -211,7 +211,7 @@ def test_a_job_that_was_killed(launch: Launch, tmp_path: Path, job: Mapping[str,
 
 @pytest.mark.each_mpi
 def test_a_job_that_ended_with_a_roll_call(launch: Launch, tmp_path: Path) -> None:
-    late = launch(2, HANGS, env={"MPISTRATEGY_TIMEOUT": "2"}, cwd=tmp_path)
+    late = launch(2, HANGS, env={"MPISTRATEGY_TIMEOUT_SECONDS": "2"}, cwd=tmp_path)
     assert late.returncode != 0
     (left,) = left_in(tmp_path)
     assert f"{left}/rank-*.txt" in late.stderr

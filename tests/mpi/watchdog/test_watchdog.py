@@ -114,7 +114,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[launching.
     def job(what: str) -> tuple[launching.Finished, Path]:
         folder = folders[what]
         path = launching.program(PROGRAM, folder)
-        environment = {"MPISTRATEGY_TIMEOUT": str(TIMEOUT)}
+        environment = {"MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT)}
         return launching.launch(3, [*CASES[what][0], path, what], env=environment, cwd=folder), folder
 
     with ThreadPoolExecutor(3) as pool:
@@ -202,7 +202,7 @@ strategy.close()
 @pytest.mark.parametrize("what", ["making", "closing"])
 def test_a_strategy_is_watched_from_its_first_step_to_its_last(what: str, launch: Launch, tmp_path: Path) -> None:
     path = launching.program(BEFORE_AND_AFTER, tmp_path)
-    job = launch(2, [path, what], env={"MPISTRATEGY_TIMEOUT": "3"}, cwd=tmp_path, timeout=30)
+    job = launch(2, [path, what], env={"MPISTRATEGY_TIMEOUT_SECONDS": "3"}, cwd=tmp_path, timeout=30)
     assert job.returncode == 124, job
     where = {"making": "MirroredStrategy", "closing": r"Strategy\.close"}[what]
     assert re.search(rf"rank 0: waits in #\d+ {where} ", job.stderr), job
@@ -349,20 +349,20 @@ def test_one_call_may_have_a_limit_of_its_own(what: str, launch: Launch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "expected"),
+    ("variable", "flag", "value", "expected"),
     [
-        ("MPISTRATEGY_TIMEOUT", "-1", "seconds >= 0"),
-        ("MPISTRATEGY_TIMEOUT", "soon", "seconds >= 0"),
-        ("MPISTRATEGY_CHECK", "sometimes", '"always" or "first" or "off"'),
+        ("MPISTRATEGY_TIMEOUT_SECONDS", "--timeout", "-1", "seconds >= 0"),
+        ("MPISTRATEGY_TIMEOUT_SECONDS", "--timeout", "soon", "seconds >= 0"),
+        ("MPISTRATEGY_CHECK", "--check", "sometimes", '"always" or "first" or "off"'),
     ],
 )
 def test_a_malformed_setting_is_refused_on_every_rank(
-    variable: str, value: str, expected: str, launch: Launch, tmp_path: Path
+    variable: str, flag: str, value: str, expected: str, launch: Launch, tmp_path: Path
 ) -> None:
     job = launch(2, "import mpistrategy as ms\nms.MirroredStrategy()\n", env={variable: value}, cwd=tmp_path)
     assert job.returncode == 1, job
     assert re.search(rf"OptionError: {variable}: found '{value}'; expected {expected}", job.stderr), job
-    refused = launch(2, [*RUN, f"--{variable.partition('_')[2].lower()}", value, "x.py"], cwd=tmp_path)
+    refused = launch(2, [*RUN, flag, value, "x.py"], cwd=tmp_path)
     assert refused.returncode == 2, refused
     assert expected in refused.stderr
 
