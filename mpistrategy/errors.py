@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 __all__ = [
     "AggregationError",
@@ -91,6 +91,8 @@ class RankCall:
 class MpiStrategyError(Exception):
     """Base of every error that mpistrategy raises on purpose.
 
+    A pickle or a copy has the text and the attributes that are public.
+
     Attributes:
         where, found, expected, fix: the parts of the text; "" where it was not built of parts, as a table is not.
         rank: the rank whose mistake it is, where the other ranks raise the error because of it; else None.
@@ -113,6 +115,10 @@ class MpiStrategyError(Exception):
         error = cls(f"{text} {fix}" if fix else text)
         error.where, error.found, error.expected, error.fix = where, found, expected, fix
         return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Whether the other ranks of this process's strategies know the error means nothing elsewhere.
+        return type(self), self.args, {name: kept for name, kept in vars(self).items() if not name.startswith("_")}
 
 
 class ContextError(MpiStrategyError, RuntimeError):

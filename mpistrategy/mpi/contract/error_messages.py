@@ -12,7 +12,7 @@ from mpistrategy.errors import DeviceError, MpiStrategyError
 from mpistrategy.mpi.contract.call_sites import Site
 from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
 from mpistrategy.mpi.contract.check_level import Sparingly
-from mpistrategy.mpi.contract.failures import Failures, remote
+from mpistrategy.mpi.contract.failures import Failure, Failures, in_words
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report
 
 E = TypeVar("E", bound=BaseException)
@@ -30,7 +30,7 @@ class TellsErrors(ABC):
     _channel: ControlChannel | None
     _rank: int
     closed: bool
-    broken: str
+    broken: Failure | None
     is_comparing: bool
     late: tuple[MpiStrategyError, int] | None
     _sparingly: Sparingly | None
@@ -79,23 +79,24 @@ class TellsErrors(ABC):
         if self.failures is not None:
             self.failures.break_off(where, error)
         elif self.is_comparing:
-            self.stop(f"rank {self._rank} failed in {where}: {type(error).__name__}: {error}")
+            self.stop(Failure(in_words(error), self._rank, where))
             if isinstance(error, Exception) and self.give_up is not None:
                 self.give_up(error)
 
     @property
     def is_broken(self) -> bool:
         """Whether some rank takes no more calls after a failure, so that this rank must not wait for it."""
-        return bool(self.broken) or (self.failures is not None and self.failures.left_by() is not None)
+        return self.broken is not None or (self.failures is not None and self.failures.left_by() is not None)
 
     def remote_error(self) -> MpiStrategyError:
         """Take no more calls; return the error that says which rank has failed."""
         rank = None if self.failures is None else self.failures.left_by()
         if self.failures is not None and rank is not None:
             return self.failures.remote_error(rank)
-        return remote(self.broken)
+        assert self.broken is not None
+        return self.broken.as_error()
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: Failure) -> None:
         """Take no more calls: it is not known which messages are under way."""
         self.broken = self.broken or reason
         self.closed = True
@@ -122,12 +123,11 @@ class TellsErrors(ABC):
         if self.failures is not None:
             self.failures.look(agreed=False)
         elif self.late is not None and self.is_told_late:
-            self.stop(str(self.late[0]))
+            self.stop(Failure(str(self.late[0])))
             raise self.mark_told(self.late[0])
 
     def leave_with(self, error: BaseException) -> None:
         """Tell the other ranks of an error that has ended this rank's program; wait for them where that is needed."""
-        name, text = type(error).__name__, str(error)
         if self.failures is not None:
             self.failures.break_off("its program, which has ended", error)
         elif self._channel is not None:
@@ -137,14 +137,15 @@ class TellsErrors(ABC):
                     break
                 time.sleep(pause)
             if not answer:
-                self.gather_reports(Report({LEFT: "its program has ended"}, "its end", name, text, unseen=self.unseen))
-        self.stop(f"rank {self._rank} has ended: {name}: {text}")
+                ended = {LEFT: "its program has ended"}
+                self.gather_reports(Report(ended, "its end", type(error).__name__, str(error), unseen=self.unseen))
+        self.stop(Failure(in_words(error), self._rank))
 
-    def hear_of_ends(self, reports: Sequence[Report]) -> str:
-        """Take no more calls if a rank has ended with an error; return which and how, else ""."""
+    def hear_of_ends(self, reports: Sequence[Report]) -> Failure | None:
+        """Take no more calls if a rank has ended with an error; return which and how, else None."""
         for rank, report in enumerate(reports):
             if LEFT in report.call and report.error:
-                self.stop(f"rank {rank} has ended: {report.error}: {report.text}")
+                self.stop(Failure(f"{report.error}: {report.text}" if report.text else report.error, rank))
         return self.broken
 
     def report_failure(self, where: str, error: BaseException) -> None:

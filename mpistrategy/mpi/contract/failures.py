@@ -8,9 +8,9 @@ goes on: it has the data that it needs.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from mpistrategy.arrays.dtypes import Array
@@ -18,13 +18,40 @@ from mpistrategy.errors import MpiStrategyError, RemoteError
 
 #: How much memory each rank needs.
 BYTES = 1024
-_NUMBERS = 4
+_NUMBERS = 5
 _TEXT_FROM = 8 * _NUMBERS
 _LONGEST_TEXT = BYTES - _TEXT_FROM
-_FAILED, _BROKEN, _ORIGIN, _LENGTH = range(_NUMBERS)
+_FAILED, _BROKEN, _ORIGIN, _WHERE, _LENGTH = range(_NUMBERS)
 #: How long a rank that knows of a failure goes on waiting for the counters of the others.
 PATIENCE_SECONDS = 2.0
 NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a strategy takes no more calls.
+
+    Attributes:
+        error: the name and the text of the error.
+        rank: which rank raised it; None where it is of no single rank.
+        where: the call that raised it; "" for a program that has ended.
+    """
+
+    error: str
+    rank: int | None = None
+    where: str = ""
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return self.error
+        return f"rank {self.rank} {f'failed in {self.where}' if self.where else 'has ended'}: {self.error}"
+
+    def as_error(self) -> RemoteError:
+        """Return the error that tells the other ranks of it."""
+        error = RemoteError(f"{self}. {NO_MORE_CALLS}")
+        if self.rank is not None:
+            error.rank, error.error = self.rank, self.error
+        return error
 
 
 class _Memory(Protocol):
@@ -47,14 +74,14 @@ class Failures:
 
     Attributes:
         agreements: as above.
-        on_broken: called with the reason when this rank takes no more calls.
+        on_broken: called when this rank takes no more calls, with the reason.
         agreed_at: the number of the first agreement of the public call that this rank is in; None before it.
         late: the error that the watchdog makes this rank raise where it waits, and the number of that agreement.
     """
 
     def __init__(self, memory: _Memory, agreements: Callable[[], int]) -> None:
         self.agreements = agreements
-        self.on_broken: Callable[[str], object] = lambda reason: None
+        self.on_broken: Callable[[Failure], object] = lambda reason: None
         self._rank = memory.local_rank
         self._fence = memory.fence
         self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
@@ -71,13 +98,13 @@ class Failures:
 
     def tell(self, where: str, error: BaseException) -> None:
         """Tell the ranks that wait for this rank's data in a call that all have agreed on."""
-        self._write(f"{where}: {_in_words(error)}", self._rank)
+        self._write(Failure(in_words(error), self._rank, where))
         self._numbers[self._rank][_FAILED] = self.agreements() + 1  # 0: never
 
     def break_off(self, where: str, error: BaseException) -> None:
         """Tell the other ranks that this rank takes no more calls: how far it came with the last one is not known."""
         if not self._is_broken:
-            self._break(f"{where}: {_in_words(error)}", self._rank)
+            self._break(Failure(in_words(error), self._rank, where))
 
     def look(self, *, agreed: bool) -> None:
         """Raise RemoteError if this rank waits for one that has failed.
@@ -111,43 +138,34 @@ class Failures:
 
     def remote_error(self, rank: int) -> MpiStrategyError:
         """Take no more calls; return the error that tells of another rank's failure."""
-        numbers = self._numbers[rank]
-        text = bytes(self._texts[rank][: numbers[_LENGTH]]).decode(errors="replace")
-        origin = int(numbers[_ORIGIN])
+        numbers, text = self._numbers[rank], self._texts[rank]
+        first, last = numbers[_WHERE], numbers[_LENGTH]
+        where, error = (bytes(part).decode(errors="replace") for part in (text[:first], text[first:last]))
+        failure = Failure(error, int(numbers[_ORIGIN]), where)
         if not self._is_broken:
-            self._break(text, origin)
-        return remote(_of(origin, text))
+            self._break(failure)
+        return failure.as_error()
 
     def _concerns(self, rank: int, first: float) -> bool:
         numbers = self._numbers[rank]
         return rank != self._rank and bool(numbers[_BROKEN] or numbers[_FAILED] > first)
 
-    def _break(self, text: str, origin: int) -> None:
-        self._write(text, origin)
+    def _break(self, failure: Failure) -> None:
+        self._write(failure)
         self._numbers[self._rank][_BROKEN] = 1
         self._is_broken = True
-        self.on_broken(_of(origin, text))
+        self.on_broken(failure)
 
-    def _write(self, text: str, origin: int) -> None:
-        mine, data = self._numbers[self._rank], text.encode()[:_LONGEST_TEXT]
+    def _write(self, failure: Failure) -> None:
+        where = failure.where.encode()[: _LONGEST_TEXT // 2]
+        mine, data = self._numbers[self._rank], (where + failure.error.encode())[:_LONGEST_TEXT]
         self._texts[self._rank][: len(data)] = data
-        mine[_LENGTH], mine[_ORIGIN] = len(data), origin
+        mine[_WHERE], mine[_LENGTH] = len(where), len(data)
+        mine[_ORIGIN] = self._rank if failure.rank is None else failure.rank
         if self._fence is not None:
             self._fence()
 
 
-def remote(reason: str) -> RemoteError:
-    """Return the error that tells of another rank's failure; `reason` is such as ``rank 2 failed in barrier: ...``."""
-    error = RemoteError(f"{reason}. {NO_MORE_CALLS}")
-    known = re.match(r"rank (\d+) (?:failed in|has ended: )(?:[^:]*: )??(\w+(?::.*)?)$", reason, re.DOTALL)
-    if known is not None:
-        error.rank, error.error = int(known[1]), known[2]
-    return error
-
-
-def _of(rank: int, text: str) -> str:
-    return f"rank {rank} failed in {text}"
-
-
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """Return the name and the text of an error, as ``KeyError: 'x'``."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -29,7 +29,7 @@ from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, Sparingly
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
-from mpistrategy.mpi.contract.failures import Failures
+from mpistrategy.mpi.contract.failures import Failure, Failures
 from mpistrategy.mpi.contract.flight_recorder import WHAT, FlightRecord
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, is_late, mismatch
 from mpistrategy.mpi.contract.signature import Digests, Signature
@@ -82,8 +82,8 @@ class Guard(TellsErrors):
         if failures is not None:
             failures.on_broken = self.stop
         self.contains_errors = contains_errors
-        #: Why this guard takes no more calls after a failure; "" before.
-        self.broken = ""
+        #: Why this guard takes no more calls after a failure; None before.
+        self.broken: Failure | None = None
         #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
         self.late: tuple[MpiStrategyError, int] | None = None
         #: Whether this rank has sent its digest and has no answer yet.

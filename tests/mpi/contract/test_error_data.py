@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from replicas import RANK, SIZE, gather_texts, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi.contract.failures import remote
+from mpistrategy.mpi.contract.failures import BYTES, Failure, Failures
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -75,19 +76,53 @@ def test_a_rank_that_cannot_make_the_call(strategy: ms.MirroredStrategy) -> None
 
 
 @pytest.mark.parametrize(
-    ("reason", "rank", "error"),
+    ("failure", "text"),
     [
-        ("rank 2 failed in Strategy.reduce: KeyboardInterrupt: Ctrl-C", 2, "KeyboardInterrupt: Ctrl-C"),
-        ("rank 0 has ended: KeyError: 'x'", 0, "KeyError: 'x'"),
-        ("rank 13 failed in barrier: ValueError", 13, "ValueError"),
-        ("rank 1 failed in a wait: RuntimeError: two\nlines: here", 1, "RuntimeError: two\nlines: here"),
-        ("nobody knows", None, ""),
+        (Failure("KeyboardInterrupt: Ctrl-C", 2, "Strategy.reduce"), "rank 2 failed in Strategy.reduce: KeyboardInt"),
+        (Failure("KeyError: 'x'", 0), "rank 0 has ended: KeyError: 'x'"),
+        (Failure("ValueError", 13, "a: b"), "rank 13 failed in a: b: ValueError"),
+        (Failure("RuntimeError: two\nlines: here", 1, "a wait"), "rank 1 failed in a wait: RuntimeError: two\nlines"),
     ],
 )
-def test_a_failure_after_the_agreement(reason: str, rank: int | None, error: str) -> None:
-    told = remote(reason)
-    assert (told.rank, told.error) == (rank, error)
-    assert str(told).startswith(f"{reason}. This strategy takes no more calls.")
+def test_a_failure_after_the_agreement(failure: Failure, text: str) -> None:
+    told = failure.as_error()
+    assert (told.rank, told.error) == (failure.rank, failure.error)
+    assert str(told).startswith(text)
+    assert "This strategy takes no more calls." in str(told)
+    nobodys = Failure("a late mistake").as_error()
+    assert (nobodys.rank, nobodys.error) == (None, "")
+
+
+@dataclass
+class Memory:
+    """The memory of a node, as one rank sees it."""
+
+    local_rank: int
+    segments: Sequence[Any]
+    fence: None = None
+
+
+@pytest.mark.one_rank
+def test_what_travels_through_memory_is_the_failure() -> None:
+    segments = [np.zeros(BYTES, np.uint8) for _ in range(3)]
+    first, second, third = (Failures(Memory(rank, segments), lambda: 7) for rank in range(3))
+    second.break_off("reduce: of mine", RuntimeError("two\nlines: here"))
+    for other in (first, third):
+        told = other.remote_error(other.left_by() or 0)
+        assert (told.rank, getattr(told, "error", "")) == (1, "RuntimeError: two\nlines: here")
+        assert str(told).startswith("rank 1 failed in reduce: of mine: RuntimeError: two\nlines: here. ")
+    first.tell("x" * 2 * BYTES, ValueError("y" * 2 * BYTES))
+
+
+@several
+def test_a_pickle_has_public_data_only(strategy: ms.MirroredStrategy) -> None:
+    error = raised(lambda: strategy.reduce("SUM", "text" if RANK == SIZE - 1 else 1.0))
+    marks = [name for name in vars(error) if name.startswith("_")]
+    assert marks
+    for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert not [name for name in vars(again) if name.startswith("_")]
+        assert (type(again), str(again), again.rank) == (type(error), str(error), error.rank)
+    assert still_works(strategy)
 
 
 @several
