@@ -243,10 +243,11 @@ class CollectiveMismatchError(MpiStrategyError, RuntimeError):
     Raised on every rank before any data moved; the text is a table rank -> call.
 
     Attributes:
-        calls: what each rank did, by rank; the same on all ranks.  Empty where the ranks differ in something else than
-            a call, such as the rows of their datasets, or wait for each other in different strategies.
+        calls: what each rank did, by rank; the same on all ranks.  Where ranks wait for each other in different
+            strategies: the call and the site of those that this rank sees.  Empty where the ranks differ in something
+            else than a call, such as the rows of their datasets.
         differ: the fields in which the calls differ: "call", "op", "structure", "values" (dtypes and shapes),
-            "destination", "options", "name", "place".
+            "destination", "options", "name", "place"; or "strategy", where each waits in another one.
     """
 
     calls: Mapping[int, RankCall] = {}

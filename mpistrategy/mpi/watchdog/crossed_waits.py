@@ -9,11 +9,12 @@ A rank with several threads may wait in several strategies at a time, in any ord
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from mpistrategy.errors import CollectiveMismatchError
+from mpistrategy.errors import CollectiveMismatchError, RankCall
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.status_board import RankStatus
 
@@ -53,7 +54,7 @@ def find(groups: Sequence[Group], rank: int, now: float) -> tuple[Group, Collect
         there = known.get(peer.strategy)
         for_me = peer.has_all_ranks if there is None else not there.was_met_by(rank, peer.rank)
         if waits and for_me and not mine.was_met_by(peer.rank, rank):
-            return mine, CollectiveMismatchError(_in_words(groups, mine, peer))
+            return mine, _error(groups, mine, peer)
     return None
 
 
@@ -62,14 +63,21 @@ def _statuses(groups: Sequence[Group]) -> Iterator[RankStatus]:
         yield from group.board.read()
 
 
-def _in_words(groups: Sequence[Group], mine: Group, peer: RankStatus) -> str:
+def _error(groups: Sequence[Group], mine: Group, peer: RankStatus) -> CollectiveMismatchError:
     told = {status.rank: status.text for status in _statuses(groups) if status.rank in mine.ranks and status.process}
     told[peer.rank] = peer.text
-    rows = [f"  rank {rank}: {told[rank]}" for rank in sorted(told)]
-    return "\n".join(
-        [
-            "ranks wait for each other in different strategies, or in the making of one",
-            *rows,
-            "Nothing was sent. Make every rank make and use its strategies in the same order.",
-        ]
-    )
+    lines = [
+        "ranks wait for each other in different strategies, or in the making of one",
+        *(f"  rank {rank}: {told[rank]}" for rank in sorted(told)),
+        "Nothing was sent. Make every rank make and use its strategies in the same order.",
+    ]
+    error = CollectiveMismatchError("\n".join(lines))
+    error.calls = {rank: _as_data(told[rank]) for rank in sorted(told)}
+    error.differ = ("strategy",)
+    return error
+
+
+def _as_data(text: str) -> RankCall:
+    """Return the call and its site of a status such as ``in #7 Strategy.reduce SUM float64[3] at train.py:12``."""
+    call = re.match(r"in #\d+ (\S+)", text)
+    return RankCall(call=call[1] if call else "", site=text.rpartition(" at ")[2])

@@ -63,6 +63,8 @@ try:
     print(f"rank {rank} has heard nothing", flush=True)
 except (ms.errors.CollectiveMismatchError, ms.errors.RemoteError) as error:
     print(f"rank {rank} after {time.monotonic() - began:.1f} s: {type(error).__name__}: {error}", flush=True)
+    if not error.rank and type(error) is ms.errors.CollectiveMismatchError:
+        print(f"differ in {error.differ}: {error.calls[1].call} at {error.calls[1].site}", flush=True)
 """
 
 
@@ -79,6 +81,9 @@ def test_ranks_that_wait_for_each_other_raise(launch: Launch, tmp_path: Path, wh
     assert set(told) >= {"0", "1", "2"}, job
     assert "CollectiveMismatchError" in told.values(), job
     assert "ranks wait for each other in different strategies, or in the making of one\n  rank 0: in #" in job.stdout
+    assert re.search(
+        r"differ in \('strategy',\): (Strategy|ReplicaContext|MirroredStrategy)\S* at .*:\d+", job.stdout
+    ), job
     assert re.search(
         r"\n  rank 1: in #\d+ (Strategy|ReplicaContext|MirroredStrategy)\S* .*program_\w+\.py:\d+", job.stdout
     )
