@@ -133,7 +133,7 @@ def read_traces(folder: Path, count: int, dice: random.Random) -> Figures:
 
 VARIABLES = (
     *(f"MPISTRATEGY_{name}" for name in ("CHECK", "CUDA_AWARE", "FULL_TRACEBACK", "GPU_PATH", "INJECT", "NVTX")),
-    *(f"MPISTRATEGY_{name}" for name in ("PATHS", "PROGRESS", "RUN_DIR", "TIMEOUT", "TRACE", "ALONE")),
+    *(f"MPISTRATEGY_{name}" for name in ("PATHS", "PROGRESS", "RUN_DIR", "TIMEOUT_SECONDS", "TRACE", "ALONE")),
     *("XDG_CACHE_HOME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_LOCALID"),
 )  # fmt: skip
 #: What somebody may set a variable to; {folder} has a pipe, a file, and a file of thresholds that is none.

@@ -25,7 +25,7 @@ from mpistrategy.mpi.contract.error_messages import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks
-from mpistrategy.mpi.watchdog import reports
+from mpistrategy.mpi.watchdog import error_files, reports
 from mpistrategy.options import is_on
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
@@ -84,6 +84,8 @@ class _Watch:
         status: int = 1,
     ) -> None:
         self.say(in_words(kind, error, trace))
+        if path := error_files.write(error, self.rank):
+            self.say(f"The error as data: {path}")
         self.say(f"{kind.__name__} was not caught{where}: {_ENDS}")
         self.abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else status)
 

@@ -27,8 +27,8 @@ from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, Ran
 STATUS = 124
 #: How long the watchdog waits for the ranks of its node, and for the other nodes.
 _NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
-#: How long writing may take.
-_FILE_SECONDS = 2.0
+#: How long writing a file may take.
+FILE_SECONDS = 2.0
 #: How long ending the job by MPI may take.
 _END_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
@@ -54,7 +54,7 @@ def answer(
     try:
         _call_the_roll(groups, status, rank, size)
         if end is not None:
-            _within(_END_SECONDS, lambda: end(STATUS))
+            within(_END_SECONDS, lambda: end(STATUS))
     except Exception as error:  # an error in here must not keep the job from ending
         _say(f"[rank {rank}/{size}] ", f"a collective is late, and mpistrategy could not say where: {error!r}")
     finally:
@@ -78,7 +78,7 @@ def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], ra
     began = time.monotonic()
     widest = max(groups, key=lambda group: len(group.ranks))
     _set_state(groups, ALARMED)
-    _within(_FILE_SECONDS, widest.alarm)
+    within(FILE_SECONDS, widest.alarm)
     title = f"[rank {rank}/{size}] "
     where = _write_record(widest, groups, rank, title)
     mine = replace(status(), state=ANSWERED)
@@ -90,11 +90,11 @@ def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], ra
         text = _text(widest, began, where, last_calls)
         if text:
             _say(title, text)
-            _within(_FILE_SECONDS, lambda: widest.publish(text))
+            within(FILE_SECONDS, lambda: widest.publish(text))
             _forward()
         _set_state(groups, CALLED)
     else:
-        _until(lambda: widest.board.state() >= CALLED, began + _NODES_SECONDS + 2 * _FILE_SECONDS)
+        _until(lambda: widest.board.state() >= CALLED, began + _NODES_SECONDS + 2 * FILE_SECONDS)
     _say(title, reports.failed_tests())
     _flush_output()
     _forward()
@@ -105,7 +105,7 @@ def _write_record(widest: Group, groups: Sequence[Group], rank: int, title: str)
     guards = [group.guard for group in groups]
     text = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
     written: list[bool] = []
-    _within(_FILE_SECONDS, lambda: written.append(widest.directory.write(f"rank-{rank}.txt", text)))
+    within(FILE_SECONDS, lambda: written.append(widest.directory.write(f"rank-{rank}.txt", text)))
     if any(written):
         return f"Each rank's stacks and its last collectives: {widest.directory.path}/rank-*.txt"
     _say(title, text)
@@ -125,11 +125,11 @@ def _text(widest: Group, began: float, where: str, last_calls: Mapping[int, str]
     now = time.monotonic()
     accounts = [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
     if widest.nodes > 1:
-        _within(_FILE_SECONDS, lambda: widest.tell(accounts))
+        within(FILE_SECONDS, lambda: widest.tell(accounts))
         _until(lambda: _all_final(widest) or widest.is_published(), began + _NODES_SECONDS)
         others = widest.others()
         if any(final and node < widest.node for node, final, _ in others):
-            _until(widest.is_published, time.monotonic() + _FILE_SECONDS + _NODE_SECONDS)
+            _until(widest.is_published, time.monotonic() + FILE_SECONDS + _NODE_SECONDS)
             return ""
         accounts += [account for _, _, told in others for account in told]
     known = {account.status.rank for account in accounts}
@@ -159,7 +159,7 @@ def _until(ready: Callable[[], bool], end: float) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _within(seconds: float, work: Callable[[], object]) -> None:
+def within(seconds: float, work: Callable[[], object]) -> None:
     """Do something that may never return; wait at most so many seconds."""
 
     def quietly() -> None:
@@ -177,7 +177,7 @@ def _say(title: str, text: str) -> None:
 
 def _forward() -> None:
     """Give the launcher time to read what was written, before anything ends."""
-    reports.wait_until_read(_FILE_SECONDS)
+    reports.wait_until_read(FILE_SECONDS)
     time.sleep(_FORWARDING_SECONDS)
 
 
@@ -185,4 +185,4 @@ def _flush_output() -> None:
     """Flush what the program has printed."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            _within(0.5, stream.flush)
+            within(0.5, stream.flush)

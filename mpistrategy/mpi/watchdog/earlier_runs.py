@@ -29,7 +29,9 @@ _NAME = re.compile(
     r"mpistrategy-run(?:-(\d{1,18}))?(?:-(\d{1,18}))?(?:-r(\d{1,9}))?-([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{4}"
 )
 #: What may be in one: what the watchdogs write, while they write it as well.
-_OURS = re.compile(r"(?:alarm|node-\d{1,9}\.json|rank-\d{1,9}\.txt|roll-call\.txt)(?:\.\d{1,9}\.new)?")
+_OURS = re.compile(
+    r"(?:alarm|error-\d{1,9}\.json|node-\d{1,9}\.json|rank-\d{1,9}\.txt|roll-call\.txt)(?:\.\d{1,9}\.new)?"
+)
 _REPORT = "mpistrategy-last-report"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_REPORT_BYTES, _MOST_RECORD_BYTES = 2**24, 2**20
@@ -158,9 +160,11 @@ def _remove(place: int, name: str) -> None:
 
 
 def _report_in(folder: int) -> bytes:
-    """Return the roll call and the records of the ranks in a run directory, one after the other; their beginnings."""
-    names = [name for name in os.listdir(folder) if run_directory.RECORD.fullmatch(name)]
-    names.sort(key=lambda name: int(re.findall(r"\d+", name)[0]))
+    """Return the roll call, and what the ranks wrote in a run directory, one after the other; their beginnings."""
+    written = os.listdir(folder)
+    names = []
+    for kind in (run_directory.ERROR, run_directory.RECORD):
+        names += sorted(filter(kind.fullmatch, written), key=lambda name: int(re.findall(r"\d+", name)[0]))
     told, left = [], _MOST_REPORT_BYTES
     for name in (run_directory.ROLL_CALL, *names):
         with contextlib.suppress(OSError):

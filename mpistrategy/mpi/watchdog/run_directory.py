@@ -20,9 +20,11 @@ from mpistrategy import own_files
 VARIABLE = "MPISTRATEGY_RUN_DIR"
 #: The beginning of their names.
 PREFIX = "mpistrategy-run-"
-#: What is in them: what a node tells the others, and the records that stay after a collective was late.
+#: What is in them: what a node tells the others, and what stays after a
+#: collective was late, or an error of several ranks has ended the job.
 NODE_FILE = re.compile(r"node-([0-9]{1,9})\.json")
 RECORD = re.compile(r"rank-([0-9]{1,9})\.txt")
+ERROR = re.compile(r"error-([0-9]{1,9})\.json")
 ROLL_CALL = "roll-call.txt"
 MOST_BYTES = 2**24
 _PATIENCE_SECONDS = 1.0

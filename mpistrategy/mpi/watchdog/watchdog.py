@@ -65,6 +65,10 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
                 self._thread.start()
 
+    def groups(self) -> list[Group]:
+        """Return the groups that are watched."""
+        return list(self._groups.values())
+
     def group_of(self, guard: Guard) -> Group | None:
         """Return the group of `guard`; None where it is not watched."""
         return self._groups.get(guard)
@@ -103,7 +107,7 @@ class Watchdog:
         if os.getpid() != self.pid:
             return  # a forked child sees the board, too, but must not write there
         self._expected = until
-        for group in list(self._groups.values()):
+        for group in self.groups():
             group.board.expect(until)
 
     def _run(self) -> None:
@@ -131,11 +135,11 @@ class Watchdog:
             return not self._groups
 
     def _tick(self) -> float:
-        limits = [group.limit for group in list(self._groups.values())]
+        limits = [group.limit for group in self.groups()]
         return min(max(min(limits, default=math.inf) / 10, _SHORTEST_TICK), _LONGEST_TICK)
 
     def _look(self, now: float) -> None:
-        groups = list(self._groups.values())
+        groups = self.groups()
         if not groups:
             return
         status = self._status(now, groups)

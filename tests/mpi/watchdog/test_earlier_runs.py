@@ -121,7 +121,9 @@ def test_the_last_reports_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = made(tmp_path, name_of_ended(), "roll-call.txt", "rank-0.txt")
-    second = made(tmp_path, name_of_ended(), "node-0.json", "rank-10.txt", "rank-9.txt", "roll-call.txt")
+    second = made(
+        tmp_path, name_of_ended(), "node-0.json", "rank-10.txt", "rank-9.txt", "roll-call.txt", "error-0.json"
+    )
     empty = made(tmp_path, name_of_ended(), "node-0.json")
     for path, when in ((first, 1), (second, 2), (empty, 3)):
         os.utime(path, (when, when))
@@ -129,7 +131,13 @@ def test_the_last_reports_are_kept(
     assert os.listdir(tmp_path) == ["mpistrategy-last-report.txt"]
     kept = tmp_path / "mpistrategy-last-report.txt"
     text = kept.read_text()
-    words = f"What {second.name} held", "what roll-call.txt says", "== rank-9.txt", "what rank-10.txt says"
+    words = (
+        f"What {second.name} held",
+        "what roll-call.txt says",
+        "what error-0.json says",
+        "== rank-9.txt",
+        "what rank-10.txt says",
+    )
     more = f"What {first.name} held", "what rank-0.txt says"
     places = [text.index(each) for each in (*words, *more)]
     assert places == sorted(places), "the newest is the first"
