@@ -20,7 +20,7 @@ from mpistrategy.errors import RemoteError
 from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import account_of, roll_call
+from mpistrategy.mpi.watchdog.roll_call import Account, account_of, as_data, roll_call
 from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, RankStatus
 
 #: The status of a job that a late collective has ended, as of `timeout`.
@@ -87,10 +87,15 @@ def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], ra
     _until(lambda: all(each.state >= ANSWERED for each in widest.board.read()), began + _NODE_SECONDS)
     if widest.board.state() < CALLED and _speaks(widest, rank):
         last_calls = {each: text for group in groups for each, text in group.last_calls().items()}
-        text = _text(widest, began, where, last_calls)
-        if text:
+        accounts = _accounts(widest, began, last_calls)
+        if accounts:
+            unknown = sorted({*widest.ranks} - {account.status.rank for account in accounts})
+            contained = widest.guard.contains_errors
+            text = roll_call(accounts, unknown, len(widest.ranks), where, contained=contained)
             _say(title, text)
             within(FILE_SECONDS, lambda: widest.publish(text))
+            data = {"ranks": as_data(accounts), "unknown": unknown}
+            within(FILE_SECONDS, lambda: widest.directory.write_error("timeout", text, rank, data))
             _forward()
         _set_state(groups, CALLED)
     else:
@@ -117,8 +122,8 @@ def _speaks(widest: Group, rank: int) -> bool:
     return rank == min(answered, default=rank)
 
 
-def _text(widest: Group, began: float, where: str, last_calls: Mapping[int, str]) -> str:
-    """Return the roll call; "" where another node calls it."""
+def _accounts(widest: Group, began: float, last_calls: Mapping[int, str]) -> list[Account]:
+    """Return what is known of the ranks; nothing where another node calls the roll."""
     lines = widest.board.read()
     silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
     _ask_for_stacks(lines)
@@ -130,11 +135,9 @@ def _text(widest: Group, began: float, where: str, last_calls: Mapping[int, str]
         others = widest.others()
         if any(final and node < widest.node for node, final, _ in others):
             _until(widest.is_published, time.monotonic() + FILE_SECONDS + _NODE_SECONDS)
-            return ""
+            return []
         accounts += [account for _, _, told in others for account in told]
-    known = {account.status.rank for account in accounts}
-    unknown = [each for each in widest.ranks if each not in known]
-    return roll_call(accounts, unknown, len(widest.ranks), where, contained=widest.guard.contains_errors)
+    return accounts
 
 
 def _all_final(widest: Group) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from mpistrategy.errors import CollectiveMismatchError, RemoteError, ReplicasDivergedError
@@ -28,17 +27,16 @@ def write(error: BaseException, rank: int) -> str:
     if not isinstance(error, _KINDS) or not groups:
         return ""
     widest = max(groups, key=lambda group: len(group.ranks))
-    name, written = f"error-{rank}.json", []
+    paths: list[str] = []
     if rank == min((status.rank for status in widest.board.read() if status.process), default=rank):
-        text = json.dumps(as_data(error, rank), indent=1)
-        within(FILE_SECONDS, lambda: written.append(widest.directory.write(name, text)))
-    return f"{widest.directory.path}/{name}" if any(written) else ""
+        kind = type(error).__name__
+        within(FILE_SECONDS, lambda: paths.append(widest.directory.write_error(kind, str(error), rank, _data(error))))
+    return next(iter(paths), "")
 
 
-def as_data(error: CollectiveMismatchError | ReplicasDivergedError | RemoteError, rank: int) -> dict[str, Any]:
-    """Return what a file says of an error: its class and text, which rank wrote it, and its public attributes."""
-    data: dict[str, Any] = {"class": type(error).__name__, "text": str(error), "written_by": rank}
-    data |= {name: kept for name, kept in vars(error).items() if not name.startswith("_")}
+def _data(error: BaseException) -> dict[str, Any]:
+    """Return the public attributes of an error, as JSON has them."""
+    data = {name: kept for name, kept in vars(error).items() if not name.startswith("_")}
     if isinstance(error, CollectiveMismatchError):
         data["calls"] = {number: dataclasses.asdict(call) for number, call in error.calls.items()}
     return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,19 @@ class Account:
     status: RankStatus
     age: float
     silent: str = ""
+
+
+def as_data(accounts: Sequence[Account]) -> dict[int, dict[str, object]]:
+    """Return by rank: where it is, how long it has waited (0: not), how long it may, and why it is silent."""
+    return {
+        each.status.rank: {
+            "text": each.status.text,
+            "waited_seconds": round(each.status.waited, 3),
+            "timeout_seconds": each.status.limit if math.isfinite(each.status.limit) else None,
+            "silent": each.silent,
+        }
+        for each in sorted(accounts, key=lambda account: account.status.rank)
+    }
 
 
 def roll_call(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from mpistrategy import own_files
 
@@ -62,6 +64,12 @@ class RunDirectory:
             return self._works and self._write(name, text)
         finally:
             self._lock.release()
+
+    def write_error(self, kind: str, text: str, rank: int, data: Mapping[str, Any]) -> str:
+        """Write ``error-RANK.json``: an error's class, its text, which rank writes, and more; return the path or ""."""
+        name = f"error-{rank}.json"
+        told = {"class": kind, "text": text, "written_by": rank, **data}
+        return os.path.join(self.path, name) if self.write(name, json.dumps(told, indent=1)) else ""
 
     def _write(self, name: str, text: str) -> bool:
         try:

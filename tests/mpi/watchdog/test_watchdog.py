@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
@@ -143,6 +144,11 @@ def test_a_late_collective_ends_the_job_and_says_why(
     (records,) = folder.glob("mpistrategy-run-*")
     called = (records / "roll-call.txt").stat().st_mtime - float((folder / "odd").read_text())
     assert called < TIMEOUT + ALLOWED
+    (told,) = (json.loads(path.read_text()) for path in records.glob("error-*.json"))
+    assert (told["class"], told["text"]) == ("timeout", (records / "roll-call.txt").read_text()), told
+    assert [*told["ranks"]] == ["0", "1", "2"]
+    assert all(told["ranks"][rank]["waited_seconds"] > 0 and not told["ranks"][rank]["silent"] for rank in "02"), told
+    assert what not in ("stopped", "holding") or told["ranks"]["1"]["silent"], told
     for rank in {0, 1, 2} - ({1} if what in ("stopped", "holding") else set()):
         record = (records / f"rank-{rank}.txt").read_text()
         assert "thread MainThread (most recent call last):" in record
