@@ -84,6 +84,9 @@ class GradientAccumulator(Created):
         self._sums: list[Array] = []
         self._dtypes: list[np.dtype[Any]] = []
 
+    def __repr__(self) -> str:
+        return f"<GradientAccumulator with {self._count} of {self.steps} steps>"
+
     def add(self, gradients: Sequence[Any]) -> list[Array] | None:
         """Add one step's gradients; local.
 

@@ -110,6 +110,12 @@ def test_a_copy_is_another_optimizer_or_an_error(strategy: ms.MirroredStrategy) 
     assert int(optimizer.iterations) == int(copied.iterations) == 1  # type: ignore[arg-type]
 
 
+def test_the_repr_of_an_accumulator_says_how_far_it_is() -> None:
+    accumulator = ms.gradients.GradientAccumulator(steps=3)
+    accumulator.add([np.ones(2)])
+    assert repr(accumulator) == "<GradientAccumulator with 1 of 3 steps>"
+
+
 def test_reprs_of_metrics_say_what_this_rank_has(strategy: ms.MirroredStrategy) -> None:
     with strategy.scope():
         loss = ms.metrics.Mean("loss")
