@@ -20,7 +20,8 @@ from mpistrategy.input.iterators import END
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.variables.mirrored_check import digest, ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.variables.mirrored_check import digest
 
 WARN, RAISE, OFF = "warn", "raise", "off"
 WHERE = "experimental_distribute_dataset"

@@ -1,4 +1,4 @@
-"""How public objects show themselves."""
+"""How public objects show themselves, and how ranks are told."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import inspect
 import sys
 from collections.abc import Iterable
 from typing import get_type_hints
+
+_MOST_RANGES = 8
 
 
 def in_words(made: object) -> str:
@@ -30,3 +32,16 @@ def show_as(module: str, names: Iterable[str]) -> None:
             shown.__annotations__ = get_type_hints(shown)  # as long as the names in them are found
         if inspect.isclass(shown) or inspect.isfunction(shown):
             shown.__module__ = module
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ranks as text: ``rank 3``, ``ranks 0-2, 5``; of many the first."""
+    ordered, ranges = sorted(ranks), list[list[int]]()
+    for rank in ordered:
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in ranges[:_MOST_RANGES]]
+    more = f", ... ({len(ordered)} in all)" if len(ranges) > _MOST_RANGES else ""
+    return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(texts)}{more}"

@@ -17,12 +17,13 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import VariableSynchronization
 from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.variable import Variable
 
-#: The most variables, groups of ranks and ranges of ranks that a report names.
-_MOST_ROWS, _MOST_GROUPS, _MOST_RANGES = 10, 4, 8
+#: The most variables and groups of ranks that a report names.
+_MOST_ROWS, _MOST_GROUPS = 10, 4
 #: The most bytes that are hashed or copied at once: signals are handled between two pieces.
 _PIECE_BYTES = 2**24
 #: An x87 extended double uses 10 of its 12 or 16 bytes; the others are undefined.
@@ -224,16 +225,3 @@ def _in_words(groups: _Groups) -> str:
     shown = [f"{ranks_in_words(ranks)}: {one:016x}" for one, ranks in list(groups.items())[:_MOST_GROUPS]]
     more = [f"and {len(groups) - len(shown)} more"] if len(groups) > len(shown) else []
     return f"no majority; digests of {', '.join([*shown, *more])}"
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as text: ``rank 3``, ``ranks 0-2, 5``."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:_MOST_RANGES]]
-    more = f", ... ({len(ranks)} in all)" if len(ranges) > _MOST_RANGES else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(texts)}{more}"

@@ -16,9 +16,10 @@ from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, gather_texts, outcome
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.testing import run_replicas
 from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
-from mpistrategy.variables.mirrored_check import digest, ranks_in_words
+from mpistrategy.variables.mirrored_check import digest
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)

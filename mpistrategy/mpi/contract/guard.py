@@ -372,4 +372,7 @@ class Guard(TellsErrors):
         if is_late(reports):
             # A message that was sent and not received would be taken for the next data.
             self.closed = self.is_spoiled = True
-        raise self.mark_told(mismatch(reports))
+        error = mismatch(reports)
+        if self._rank != next(rank for rank, report in enumerate(reports) if LEFT not in report.call):
+            error.__dict__[OF_ANOTHER_RANK] = True  # one rank's print says it all
+        raise self.mark_told(error)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from mpistrategy.errors import CollectiveMismatchError, RankCall
 from mpistrategy.mpi.contract.call_sites import without_columns
+from mpistrategy.objects.shown import ranks_in_words
 
 _SHOWN = 160
+_MOST_ROWS = 56
 #: The only key in the words of a rank that has ended; its value says why.
 LEFT = "left"
 
@@ -82,16 +84,19 @@ def _as_data(call: Words, site: str) -> RankCall:
 
 
 def table(reports: Sequence[Report]) -> str:
-    """Return the calls of all ranks as a table, with the fields in which they differ."""
+    """Return the calls of all ranks as a table of at most 64 lines, with the fields in which they differ.
+
+    Ranks that make the same call from the same place share a row.
+    """
     late = _first_divergence(reports)
     if late is not None:
         return late
     calls = [report.call for report in reports]
     different = _different(calls)
-    left = [str(rank) for rank, call in enumerate(calls) if LEFT in call]
+    left = [rank for rank, call in enumerate(calls) if LEFT in call]
     head = "the ranks do not make the same call"
     if left:
-        head += f"; rank{'s' * (len(left) > 1)} {', '.join(left)} left"
+        head += f"; {ranks_in_words(left)} left"
     if different or not left:
         head += f"; they differ in: {', '.join(different) or 'nothing'}"
     lines = [head, *_rows(calls, different, [report.site for report in reports])]
@@ -114,15 +119,17 @@ def _different(calls: Sequence[Words]) -> list[str]:
 def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]) -> list[str]:
     made = [call for call in calls if LEFT not in call]
     starts = {name: _first_difference([call.get(name, "-") for call in made]) for name in different}
-    rows = []
+    told: dict[str, list[int]] = {}
     for rank, (call, site) in enumerate(zip(calls, sites, strict=True)):
         if LEFT in call:
-            rows.append(f"  rank {rank} left: {call[LEFT]}")
+            told.setdefault(f" left: {call[LEFT]}", []).append(rank)
             continue
         shown = {name: _cut(call.get(name, "-"), starts.get(name, 0)) for name in ("call", *different)}
         words = "  ".join(f"{name}={value}" for name, value in shown.items())
-        rows.append(f"  rank {rank}: {words}  at {site}")
-    return rows
+        told.setdefault(f": {words}  at {site}", []).append(rank)
+    rows = [f"  {ranks_in_words(ranks)}{words}" for words, ranks in told.items()]
+    more = sum(map(len, list(told.values())[_MOST_ROWS:]))
+    return [*rows[:_MOST_ROWS], f"  and {more} more ranks, in other ways"] if more else rows
 
 
 def _earlier_calls(reports: Sequence[Report]) -> tuple[int, list[Words]] | None:

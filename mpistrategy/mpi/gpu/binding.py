@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu.inventory import Gpu, Sight
-from mpistrategy.mpi.job.launcher import ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
 
 _WHERE = "MirroredStrategy"
 _NO_GPUS = 'for CPUs leave devices out, or give devices="cpu"'

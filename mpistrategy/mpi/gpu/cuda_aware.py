@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.mpi.job.launcher import ranks_in_words
 from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import NO_WORDS, YES_OR_NO, YES_WORDS, is_on
 
 #: The user's decision: 1 or 0.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.job.launcher import ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import DeviceArray

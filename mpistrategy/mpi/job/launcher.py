@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.watchdog import earlier_runs
 from mpistrategy.mpi.watchdog.local_process import stat_of
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import is_on
 
 #: Set to 1 to start several programs of one rank each on purpose.
@@ -335,9 +336,3 @@ def _compare(values: Sequence[str], what: str, fix: str, where: str) -> None:
     ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)}
     shown = "; ".join(f"{value} on {ranks_in_words(members)}" for value, members in ranks.items())
     raise LaunchError.at(where, found=f"different {what}: {shown}", expected="the same on all ranks", fix=fix)
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0, 1``; of many the first."""
-    first = ", ".join(map(str, ranks[:8]))
-    return f"rank{'s' * (len(ranks) > 1)} {first}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

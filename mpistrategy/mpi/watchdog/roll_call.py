@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mpistrategy.mpi.watchdog.gpu_progress import FAILED
 from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus
+from mpistrategy.objects.shown import ranks_in_words
 
 _MOST_ROWS = 64
 
@@ -58,7 +59,7 @@ def roll_call(
     missing = [each.status.rank for each in accounts if each.silent or not each.status.waited] + list(unknown)
     failed = [account.status.rank for account in accounts if FAILED in account.status.text]
     told = (
-        f"a collective has failed on a GPU: rank {_numbers(failed)}"
+        f"a collective has failed on a GPU: {ranks_in_words(failed)}"
         if failed
         else "a collective is late: no rank waits for another one, and a GPU does not come to it"
         if not late.status.waited
@@ -72,10 +73,11 @@ def roll_call(
     if len(accounts) > _MOST_ROWS:
         lines.append(f"  and {len(accounts) - _MOST_ROWS} more ranks that wait")
     if unknown:
-        numbers = _numbers(sorted(unknown))
-        lines.append(f"  nothing is known of rank {numbers}: no strategy connects it yet, or its node is silent")
+        lines.append(
+            f"  nothing is known of {ranks_in_words(unknown)}: no strategy connects it yet, or its node is silent"
+        )
     if missing:
-        lines.append(f"{len(waiting)} of {size} ranks wait; not come: rank {_numbers(missing)}.")
+        lines.append(f"{len(waiting)} of {size} ranks wait; not come: {ranks_in_words(missing)}.")
     else:
         lines.append(f"All {size} ranks wait: in calls that do not fit together, or for a network that has stopped.")
     lines.append(records)
@@ -85,11 +87,6 @@ def roll_call(
         "strategy.expect_long(seconds)`; a longer limit: MPISTRATEGY_TIMEOUT_SECONDS."
     )
     return "\n".join(lines)
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_ROWS]))
-    return shown + (f" and {len(ranks) - _MOST_ROWS} more" if len(ranks) > _MOST_ROWS else "")
 
 
 def _most_telling(accounts: Sequence[Account]) -> Sequence[Account]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mpistrategy.mpi.job.launcher import ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.telemetry.tracing.chrome import title
 from mpistrategy.telemetry.tracing.recordings import MOST_DAMAGED, Interval, Recording
 from mpistrategy.telemetry.tracing.timeline import Timeline

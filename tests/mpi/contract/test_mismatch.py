@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import launching
 import numpy as np
 import pytest
 from replicas import RANK, RANKS, SIZE, context, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import CommunicationOptions, errors
+from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, mismatch
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -252,3 +254,32 @@ def test_a_closed_strategy_says_so(strategy: ms.Strategy) -> None:
             assert issubclass(end.error, errors.MpiStrategyError), end.text
             assert "close" in end.text
     assert still_works(strategy)
+
+
+@pytest.mark.one_rank
+def test_a_table_of_many_ranks_is_short_and_its_data_whole() -> None:
+    shapes = [3 if rank != 4711 else 4 for rank in range(10_000)]
+    reports = [Report({"call": "Strategy.reduce", "values": f"float64[{each}]"}, "train.py:7") for each in shapes]
+    reports[9_998:] = [Report({LEFT: "its program has ended"}, "its end") for _ in range(2)]
+    error = mismatch(reports)
+    assert str(error).splitlines()[:4] == [
+        "the ranks do not make the same call; ranks 9998, 9999 left; they differ in: values",
+        "  ranks 0-4710, 4712-9997: call=Strategy.reduce  values=float64[3]  at train.py:7",
+        "  rank 4711: call=Strategy.reduce  values=float64[4]  at train.py:7",
+        "  ranks 9998, 9999 left: its program has ended",
+    ]
+    assert len(error.calls) == 10_000
+    apart = [Report({"call": "Strategy.reduce", "values": f"float64[{rank}]"}, "x.py:7") for rank in range(10_000)]
+    lines = str(mismatch(apart)).splitlines()
+    assert len(lines) <= 64
+    assert lines[-3] == "  and 9944 more ranks, in other ways"
+
+
+@pytest.mark.one_rank
+@pytest.mark.each_mpi
+def test_one_rank_prints_what_all_raise(launch: Callable[..., launching.Finished]) -> None:
+    program = "import mpistrategy as ms\ns = ms.MirroredStrategy()\ns.reduce('SUM', [1.0] * (2 + (s.rank == 2)))\n"
+    job = launch(4, program)
+    assert job.returncode != 0, job
+    assert job.stderr.count("the ranks do not make the same call") == 1, job
+    assert "[rank 0/4]   ranks 0, 1, 3: call=Strategy.reduce" in job.stderr

@@ -168,7 +168,7 @@ TOO_FEW: dict[str, tuple[list[Sight], list[int], list[str]]] = {
     "more ranks than GPUs": (
         [seeing(FOUR)] * 6,
         [0] * 6,
-        ["ranks 0, 1, 2, 3, 4, 5 on n0 with 4 GPUs between them: GPU-a0, GPU-a1", "at most 4 ranks"],
+        ["ranks 0-5 on n0 with 4 GPUs between them: GPU-a0, GPU-a1", "at most 4 ranks"],
     ),
     "on the second node": (
         [seeing(FOUR)] * 2 + [seeing(SECOND[:1], host="n1")] * 2,
@@ -178,7 +178,7 @@ TOO_FEW: dict[str, tuple[list[Sight], list[int], list[str]]] = {
     "all are shown the same one": (
         [seeing(FOUR[:1])] * 4,
         [0] * 4,
-        ["ranks 0, 1, 2, 3 on n0 with 1 GPU", "no CUDA_VISIBLE_DEVICES"],
+        ["ranks 0-3 on n0 with 1 GPU", "no CUDA_VISIBLE_DEVICES"],
     ),
     "two of four are shown the same one": (
         [seeing([FOUR[i]]) for i in (0, 1, 1, 3)],
@@ -190,7 +190,7 @@ TOO_FEW: dict[str, tuple[list[Sight], list[int], list[str]]] = {
     "three for two, one for itself": (
         [seeing(FOUR[:2])] * 3 + [seeing(FOUR)],
         [0] * 4,
-        ["ranks 0, 1, 2 on n0 with 2 GPUs between them: GPU-a0, GPU-a1", "at most 2 ranks"],
+        ["ranks 0-2 on n0 with 2 GPUs between them: GPU-a0, GPU-a1", "at most 2 ranks"],
     ),
 }
 
@@ -219,7 +219,7 @@ def test_ranks_that_share_go_round() -> None:
 @pytest.mark.parametrize(
     ("sights", "texts"),
     [
-        ([NONE] * 3, ["found CuPy is not installed on ranks 0, 1, 2 (n0)", "Install the CuPy"]),
+        ([NONE] * 3, ["found CuPy is not installed on ranks 0-2 (n0)", "Install the CuPy"]),
         ([seeing(FOUR), NONE], ["CuPy is not installed on rank 1 (n0)"]),
         ([NONE, replace(NONE, host="n1")], ["on ranks 0, 1 (n0 and 1 more nodes)"]),
         (
@@ -506,7 +506,7 @@ def test_a_job_whose_ranks_would_share_a_gpu_ends(launch: Callable[..., launchin
     job = launch(3, JOB.format(tests=str(Path(__file__).parents[2])), timeout=30)
     assert job.returncode == 1
     assert "went on" not in job.stdout
-    assert "ranks 0, 1, 2 on" in job.stderr
+    assert "ranks 0-2 on" in job.stderr
     assert "with 1 GPU between them: GPU-one" in job.stderr
 
 
@@ -521,6 +521,6 @@ def test_pretended_replicas_share_the_gpus_of_their_process() -> None:
             return str(refusal)
 
     with pretended("GPU-0", "GPU-1"):
-        assert all("ranks 0, 1, 2" in text for text in run_replicas(lambda: program("gpu"), 3))
+        assert all("ranks 0-2" in text for text in run_replicas(lambda: program("gpu"), 3))
         assert run_replicas(lambda: program("shared"), 3) == ["GPU:0", "GPU:1", "GPU:0"]
         assert run_replicas(lambda: program("gpu"), 2) == ["GPU:0", "GPU:1"]

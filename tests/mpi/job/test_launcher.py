@@ -274,8 +274,8 @@ def test_ranks_that_fit() -> None:
     ("changes", "what"),
     [
         ({1: {"mpistrategy": "2.0"}}, "different versions of mpistrategy: 1.0 on ranks 0, 2, 3; 2.0 on rank 1"),
-        ({3: {"python": "3.12"}}, "different versions of Python: 3.11 on ranks 0, 1, 2; 3.12 on rank 3"),
-        ({0: {"size": 2}}, "different numbers of ranks: 2 on rank 0; 4 on ranks 1, 2, 3"),
+        ({3: {"python": "3.12"}}, "different versions of Python: 3.11 on ranks 0-2; 3.12 on rank 3"),
+        ({0: {"size": 2}}, "different numbers of ranks: 2 on rank 0; 4 on ranks 1-3"),
         ({1: {"local_size": 1}}, "rank 1 counting 1 ranks on the node of rank 0"),
         ({1: {"leader": 2}}, "rank 0 counting 2 ranks on the node of rank 0"),
         ({0: {"leader": 1}, 1: {"leader": 0}}, "rank 0 counting"),

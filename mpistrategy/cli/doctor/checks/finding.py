@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mpistrategy.cli.doctor.facts.facts import Facts
-from mpistrategy.mpi.job.launcher import ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
 
 OK, NOTE, BAD = VERDICTS = ("ok", "note", "bad")  # from the best on
 

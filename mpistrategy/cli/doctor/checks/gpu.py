@@ -10,7 +10,7 @@ from mpistrategy.errors import DeviceError, MpiStrategyError
 from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, Answer, weakest
 from mpistrategy.mpi.gpu.inventory import Sight
-from mpistrategy.mpi.job.launcher import ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
 
 
 def gpus(job: Job) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, groups, in_words, odd_ones
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
-from mpistrategy.mpi.job.launcher import ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
 
 _ONE_ENVIRONMENT = "Give all nodes one environment: the same venv, container or modules"
 _PARTS = ("python", "mpistrategy", "numpy", "mpi4py", "library")

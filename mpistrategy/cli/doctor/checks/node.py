@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count, mebibytes
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
-from mpistrategy.mpi.job.launcher import ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
 
 
 def nodes(job: Job) -> Iterator[Finding]:

@@ -14,8 +14,8 @@ from mpistrategy.cli.doctor.checks.finding import count
 from mpistrategy.cli.doctor.report.privacy import covered, veil
 from mpistrategy.cli.doctor.running_job import node_view, run_files, slurm_job
 from mpistrategy.cli.doctor.running_job.run_files import SILENT_SECONDS, Seen
-from mpistrategy.mpi.job.launcher import ranks_in_words
 from mpistrategy.mpi.watchdog import run_directory
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.own_files import printable
 
 #: From here on waiting is worth a word; or from a tenth of the timeout on.

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from mpistrategy.mpi.gpu.cuda_aware import Answer, weakest
 from mpistrategy.mpi.interface.gpu_transport import PathName
-from mpistrategy.mpi.job.launcher import ranks_in_words
+from mpistrategy.objects.shown import ranks_in_words
 
 _BY_MPI = ("mpi", "staged")
 
