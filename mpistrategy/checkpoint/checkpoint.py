@@ -17,7 +17,7 @@ from mpistrategy.checkpoint.state import State, strategy_of
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.settings import Settable, Setting
+from mpistrategy.objects.settings import Setting
 from mpistrategy.strategy.strategy import Strategy
 
 __all__ = ["Checkpoint", "Restored", "Saving", "Stateful"]
@@ -43,7 +43,7 @@ class Stateful(Protocol):
         """Take over a state that `state_dict` returned, with arrays of this rank's own; what it returns is ignored."""
 
 
-class Checkpoint(Settable):
+class Checkpoint:
     """The state of some objects: saved whole or not at all, restored on any number of ranks.
 
     Make it on all ranks with the same names for the same objects.  Make it in `strategy.scope()`, unless variables

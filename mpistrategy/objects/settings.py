@@ -127,3 +127,47 @@ def checked_switch(where: str, name: str, value: Any) -> bool:
 def switch() -> Setting[bool]:
     """Return a setting that is True or False."""
     return Setting(checked_switch)
+
+
+def positive(number: float) -> bool:
+    """Return whether a number is above 0."""
+    return number > 0
+
+
+def not_negative(number: float) -> bool:
+    """Return whether a number is 0 or above."""
+    return number >= 0
+
+
+def number(expected: str, fits: Callable[[float], bool]) -> Setting[float]:
+    """Return a setting that is a finite number."""
+    return Setting(lambda where, name, value: checked_number(where, name, value, expected, fits))
+
+
+def rate() -> Setting[float]:
+    """Return a setting that is a positive number."""
+    return number("a positive number", positive)
+
+
+def decay() -> Setting[float]:
+    """Return a setting that is a number from 0 to below 1."""
+    return number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+
+
+def amount() -> Setting[float]:
+    """Return a setting that is a number from 0 on."""
+    return number("a number from 0 on", not_negative)
+
+
+def limit() -> Setting[float | None]:
+    """Return a setting that is a positive number or None."""
+
+    def check(where: str, name: str, value: Any) -> float | None:
+        return None if value is None else checked_number(where, name, value, "a positive number or None", positive)
+
+    return Setting(check)
+
+
+def steps() -> Setting[int]:
+    """Return a setting that is a number of steps, from 0 on."""
+    return Setting(lambda where, name, value: checked_count(where, name, value, least=0))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, TypedDict, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.objects.nearest import did_you_mean
-from mpistrategy.objects.settings import Setting, checked_count, checked_number
+from mpistrategy.objects.settings import Setting, checked_number
 from mpistrategy.options import ReduceOp
 from mpistrategy.training.nonfinite import checked_policy
 from mpistrategy.variables.variable import Variable
@@ -96,50 +96,6 @@ def set_old_names(optimizer: object, old: Mapping[str, Any]) -> None:
             continue
         hint = f"; write {attribute.right!r}" if isinstance(attribute, Misnamed) else ""
         raise TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}")
-
-
-def positive(number: float) -> bool:
-    """Return whether a number is above 0."""
-    return number > 0
-
-
-def not_negative(number: float) -> bool:
-    """Return whether a number is 0 or above."""
-    return number >= 0
-
-
-def number(expected: str, fits: Callable[[float], bool]) -> Setting[float]:
-    """Return a setting that is a finite number."""
-    return Setting(lambda where, name, value: checked_number(where, name, value, expected, fits))
-
-
-def rate() -> Setting[float]:
-    """Return a setting that is a positive number."""
-    return number("a positive number", positive)
-
-
-def decay() -> Setting[float]:
-    """Return a setting that is a number from 0 to below 1."""
-    return number("a number from 0 to below 1", lambda value: 0 <= value < 1)
-
-
-def amount() -> Setting[float]:
-    """Return a setting that is a number from 0 on."""
-    return number("a number from 0 on", not_negative)
-
-
-def limit() -> Setting[float | None]:
-    """Return a setting that is a positive number or None."""
-
-    def check(where: str, name: str, value: Any) -> float | None:
-        return None if value is None else checked_number(where, name, value, "a positive number or None", positive)
-
-    return Setting(check)
-
-
-def steps() -> Setting[int]:
-    """Return a setting that is a number of steps, from 0 on."""
-    return Setting(lambda where, name, value: checked_count(where, name, value, least=0))
 
 
 def counter() -> Setting[Variable | None]:

@@ -22,7 +22,7 @@ from mpistrategy.errors import ContextError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import Created, NotPickled
-from mpistrategy.objects.settings import Settable, Setting
+from mpistrategy.objects.settings import Settable, Setting, limit, rate, steps
 from mpistrategy.options import ReduceOp, VariableAggregation
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
@@ -70,7 +70,6 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
     Attributes:
         iterations: the number of steps made, a variable; None before the first.  May be set before that, to another
             variable that counts.
-        latest_path: how the latest step was made: "sliced", "plain", "buckets" or "skipped"; "" before the first.
         skipped_steps: how many steps changed nothing because gradients were not finite.
 
     All settings may be changed between steps, on all ranks alike; they are checked then as in the constructor.
@@ -87,14 +86,13 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
     #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
     only_named_rows: ClassVar[bool] = False
 
-    learning_rate: Setting[float] = setting.rate()
+    learning_rate: Setting[float] = rate()
     aggregation: Setting[ReduceOp] = setting.sum_or_mean()
-    global_clipnorm: Setting[float | None] = setting.limit()
-    mirrored_check_steps: Setting[int] = setting.steps()
+    global_clipnorm: Setting[float | None] = limit()
+    mirrored_check_steps: Setting[int] = steps()
     nonfinite: Setting[str | None] = setting.policy()
     check_every: setting.Renamed[int] = setting.Renamed[int]("mirrored_check_steps")
     iterations: Setting[Variable | None] = setting.counter()
-    latest_path: str = ""
     skipped_steps: int
     lr: setting.Misnamed = setting.Misnamed("learning_rate")
     clipnorm: setting.Misnamed = setting.Misnamed("global_clipnorm")
@@ -116,7 +114,7 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
         self.mirrored_check_steps = mirrored_check_steps
         self.nonfinite = nonfinite
         setting.set_old_names(self, old)
-        self.iterations, self.skipped_steps, self._calls = None, 0, 0
+        self.iterations, self.skipped_steps = None, 0
         self._slots = Slots(where)
         self._plans = StepPlans(self._slots)
         #: What `_settings` has put into words, and the words.
@@ -155,6 +153,11 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
     def _slotted(self) -> list[Variable]:
         """Return the variables that this optimizer has slots for, in order; also where its kind keeps none."""
         return self._slots.everything()[0]
+
+    @property
+    def latest_path(self) -> str:
+        """How the latest step was made: "sliced", "plain", "buckets" or "skipped"; "" before the first."""
+        return self._plans.latest_path
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -209,10 +212,10 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
                 args = (gradients, arrays, plan, totals, call)
                 trouble = required_context(where).merge_call(self._prepare_and_make, args=args)
             if trouble and self.nonfinite == "skip":
-                self.latest_path = "skipped"
+                self._plans.latest_path = "skipped"
                 self.skipped_steps += 1
-            self._calls += 1
-            if self.mirrored_check_steps and self._calls % self.mirrored_check_steps == 0:
+            self._plans.calls += 1
+            if self.mirrored_check_steps and self._plans.calls % self.mirrored_check_steps == 0:
                 self._check_mirrored(strategy)
             if trouble and self.nonfinite == "warn":
                 warn_of(trouble, call.where, self.next_step() - 1, strategy.replica_id_in_sync_group)
@@ -220,7 +223,6 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
     def _settings(self, strategy: Strategy, where: str) -> str:
         """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""
         numbers: dict[str, Any] = {name: n for name, n in vars(self).items() if isinstance(n, (int, float))}
-        del numbers["_calls"]
         found = (numbers, self.nonfinite, self.aggregation)
         if self._told[0] != found:
             self._told = found, f"{dict(sorted(numbers.items()))}, nonfinite={found[1]}, {found[2].name}"
@@ -252,13 +254,13 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
         assert step is not None
         if isinstance(step, SlicedStep):
             step.run(gradients, kernel, self.aggregation, call)
-            self.latest_path = "sliced"
+            self._plans.latest_path = "sliced"
         else:
             totals, trouble = self._screened(step.totals(gradients, call), plan, gradients, call)
             if trouble and self.nonfinite == "skip":
                 return trouble
             step.update(totals, kernel)
-            self.latest_path = "plain"
+            self._plans.latest_path = "plain"
         plan.count[...] += 1
         return trouble
 
@@ -290,7 +292,7 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
                 call.agree("update", options="with memory for it")
         room.clear()  # the updates use this memory now
         trouble = self._update_all(results, plan, gradients if totals is None else None, call)
-        self.latest_path = "plain" if totals is None else "buckets"
+        self._plans.latest_path = "plain" if totals is None else "buckets"
         return trouble
 
     def _screened(

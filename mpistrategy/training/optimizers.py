@@ -12,10 +12,10 @@ import numpy as np
 
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.objects.settings import Setting, switch
+from mpistrategy.objects.settings import Setting, amount, decay, switch
 from mpistrategy.options import ReduceOp
 from mpistrategy.training import kernels
-from mpistrategy.training.hyperparameters import Momentum, OldNames, amount, decay
+from mpistrategy.training.hyperparameters import Momentum, OldNames
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 

@@ -155,6 +155,8 @@ class StepPlans:
 
     Attributes:
         sliced: its sliced steps and gradient arenas.
+        calls: how many steps it was asked for.
+        latest_path: see `Optimizer.latest_path`.
     """
 
     _MOST = 32
@@ -163,6 +165,8 @@ class StepPlans:
         self._slots = slots
         self._scratch = Scratch()
         self.sliced: SlicedSteps = SlicedSteps(self._scratch)
+        self.calls: int = 0
+        self.latest_path: str = ""
         self._updates: dict[int, FlatUpdate] = {}
         self._known: dict[tuple[int, ...], StepPlan] = {}
 

@@ -177,7 +177,7 @@ def test_the_word_of_the_user() -> None:
     assert said(None, {VARIABLE: "yes"}) is True
     assert said(False, {VARIABLE: "1"}) is False, "the argument comes first"
     for text in ("ja", "2", " 1", "auto", "cuda"):
-        with pytest.raises(OptionError, match=rf"{VARIABLE}: found '{text}'; expected 1 or 0"):
+        with pytest.raises(OptionError, match=rf"{VARIABLE}: found '{text}'; expected 1, on, true or yes; or 0"):
             said(None, {VARIABLE: text})
     for given in (1, "1", "yes"):
         with pytest.raises(OptionTypeError, match="True, False, or None"):
