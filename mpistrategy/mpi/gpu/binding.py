@@ -83,7 +83,9 @@ def _refuse_blind(sights: Sequence[Sight]) -> None:
     blind = [rank for rank, sight in enumerate(sights) if not sight.gpus]
     if not blind:
         return
-    reasons = {sights[rank].reason: [r for r in blind if sights[r].reason == sights[rank].reason] for rank in blind}
+    reasons: dict[str, list[int]] = {}
+    for rank in blind:
+        reasons.setdefault(sights[rank].reason, []).append(rank)
     shown = "; ".join(f"{reason} on {_on_hosts(sights, ranks)}" for reason, ranks in reasons.items())
     raise DeviceError.at(
         _WHERE, found=shown, expected="a GPU for each rank", fix=f"{sights[blind[0]].fix}; {_NO_GPUS}."

@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -309,8 +310,9 @@ def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list
     ranks = [Introduction(**{**each, "cores": tuple(each["cores"])}) for each in told]
     _compare([str(each.size) for each in ranks], "numbers of ranks", _ANOTHER_START, where)
     leaders = [each.leader for each in ranks]
+    sizes = Counter(leaders)
     for rank, each in enumerate(ranks):
-        on_node = leaders.count(each.leader)
+        on_node = sizes[each.leader]
         is_led = each.leader <= rank and leaders[each.leader] == each.leader
         if each.size != len(ranks) or each.local_size != on_node or not is_led:
             raise LaunchError.at(
@@ -333,6 +335,8 @@ _MUST_BE_EQUAL = (
 def _compare(values: Sequence[str], what: str, fix: str, where: str) -> None:
     if len(set(values)) <= 1:
         return
-    ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)}
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
     shown = "; ".join(f"{value} on {ranks_in_words(members)}" for value, members in ranks.items())
     raise LaunchError.at(where, found=f"different {what}: {shown}", expected="the same on all ranks", fix=fix)

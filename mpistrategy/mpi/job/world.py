@@ -120,12 +120,12 @@ def watch_from_now_on() -> None:
     inside = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
     peers = NodePeers(inside, channel.allgather_text)
     leaders = channel.allgather_text(peers.text_of_leader(str(world.rank)))
-    nodes = list(dict.fromkeys(leaders))
+    nodes = {leader: node for node, leader in enumerate(dict.fromkeys(leaders))}
     shared = share(status_board.BYTES, peers)
     inside.Free()
     memory = private_memory(status_board.BYTES) if isinstance(shared, str) else shared
     path = channel.allgather_text(earlier_runs.proposal())[0]
-    watch_waiting(world, guard, memory, [nodes.index(leader) for leader in leaders], path)
+    watch_waiting(world, guard, memory, [nodes[leader] for leader in leaders], path)
 
 
 @contextmanager

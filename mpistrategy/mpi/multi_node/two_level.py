@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ _TAGS = 2**12
 
 def lanes_of(node_of: Sequence[int]) -> int:
     """Return how many ranks of each node have a counterpart on every node, up to `MOST_LANES`."""
-    return min(MOST_LANES, *map(node_of.count, set(node_of)))
+    return min(MOST_LANES, *Counter(node_of).values())
 
 
 def piece_bytes_for(lanes: int, nodes: int, thresholds: Thresholds) -> int:

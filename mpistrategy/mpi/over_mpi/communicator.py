@@ -84,9 +84,9 @@ class MpiCommunicator(Collectives):
         self.local_size: int = self._peers.local_size
         leader = int(self._peers.text_of_leader(str(self.rank)))
         ranks = self._introduce(Introduction.of_this_rank(self.size, leader, self.local_size, sorted(cores())))
-        leaders = sorted({each.leader for each in ranks})
-        self.node_of: tuple[int, ...] = tuple(leaders.index(each.leader) for each in ranks)
-        self.nodes: int = len(leaders)
+        numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
+        self.node_of: tuple[int, ...] = tuple(numbers[each.leader] for each in ranks)
+        self.nodes: int = len(numbers)
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
         self.library: str = library_name(MPI.Get_library_version())
         self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -68,7 +69,7 @@ class Machine:
     @classmethod
     def of(cls, version: str, node_of: tuple[int, ...]) -> Machine:
         """Return the machine of ranks on these nodes, with what MPI says about its version."""
-        return cls(library_name(version), max(map(node_of.count, node_of)), max(node_of) + 1)
+        return cls(library_name(version), max(Counter(node_of).values()), max(node_of) + 1)
 
     @property
     def file(self) -> Path:

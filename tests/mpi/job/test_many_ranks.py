@@ -1,0 +1,56 @@
+"""What one rank does about all others when a strategy is made grows with their number, not with its square."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mpistrategy.mpi.gpu import binding
+from mpistrategy.mpi.gpu.inventory import Sight
+from mpistrategy.mpi.job.launcher import Introduction, introductions
+from mpistrategy.mpi.multi_node.two_level import lanes_of
+from mpistrategy.mpi.tuning.files import Machine
+
+pytestmark = pytest.mark.one_rank
+FEW, MANY, LOCAL = 2_000, 16_000, 8
+
+
+def texts_of(size: int) -> list[str]:
+    """Return what the ranks say of themselves, as JSON."""
+    ranks = range(size)
+    return [Introduction("0.2.0", "3.12", size, n // LOCAL * LOCAL, LOCAL, (n % LOCAL,)).text() for n in ranks]
+
+
+def blind(size: int) -> list[Sight]:
+    return [Sight(host=f"n{rank // LOCAL}", reason="CuPy is not installed", fix="Install it") for rank in range(size)]
+
+
+def nodes(size: int) -> tuple[int, ...]:
+    return tuple(rank // LOCAL for rank in range(size))
+
+
+STEPS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
+    "introductions": (texts_of, introductions),
+    "GPUs where there are none": (blind, lambda sights: binding.bind_if_possible(sights, nodes(len(sights)))),
+    "the machine of the thresholds": (nodes, lambda node_of: Machine.of("MPICH Version: 5.0.2", node_of)),
+    "lanes": (nodes, lanes_of),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_eight_times_the_ranks_are_about_eight_times_the_work(what: str) -> None:
+    prepare, work = STEPS[what]
+
+    def seconds(size: int) -> float:
+        given, took = prepare(size), []
+        for _ in range(3):
+            began = time.process_time()
+            work(given)
+            took.append(time.process_time() - began)
+        return min(took)
+
+    ratio = MANY / FEW
+    assert seconds(MANY) < 3 * ratio * seconds(FEW) + 0.01, "its square would be 8 times as much"
