@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -164,3 +165,15 @@ def _marked(mark: str) -> list[int]:
             if needle in environ.read_bytes().split(b"\0"):
                 found.append(int(environ.parent.name))
     return found
+
+
+def a_row_a_rank(report: str) -> str:
+    """Return a report with a row for each rank, where one row tells of several: ``ranks 0-2, 5: call=...``."""
+
+    def rows(match: re.Match[str]) -> str:
+        ranges = [part.partition("-")[::2] for part in match["ranks"].split(", ")]
+        ranks = [rank for first, last in ranges for rank in range(int(first), int(last or first) + 1)]
+        return "".join(f"{match['before']}rank {rank}{match['words']}{match['end']}" for rank in ranks)
+
+    row = r"(?P<before>[^\n|]*  )ranks (?P<ranks>\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)(?P<words>[^\n|]*)(?P<end>\n|\||$)"
+    return re.sub(row, rows, report)

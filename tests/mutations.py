@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import launching
 import numpy as np
 from replicas import RANK, RANKS, SIZE, context, gather_texts
 
@@ -386,7 +387,7 @@ def judged(stage: Stage, program: Sequence[Call], odd_program: Sequence[Call], o
 
 def _of_report(texts: list[str], calls: list[Call], odd: int) -> list[str]:
     """Return what is wrong with the ranks' reports: all are equal, and hold every rank's call and line."""
-    text = texts[0]
+    text = launching.a_row_a_rank(texts[0])
     faults = [] if len(set(texts)) == 1 else ["the ranks were told different things"]
     if not text.startswith("CollectiveMismatchError: "):
         faults.append("another kind of error")

@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from launching import a_row_a_rank
 from mpi4py import MPI
 
 import mpistrategy as ms
@@ -158,7 +159,7 @@ def outcomes(function: Callable[..., Any], *args: Any) -> list[Outcome]:
     try:
         text = repr(function(*args))
     except Exception as error:
-        name, text = type(error).__name__, str(error)
+        name, text = type(error).__name__, a_row_a_rank(str(error))
     results = []
     for told in gather_texts(f"{name}\0{text}"):
         kind, _, words = told.partition("\0")

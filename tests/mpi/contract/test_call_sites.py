@@ -14,6 +14,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
+from launching import a_row_a_rank
 from replicas import RANK, SIZE, OnNodes, context, still_works
 
 import mpistrategy as ms
@@ -59,7 +60,7 @@ def test_swapped_calls_are_found_on_every_rank(strategy: ms.Strategy, what: str,
             strategy.run(step)
     with pytest.raises(CollectiveMismatchError, match="differ in: place") as caught:
         strategy.run(first if RANK else second)
-    report = str(caught.value)
+    report = a_row_a_rank(str(caught.value))
     for rank in range(SIZE):
         line = line_of("the first" if rank else "the second")
         assert re.search(rf"rank {rank}: .* at {re.escape(__file__)}:{line}\n", report), report
@@ -173,7 +174,7 @@ def test_calls_of_a_helper_in_another_order_are_found(strategy: ms.Strategy, wha
         strategy.run(step, args=(False,))
     with pytest.raises(CollectiveMismatchError, match="differ in: place") as caught:
         strategy.run(step, args=(RANK == 0,))
-    report = str(caught.value)
+    report = a_row_a_rank(str(caught.value))
     for rank in range(SIZE):
         caller = line_of("the loss" if rank else "the count")
         place = rf"place=test_call_sites.py:{line_of('allsum')}:\d+ from test_call_sites.py:{caller}:\d+ from "

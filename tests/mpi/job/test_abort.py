@@ -194,7 +194,7 @@ def test_those_who_left_are_told_apart_from_those_who_differ(launch: Launch, lea
                 sys.stdout.write(f"{{rank}}: {{text}}\\n")
     """
     job = run(launch, body, 4).check()
-    reports = job.stdout.splitlines()
+    reports = [launching.a_row_a_rank(report) for report in job.stdout.splitlines()]
     stay = sorted({0, 1, 2, 3} - leavers)
     assert sorted(int(report[0]) for report in reports) == sorted(2 * stay), job
     named = f"rank{'s' * (len(leavers) > 1)} {', '.join(map(str, sorted(leavers)))} left; they differ in: collective"
