@@ -15,8 +15,8 @@ _KINDS = (CollectiveMismatchError, ReplicasDivergedError, RemoteError)
 def write(error: BaseException, rank: int) -> str:
     """Write an error that ends this rank's program; return the path, or "" where nothing was written.
 
-    All ranks raise these errors alike, so the first rank of each node writes.  Nothing here raises, and a file system
-    that hangs is waited for a short time only.
+    All ranks raise these errors alike, so the first rank of each node writes, and of different calls the first rank
+    that made one.  Nothing here raises, and a file system that hangs is waited for a short time only.
 
     Args:
         error: what was not caught.
@@ -27,8 +27,11 @@ def write(error: BaseException, rank: int) -> str:
     if not isinstance(error, _KINDS) or not groups:
         return ""
     widest = max(groups, key=lambda group: len(group.ranks))
+    writers = {min((status.rank for status in widest.board.read() if status.process), default=rank)}
+    if isinstance(error, CollectiveMismatchError):
+        writers |= {*[number for number, call in error.calls.items() if not call.left][:1]}
     paths: list[str] = []
-    if rank == min((status.rank for status in widest.board.read() if status.process), default=rank):
+    if rank in writers:
         kind = type(error).__name__
         within(FILE_SECONDS, lambda: paths.append(widest.directory.write_error(kind, str(error), rank, _data(error))))
     return next(iter(paths), "")

@@ -58,6 +58,14 @@ def test_calls_that_differ_are_told_once_a_node(launch: Launch, tmp_path: Path) 
     assert "a-word-of-the-environment" not in json.dumps(files)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_rank_that_is_still_there_writes(launch: Launch, tmp_path: Path, size: int) -> None:
+    program = "import mpistrategy as ms\ns = ms.MirroredStrategy()\ns.rank and s.reduce('SUM', 1.0)\n"
+    job = launch(size, program, cwd=tmp_path)
+    told = written(tmp_path)["error-1.json"]
+    assert (told["written_by"], told["calls"]["0"]["left"]) == (1, "its program has ended"), job
+
+
 def test_copies_that_differ(launch: Launch, tmp_path: Path) -> None:
     job = launch(2, DIVERGED, cwd=tmp_path)
     told = written(tmp_path)["error-0.json"]
