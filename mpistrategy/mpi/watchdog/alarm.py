@@ -32,6 +32,8 @@ FILE_SECONDS = 2.0
 #: How long ending the job by MPI may take.
 _END_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
+#: The longest pause between two looks at the files of other nodes, of which each node reads all.
+_LONGEST_LOOK_SECONDS = 0.5
 _FORWARDING_SECONDS = 0.3
 
 
@@ -131,10 +133,10 @@ def _accounts(widest: Group, began: float, last_calls: Mapping[int, str]) -> lis
     accounts = [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
     if widest.nodes > 1:
         within(FILE_SECONDS, lambda: widest.tell(accounts))
-        _until(lambda: _all_final(widest) or widest.is_published(), began + _NODES_SECONDS)
+        _until(lambda: _all_final(widest) or widest.is_published(), began + _NODES_SECONDS, _LONGEST_LOOK_SECONDS)
         others = widest.others()
         if any(final and node < widest.node for node, final, _ in others):
-            _until(widest.is_published, time.monotonic() + FILE_SECONDS + _NODE_SECONDS)
+            _until(widest.is_published, time.monotonic() + FILE_SECONDS + _NODE_SECONDS, _LONGEST_LOOK_SECONDS)
             return []
         accounts += [account for _, _, told in others for account in told]
     return accounts
@@ -157,9 +159,12 @@ def _set_state(groups: Sequence[Group], state: int) -> None:
         group.board.set_state(state)
 
 
-def _until(ready: Callable[[], bool], end: float) -> None:
+def _until(ready: Callable[[], bool], end: float, longest: float = _LOOK_SECONDS) -> None:
+    """Wait until `ready`, at most until `end`; the pauses between two looks grow up to `longest`."""
+    pause = _LOOK_SECONDS
     while not ready() and time.monotonic() < end:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest)
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:

@@ -23,6 +23,7 @@ from mpistrategy.mpi.watchdog.status_board import ALARMED, RankStatus, StatusBoa
 _ALARM, _ROLL_CALL = "alarm", "roll-call.txt"
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2
+_FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_SECONDS_BETWEEN_LOOKS = 5.0
 _LONGEST_SECONDS_BETWEEN_FILES = 60.0
 
@@ -66,6 +67,8 @@ class Group:
         self._looked = self._wrote = time.monotonic()
         self._told_expected = 0.0
         self._heard = False
+        #: Until when another node is known to be busy, and how long before its word is read again.
+        self._excused_until = self._pause = 0.0
         self._entry: Entry | None = None
         self._again = False
 
@@ -149,11 +152,20 @@ class Group:
             self.directory.write(_ALARM, "")
 
     def is_excused(self, now: float, limit: float) -> bool:
-        """Return whether some rank said that it would be busy, and that time and the limit are not over."""
-        if self.board.expected() + limit > now:
+        """Return whether some rank said that it would be busy, and that time and the limit are not over.
+
+        What other nodes say is read again after growing pauses, up to a tenth of the limit: all ranks of a large job
+        may ask at every tick, and each reads a file a node.
+        """
+        if self.board.expected() + limit > now or now < self._excused_until:
             return True
         busy = (told["wall"] + status["expected"] for told in self._other_nodes() for status in told["lines"])
-        return max(busy, default=-math.inf) + limit > time.time()
+        if not max(busy, default=-math.inf) + limit > time.time():
+            self._pause = 0.0
+            return False
+        self._pause = min(2 * self._pause or _FIRST_PAUSE_SECONDS, limit / 10)
+        self._excused_until = now + self._pause
+        return True
 
     def update_nodes(self, now: float) -> None:
         """On a node's first rank, when it is time: tell the other nodes about this one and look for their alarm."""
