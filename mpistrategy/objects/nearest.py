@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def did_you_mean(given: object, names: Iterable[str]) -> str:
-    """Return ``Did you mean 'MEAN'?`` for a name that is nearly one of `names`, in any letter case; else ""."""
+def did_you_mean(given: object, names: Iterable[str], least: float = 0.7) -> str:
+    """Return ``Did you mean 'MEAN'?`` for a name that is nearly one of `names`, in any letter case; else "".
+
+    Args:
+        given: what somebody wrote.
+        names: those that there are.
+        least: how alike they must be, from 0 to 1: twice the letters in common over all letters.
+    """
     if not isinstance(given, str):
         return ""
     import difflib  # here, for the quick import
 
     known = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(given.lower(), known, 1, 0.7)
+    near = difflib.get_close_matches(given.lower(), known, 1, least)
     return f"Did you mean {known[near[0]]!r}?" if near else ""

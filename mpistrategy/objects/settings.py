@@ -73,10 +73,10 @@ class Settable:
 
     def _refuse_misspelt(self, name: str) -> None:
         bases = type(self).__mro__
-        known = {known for base in bases for known in (*vars(base), *vars(base).get("__annotations__", ()))}
-        if name in known:
+        declared = {known for base in bases for known in vars(base).get("__annotations__", ())}
+        if name in declared or any(name in vars(base) for base in bases):
             return
-        fix = did_you_mean(name, (one for one in known if not one.startswith("_")))
+        fix = did_you_mean(name, (known for known in declared if not known.startswith("_")), least=0.8)
         if fix:
             kind = type(self).__name__
             raise OptionError.at(

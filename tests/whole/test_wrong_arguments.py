@@ -134,13 +134,14 @@ def test_a_trainable_of_a_variable_is_a_bool() -> None:
 
 
 class Warmed(ms.optimizers.SGD):
-    """Has attributes of its own; one is nearly a setting's."""
+    """Has attributes of its own; the one that is nearly a setting's is declared."""
 
     learning_rates: list[float]
 
     def __init__(self) -> None:
         super().__init__(0.1)
         self.learning_rates, self.warmup = [0.1, 0.2], 3
+        self.slots, self.updates, self.rate_decay = [1], 2, 0.5
 
 
 def test_a_misspelt_attribute_is_refused_and_others_are_free(manager: ms.CheckpointManager) -> None:
