@@ -175,5 +175,6 @@ def a_row_a_rank(report: str) -> str:
         ranks = [rank for first, last in ranges for rank in range(int(first), int(last or first) + 1)]
         return "".join(f"{match['before']}rank {rank}{match['words']}{match['end']}" for rank in ranks)
 
-    row = r"(?P<before>[^\n|]*  )ranks (?P<ranks>\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)(?P<words>[^\n|]*)(?P<end>\n|\||$)"
+    several = r"ranks (?P<ranks>\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)"
+    row = rf"(?m)(?P<before>(?:^|(?<=\|))[^\n|]*?  ){several}(?P<words>[^\n|]*)(?P<end>\n|\||$)"
     return re.sub(row, rows, report)
