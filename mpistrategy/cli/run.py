@@ -76,7 +76,7 @@ SETTINGS = {
         check_level.VARIABLE,
         "LEVEL",
         _checked(check_level.parse, "--check"),
-        "how often calls are compared between nodes: always, first or off",
+        "whether calls are compared between nodes: always or off",
     ),
     "--timeout": Setting(
         timeouts.VARIABLE,

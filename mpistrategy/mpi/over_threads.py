@@ -18,6 +18,7 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import line_of
+from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Pool
 from mpistrategy.mpi.interface.communicator import NodeGroups, Once
@@ -154,6 +155,7 @@ class SimulatedCommunicator:
         self.thresholds = DEFAULT
         self.mailboxes: Mailboxes | None = None
         self.result_buffers: ResultBuffers | None = None
+        self.first_message: FirstMessage | None = None
         self.pool: Pool = Pool()
         self.once: Once = Once()
 

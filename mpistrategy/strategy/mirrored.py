@@ -94,8 +94,7 @@ class MirroredStrategy(Strategy):
                     )
                 if reaction not in ("abort", "raise"):
                     raise OptionError.at(where, found=f"on_error={on_error!r}", expected='"abort" or "raise"')
-                several_nodes = ranks.nodes > 1
-                level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
+                level = check_level.chosen(check)
                 if contains_errors and check is None:
                     level = check_level.ALWAYS
                 if contains_errors and level != check_level.ALWAYS:

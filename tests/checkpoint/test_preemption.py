@@ -190,7 +190,7 @@ def test_an_arena(strategy: ms.MirroredStrategy, made: Callable[..., ms.Preempti
         arena.close()
 
 
-@pytest.mark.parametrize("level", ["always", "first", "off"])
+@pytest.mark.parametrize("level", ["always", "off"])
 @pytest.mark.parametrize("who", ["one", "all"])
 @pytest.mark.mpi(min_size=2)
 def test_between_nodes(made: Callable[..., ms.PreemptionCheckpointHandler], level: str, who: str) -> None:

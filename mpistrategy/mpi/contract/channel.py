@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from mpistrategy.arrays.dtypes import Array
+
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 _LOOKS = 8
 
@@ -24,6 +26,18 @@ class ControlChannel(Protocol):
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; call `look` now and then, which may raise, and end the wait."""
+
+
+class FirstMessage(Protocol):
+    """A channel whose comparisons also add up a few numbers of all ranks.
+
+    Attributes:
+        values: what this rank adds, float64; written before the comparison.
+        sums: the sums over the ranks after it, until the next one.
+    """
+
+    values: Array
+    sums: Array
 
 
 def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] = lambda: None) -> bool:

@@ -11,7 +11,6 @@ from typing import TypeVar
 from mpistrategy.errors import DeviceError, MpiStrategyError
 from mpistrategy.mpi.contract.call_sites import Site
 from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
-from mpistrategy.mpi.contract.check_level import Sparingly
 from mpistrategy.mpi.contract.failures import Failure, Failures, in_words
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report
 
@@ -33,7 +32,8 @@ class TellsErrors(ABC):
     broken: Failure | None
     is_comparing: bool
     late: tuple[MpiStrategyError, int] | None
-    _sparingly: Sparingly | None
+    skips: bool
+    unseen: int
     failures: Failures | None
     give_up: Callable[[BaseException], object] | None
     since: float
@@ -46,11 +46,6 @@ class TellsErrors(ABC):
     @abstractmethod
     def gather_reports(self, mine: Report) -> list[Report]:
         """Return the reports of all ranks."""
-
-    @property
-    @abstractmethod
-    def unseen(self) -> int:
-        """How many calls were not compared since the last comparison."""
 
     def fail(self, where: str, error: BaseException, *, agreed: bool) -> None:
         """Tell the other ranks of an error in a call that this rank leaves.
@@ -163,7 +158,7 @@ class TellsErrors(ABC):
                 return  # some rank has failed and takes no part
             if not told and time.monotonic() > patience_ends:
                 told = True
-                if self._sparingly is not None and self.give_up is not None:
+                if self.skips and self.give_up is not None:
                     # The other ranks may wait for data that this rank does not send.
                     self.give_up(error)
                 sys.stderr.write(
@@ -172,15 +167,12 @@ class TellsErrors(ABC):
             time.sleep(next(pauses))
         if not answer and not self.is_broken:
             site = self.here().text
-            reports = self.gather_reports(
-                Report({"call": where}, site, type(error).__name__, str(error), [], self.unseen)
-            )
+            reports = self.gather_reports(Report({"call": where}, site, type(error).__name__, str(error), self.unseen))
             self.hear_of_ends(reports)
-            if self._sparingly is not None:
-                self._sparingly.begin_anew()
-                if went_past(reports) and self.give_up is not None:
-                    # A message that this rank has not received would be taken for the next data.
-                    self.give_up(error)
+            self.unseen = 0
+            if went_past(reports) and self.give_up is not None:
+                # A message that this rank has not received would be taken for the next data.
+                self.give_up(error)
 
     def mark_told(self, error: E) -> E:
         """Mark an error that the other ranks know, or that can no longer be told."""

@@ -3,7 +3,8 @@
 Plain MPI adds two swapped Allreduces, or reads a float64 as a float32, and exits with status 0.  Here every collective
 starts with `Call.agree`, which compares a 62-bit digest of the call between the ranks: public name, operation,
 structure, dtypes, shapes, destination, and the call site or the name.  The digest travels in the mailboxes of a node,
-else in one 16-byte Allreduce.  If the digests differ, the ranks send each other their calls in words, and every rank
+else in the first message of the call
+(`mpi_channel`).  If the digests differ, the ranks send each other their calls in words, and every rank
 raises the same table.
 
 A rank that cannot make the call (there is a string among its arrays, say) sends its error in place of the digest.  The
@@ -23,15 +24,15 @@ from dataclasses import astuple
 from typing import Any, Protocol
 
 from mpistrategy import errors
-from mpistrategy.errors import CollectiveMismatchError, MpiStrategyError, RemoteError
+from mpistrategy.errors import MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently
-from mpistrategy.mpi.contract.check_level import ALWAYS, Sparingly
+from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failure, Failures
 from mpistrategy.mpi.contract.flight_recorder import WHAT, FlightRecord
-from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, is_late, mismatch
+from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, mismatch
 from mpistrategy.mpi.contract.signature import Digests, Signature
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 
@@ -110,9 +111,12 @@ class Guard(TellsErrors):
         self.all_leave = False
         #: The call site, where the program made the call in another thread.
         self.site: Site | None = None
-        #: How often calls are compared: see `mpistrategy.mpi.contract.check_level`.
+        #: Whether all calls are compared: see `mpistrategy.mpi.contract.check_level`.
         self.level: str = ALWAYS
-        self._sparingly: Sparingly | None = None
+        #: Whether calls that need no barrier are not compared.
+        self.skips: bool = False
+        #: How many calls were not compared since the last agreement.
+        self.unseen: int = 0
         #: How far this rank's GPU is with its collectives: a `gpu_progress.GpuProgress`, once there is one.
         self.gpu_progress: Any = None
         #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
@@ -125,8 +129,6 @@ class Guard(TellsErrors):
         self._is_in_child = False
         if size > 1:
             forks.close_in_children(self)
-        #: Whether messages of calls that differed may be under way; this guard takes no more calls then.
-        self.is_spoiled: bool = False
         #: Whether no plan may run without a `Call`: the guard is closed, or this rank's flag is up.
         self.must_enter: bool = False
         self._flag = 0
@@ -186,12 +188,6 @@ class Guard(TellsErrors):
         """Return what a public call raises once this guard is closed."""
         if self._is_in_child:
             return forks.refusal(where)
-        if self.is_spoiled:
-            return CollectiveMismatchError.at(
-                where,
-                found="a strategy whose ranks have made different calls, which was found late",
-                expected="the end of the program, or another strategy",
-            )
         if self.broken:
             return errors.ContextError.at(
                 where,
@@ -209,12 +205,12 @@ class Guard(TellsErrors):
         return self._digests.of(signature)[0]
 
     def check_as(self, level: str) -> None:
-        """Compare calls as often as a level of `mpistrategy.mpi.contract.check_level` says, where that costs a message.
+        """Compare all calls, or only those that need a barrier where that costs a message.
 
         All ranks set the level at the same time.
         """
         self.level = level
-        self._sparingly = None if level == ALWAYS or self._is_free else Sparingly(level)
+        self.skips = level == OFF and not self._is_free
 
     def compare_digest(self, digest: int, signature: Signature) -> None:
         """Do `compare` with a known digest, sparingly, outside every `Call`."""
@@ -249,14 +245,11 @@ class Guard(TellsErrors):
 
     def _agrees(self, digest: int, signature: Signature, *, due: bool, patiently: bool = False) -> bool:
         """Return whether all ranks make an equal call, or this call is not compared."""
-        sparingly, flag = self._sparingly, self._flag
-        if sparingly is not None:
-            number = sparingly.number_to_compare(digest, signature, due=due)
-            if number is None:
-                return True
-            digest = number
+        if self.skips and not due:
+            self.unseen += 1
+            return True
         self.comparisons += 1
-        channel = self._channel
+        flag, channel = self._flag, self._channel
         assert channel is not None
         self.is_comparing = True
         try:
@@ -270,8 +263,7 @@ class Guard(TellsErrors):
         self.is_comparing = False
         if not equal:
             return False
-        if sparingly is not None:
-            sparingly.agreed()
+        self.unseen = 0
         if flag:
             self._see_flags()
         return True
@@ -285,45 +277,22 @@ class Guard(TellsErrors):
         """Begin to tell the other ranks that this rank has ended."""
         self.leaving, self.since = True, time.monotonic()
         if self._channel is not None:
-            digest, sparingly = self._digests.of(_LEAVING)[0], self._sparingly
-            if sparingly is not None:  # finds differences in the last calls, which were not compared
-                digest = sparingly.number_to_leave_with(digest)
-            self._channel.start(digest)
+            self._channel.start(self._digests.of(_LEAVING)[0])
 
     def peers_have_left(self) -> bool | None:
         """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
         return True if self._channel is None else self._channel.finished()
 
     def tell_peers(self, why: str = "its program has ended") -> None:
-        """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again.
-
-        Raises:
-            CollectiveMismatchError: when all ranks have ended, and made different calls before.
-        """
-        reports = self.gather_reports(Report({LEFT: why}, "its end", earlier=self._pending(), unseen=self.unseen))
-        if self._sparingly is not None:
-            self._sparingly.begin_anew()
-        if self.hear_of_ends(reports):
-            return
-        if all(LEFT in report.call for report in reports):
-            raise mismatch(reports)  # their earlier calls differed
-        self.start_leaving()
+        """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
+        reports = self.gather_reports(Report({LEFT: why}, "its end", unseen=self.unseen))
+        self.unseen = 0
+        if not self.hear_of_ends(reports):
+            self.start_leaving()
 
     def _report(self, signature: Signature) -> Report:
         digest = self._digests.of(signature)[0]
-        if self._sparingly is not None:
-            digest = self._sparingly.number_compared(digest)
-        return Report(signature.describe(), self.here().text, "", "", self._pending(), self.unseen, digest)
-
-    @property
-    def unseen(self) -> int:
-        """How many calls were not compared since the last agreement."""
-        return 0 if self._sparingly is None else self._sparingly.unseen
-
-    def _pending(self) -> list[tuple[int, int, dict[str, str]]]:
-        """Return the calls since the last comparison, in words."""
-        pending = [] if self._sparingly is None else self._sparingly.pending
-        return [(number, digest, signature.describe()) for number, digest, signature in pending]
+        return Report(signature.describe(), self.here().text, "", "", self.unseen, digest)
 
     def gather_reports(self, mine: Report) -> list[Report]:
         """Return the reports of all ranks.
@@ -347,12 +316,10 @@ class Guard(TellsErrors):
         """Find out why the digests differ; raise on every rank unless it was only a flag."""
         reports = self.gather_reports(mine)
         if mine.digest is not None and all(report.digest == mine.digest for report in reports):
-            if self._sparingly is not None:
-                self._sparingly.agreed()
+            self.unseen = 0
             self._see_flags()
             return
-        if self._sparingly is not None:
-            self._sparingly.begin_anew()
+        self.unseen = 0
         if self.hear_of_ends(reports):
             raise self.mark_told(self.remote_error())
         for rank, report in enumerate(reports):
@@ -369,9 +336,6 @@ class Guard(TellsErrors):
                 if isinstance(error, RemoteError):
                     error.error = f"{report.error}: {report.text}"
                 raise self.mark_told(error)
-        if is_late(reports):
-            # A message that was sent and not received would be taken for the next data.
-            self.closed = self.is_spoiled = True
         error = mismatch(reports)
         if self._rank != next(rank for rank, report in enumerate(reports) if LEFT not in report.call):
             error.__dict__[OF_ANOTHER_RANK] = True  # one rank's print says it all

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mpistrategy.errors import CollectiveMismatchError, RankCall
-from mpistrategy.mpi.contract.call_sites import without_columns
 from mpistrategy.objects.shown import ranks_in_words
 
 _SHOWN = 160
@@ -28,7 +27,6 @@ class Report:
         site: its call site.
         error: the name of the error that kept it from making the call, and
         text: its text.
-        earlier: the calls since the last comparison, oldest first: number, digest, and the call in words.
         unseen: how many calls were not compared since the last comparison.
         digest: the number that was compared; None without a call.
     """
@@ -37,7 +35,6 @@ class Report:
     site: str
     error: str = ""
     text: str = ""
-    earlier: list[tuple[int, int, Words]] = field(default_factory=list)
     unseen: int = 0
     digest: int | None = None
 
@@ -56,13 +53,8 @@ _ALIKE = (
 def mismatch(reports: Sequence[Report]) -> CollectiveMismatchError:
     """Return what every rank raises: the table as its text, and the calls that differ as data."""
     error = CollectiveMismatchError(table(reports))
-    earlier = _earlier_calls(reports)
-    calls = [report.call for report in reports] if earlier is None else earlier[1]
-    error.differ = tuple(_different(calls))
-    error.calls = {
-        rank: _as_data(call, report.site if earlier is None else "")
-        for rank, (call, report) in enumerate(zip(calls, reports, strict=True))
-    }
+    error.differ = tuple(_different([report.call for report in reports]))
+    error.calls = {rank: _as_data(report.call, report.site) for rank, report in enumerate(reports)}
     return error
 
 
@@ -88,9 +80,6 @@ def table(reports: Sequence[Report]) -> str:
 
     Ranks that make the same call from the same place share a row.
     """
-    late = _first_divergence(reports)
-    if late is not None:
-        return late
     calls = [report.call for report in reports]
     different = _different(calls)
     left = [rank for rank, call in enumerate(calls) if LEFT in call]
@@ -102,11 +91,6 @@ def table(reports: Sequence[Report]) -> str:
     lines = [head, *_rows(calls, different, [report.site for report in reports])]
     lines.extend(_ALIKE if different == ["place"] and not left else _DIFFERENT)
     return "\n".join(lines)
-
-
-def is_late(reports: Sequence[Report]) -> bool:
-    """Return whether earlier calls differ, whose data has moved."""
-    return _first_divergence(reports) is not None
 
 
 def _different(calls: Sequence[Words]) -> list[str]:
@@ -130,38 +114,6 @@ def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]
     rows = [f"  {ranks_in_words(ranks)}{words}" for words, ranks in told.items()]
     more = sum(map(len, list(told.values())[_MOST_ROWS:]))
     return [*rows[:_MOST_ROWS], f"  and {more} more ranks, in other ways"] if more else rows
-
-
-def _earlier_calls(reports: Sequence[Report]) -> tuple[int, list[Words]] | None:
-    """Return the number of the first earlier call that differs, and what the ranks called then; None without one."""
-    logs = [report.earlier for report in reports]
-    alike = [len({digest for _, digest, _ in entries}) == 1 for entries in zip(*logs, strict=False)]
-    number = [*alike, False].index(False)
-    if number == max(map(len, logs)):
-        return None  # the present call differs
-    first = next(log[number][0] for log in logs if number < len(log))
-    return first, [
-        log[number][2] if number < len(log) else report.call for log, report in zip(logs, reports, strict=True)
-    ]
-
-
-def _first_divergence(reports: Sequence[Report]) -> str | None:
-    """Return the table of the first earlier call that differs; None without one."""
-    found = _earlier_calls(reports)
-    if found is None:
-        return None
-    first, calls = found
-    different = _different(calls)
-    now = {report.site for report in reports}
-    lines = [
-        f"the ranks did not make the same call earlier: call #{first} of this strategy differed in: "
-        f"{', '.join(different) or 'its number'}",
-        *_rows(calls, different, [without_columns(call.get("place", "?")) for call in calls]),
-        f"It is found only now ({', '.join(sorted(now))}), since calls that were seen before are compared rarely.",
-        "The data of that call and of later ones may be mixed, so this strategy takes no more calls. To stop before",
-        "data moves, set check='always' (MPISTRATEGY_CHECK=always, or mpistrategy run --check always).",
-    ]
-    return "\n".join(lines)
 
 
 def _first_difference(texts: Sequence[str]) -> int:

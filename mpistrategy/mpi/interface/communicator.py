@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array, divide_by
+from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Pool
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
@@ -65,6 +66,7 @@ class Communicator(Protocol):
         thresholds: from which size on a buffer takes which route.
         mailboxes: carry small values with the check of the call; None unless all ranks share one node's memory.
         result_buffers: shared memory in which packs are reduced and results stay; None without mailboxes.
+        first_message: adds up a few numbers with the check of the call; None where the check takes another way.
         pool: memory for results.
         once: returns what is made once for these ranks: ``once(key, make)``.
     """
@@ -81,6 +83,7 @@ class Communicator(Protocol):
     thresholds: Thresholds
     mailboxes: Mailboxes | None
     result_buffers: ResultBuffers | None
+    first_message: FirstMessage | None
     pool: Pool
     once: Once
 
@@ -171,6 +174,7 @@ class SingleCommunicator:
     thresholds: Thresholds = DEFAULT
     mailboxes: Mailboxes | None = None
     result_buffers: ResultBuffers | None = None
+    first_message: FirstMessage | None = None
     pool: Pool = field(default_factory=Pool)
     once: Once = field(default_factory=Once)
 

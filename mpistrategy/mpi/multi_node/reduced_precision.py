@@ -66,6 +66,7 @@ class _Rounding:
     """A view of a communicator whose float32 sums are rounded between the nodes."""
 
     rounds = True
+    first_message = None
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator

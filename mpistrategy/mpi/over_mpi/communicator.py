@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract import failures
-from mpistrategy.mpi.contract.channel import ControlChannel
+from mpistrategy.mpi.contract.channel import ControlChannel, FirstMessage
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
@@ -99,8 +99,10 @@ class MpiCommunicator(Collectives):
         self.once: Once = Once()
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         is_free = usual is None or usual is not self._control
+        used = None if usual is None else channel(usual)
+        self.first_message: FirstMessage | None = self._control if used is self._control else None
         self.guard: Guard = Guard(
-            None if usual is None else channel(usual),
+            used,
             self.rank,
             self.size,
             is_free=is_free,
@@ -281,6 +283,7 @@ class _Group(MpiCommunicator):
         self.thresholds = DEFAULT
         self.mailboxes: Mailboxes | None = None
         self.result_buffers: ResultBuffers | None = None
+        self.first_message: FirstMessage | None = None
         self.pipelined: PipelinedAllReduce | None = pipelined
         self.failures: Failures | None = failures
         self.pool: Pool = Pool()

@@ -1,4 +1,4 @@
-"""Between nodes calls are compared always, at first and now and then, or never; what differed is found all the same."""
+"""Between nodes every call is compared in its first message, or only those that need a barrier."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from launching import a_row_a_rank
-from replicas import RANK, RANKS, SIZE, OnNodes, context, part_of
+from replicas import RANK, RANKS, SIZE, OnNodes, context
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.mpi.contract import check_level
-from mpistrategy.mpi.contract.check_level import EVERY, Sparingly
 
 Launch = Callable[..., launching.Finished]
 ONE = np.ones(3)
@@ -60,7 +57,7 @@ def second() -> Any:
 
 
 at = pytest.mark.parametrize("apart", check_level.LEVELS, indirect=True, ids=str)
-only_first = pytest.mark.parametrize("apart", ["first"], indirect=True)
+always = pytest.mark.parametrize("apart", ["always"], indirect=True)
 several = pytest.mark.mpi(min_size=2)
 
 
@@ -72,7 +69,7 @@ def test_how_often_calls_are_compared(apart: tuple[ms.Strategy, Counting], reque
     for _ in range(100):
         assert np.array_equal(strategy.run(first), SIZE * ONE)
         assert np.array_equal(strategy.run(second), 10 * SIZE * ONE)
-    assert channel.compared == {"always": 200, "first": 2 + 200 // EVERY, "off": 0}[level]
+    assert channel.compared == {"always": 200, "off": 0}[level]
     for count in range(3):  # what is a meeting of the ranks always is one
         before = channel.compared
         strategy.barrier()
@@ -80,83 +77,46 @@ def test_how_often_calls_are_compared(apart: tuple[ms.Strategy, Counting], reque
 
 
 @several
-@only_first
-def test_what_is_new_is_compared_before_its_data_moves(apart: tuple[ms.Strategy, Counting]) -> None:
+@always
+@pytest.mark.parametrize("when", [0, 3])
+def test_one_ranks_variant_is_found_at_its_own_call(apart: tuple[ms.Strategy, Counting], when: int) -> None:
+    """Whichever rank makes it, also after many equal calls; sizes from one number to a large array."""
+    strategy, _ = apart
+    for value in (1.5, np.float32(2), np.ones(1, np.int64), np.ones(2), np.ones(3), np.ones(5000), np.ones(200_000)):
+        for odd in (np.ones(4, np.float32), {"a": 1.0}, np.ones(70_000), 2):
+            for rank in RANKS[:2]:
+
+                def total(value: Any) -> Any:
+                    return context().all_reduce("SUM", value)
+
+                for _ in range(when):
+                    strategy.run(total, args=(value,))
+                with pytest.raises(errors.CollectiveMismatchError, match="Nothing was sent"):
+                    strategy.run(total, args=(odd if rank == RANK else value,))
+                assert np.array_equal(strategy.run(total, args=(value,)), SIZE * np.asarray(value))
+
+
+@several
+@always
+def test_swapped_calls_are_found_before_data_moves(apart: tuple[ms.Strategy, Counting]) -> None:
     strategy, _ = apart
     for _ in range(5):
         strategy.run(first)
-    mine = ONE.astype("f4") if RANK else ONE.astype("f2")
-    with pytest.raises(errors.CollectiveMismatchError, match=r"differ in: values[\s\S]*Nothing was sent"):
-        strategy.run(lambda: context().all_reduce("SUM", mine))
-    assert np.array_equal(strategy.run(first), SIZE * ONE)
-
-
-@several
-@only_first
-@pytest.mark.parametrize("when", [2, 15, 16, 40])
-def test_swapped_calls_that_were_seen_before_are_found_late_and_named(
-    apart: tuple[ms.Strategy, Counting], when: int
-) -> None:
-    strategy, _ = apart
-    caught: list[tuple[int, str]] = []
-    for step in range(when + EVERY):
-        calls = [second, first] if step == when and RANK == SIZE - 1 else [first, second]
-        try:
-            for call in calls:
-                strategy.run(call)
-        except errors.CollectiveMismatchError as error:
-            caught.append((step, str(error)))
-            break
-    ((step, text),) = caught
-    text = a_row_a_rank(text)
-    assert step - when <= EVERY // 2, "found at the next comparison"
-    assert f"call #{2 * when + 1} of this strategy differed in: place" in text
-    places = [code.co_firstlineno + 1 for code in (first.__code__, second.__code__)]
-    for rank in range(SIZE):
-        line = places[rank == SIZE - 1]
-        assert re.search(rf"rank {rank}: call=ReplicaContext.all_reduce  place=test_check_level.py:{line}:", text), text
-    assert "may be mixed" in text
-    assert "MPISTRATEGY_CHECK=always" in text
-    for call in (lambda: strategy.run(first), strategy.barrier, lambda: strategy.run(second)):
-        with pytest.raises(errors.CollectiveMismatchError, match="found late"):  # at once, and without a message
-            call()
-
-
-@several
-@only_first
-def test_a_call_too_many_is_found(apart: tuple[ms.Strategy, Counting]) -> None:
-    strategy, _ = apart
-    for _ in range(3):
-        strategy.run(first)
         strategy.run(second)
-    strategy.run(second if RANK == 0 else first)
-    with pytest.raises(errors.CollectiveMismatchError, match=r"call #7 of this strategy differed in: place"):
-        strategy.barrier()
-
-
-@given(st.lists(st.integers(0, 5), max_size=150), st.data())
-@settings(max_examples=part_of(100), deadline=None)
-def test_ranks_compare_at_the_same_calls_and_find_every_difference(calls: list[int], data: st.DataObject) -> None:
-    mine, theirs = Sparingly("first"), Sparingly("first")
-    for call in calls:
-        numbers = [rank.number_to_compare(call, None, due=call == 5) for rank in (mine, theirs)]
-        assert numbers[0] == numbers[1]
-        assert numbers[0] is not None or call != 5
-        if numbers[0] is not None:
-            mine.agreed(), theirs.agreed()
-    odd = data.draw(st.integers(0, 4))
-    expected = data.draw(st.integers(0, 4).filter(lambda call: call != odd))
-    mine.number_to_compare(odd, None, due=False)
-    theirs.number_to_compare(expected, None, due=False)
-    numbers = [rank.number_to_compare(5, None, due=True) for rank in (mine, theirs)]
-    assert numbers[0] != numbers[1]
+    with pytest.raises(errors.CollectiveMismatchError, match=r"differ in: place") as caught:
+        strategy.run(second if RANK == SIZE - 1 else first)
+    text = a_row_a_rank(str(caught.value))
+    for rank in range(SIZE):
+        line = (second if rank == SIZE - 1 else first).__code__.co_firstlineno + 1
+        assert re.search(rf"rank {rank}: call=ReplicaContext.all_reduce  place=test_check_level.py:{line}:", text), text
+    assert np.array_equal(strategy.run(first), SIZE * ONE)
 
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("size", [8, 50_000])
 def test_the_result_of_a_node_stays_until_all_its_ranks_reduce_again(size: int) -> None:
     with OnNodes([rank // 2 for rank in RANKS], ms.MpiAllReduce()) as strategy:
-        strategy.extended.communicator.guard.check_as("first")
+        strategy.extended.communicator.guard.check_as("off")
         arena = strategy.arena(np.zeros(size), shared_result=True)
         for step in range(5):
             arena.values[...] = step + RANK
@@ -170,10 +130,17 @@ def test_the_result_of_a_node_stays_until_all_its_ranks_reduce_again(size: int) 
 
 def test_unknown_levels_are_refused() -> None:
     for level in ("sometimes", "", 1, True):
-        with pytest.raises(errors.OptionError, match='expected "always" or "first" or "off"'):
+        with pytest.raises(errors.OptionError, match='expected "always" or "off"'):
             ms.MirroredStrategy(check=level)  # type: ignore[arg-type]
     for level in (*check_level.LEVELS, "Always"):
         ms.MirroredStrategy(check=level).close()
+
+
+def test_the_former_level_first_warns_and_means_always() -> None:
+    with pytest.warns(errors.OptionWarning, match="no level any more"):
+        strategy = ms.MirroredStrategy(check="first")
+    assert strategy.extended.communicator.guard.level == "always"
+    strategy.close()
 
 
 @several
@@ -205,7 +172,7 @@ class Apart(ms.Strategy):
 
 
 strategy = Apart()
-strategy.extended.communicator.guard.check_as("first")
+strategy.extended.communicator.guard.check_as("always")
 
 
 def first():
@@ -241,29 +208,26 @@ print("the end", flush=True)
 """
 
 
-def test_calls_at_the_end_that_were_not_compared_are_found_there(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.each_mpi
+def test_swapped_calls_end_the_job(launch: Launch, tmp_path: Path) -> None:
     job = launch(2, [launching.program(PROGRAM, tmp_path), "swapped last"])
     assert job.returncode == 1, job
-    assert job.stdout.count("the end") == 2
-    assert re.search(r"call #9 of this strategy differed in: place", job.stderr), job
+    assert "the end" not in job.stdout
+    assert "differ in: place" in job.stderr, job
 
 
 @pytest.mark.each_mpi
-def test_an_error_that_the_peers_cannot_be_told_ends_the_job(launch: Launch, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(launch: Launch, tmp_path: Path) -> None:
     job = launch(2, [launching.program(PROGRAM, tmp_path), "bad input"])
     assert job.returncode == 1, job
     assert job.seconds < 20
     assert re.search(r"\[rank 1/2\] mpistrategy.errors.DTypeError: .*strings", job.stderr), job
     assert re.search(r"program_\w+\.py\", line \d+, in <module>", job.stderr), job
-    assert "cannot be told" in job.stderr
 
 
 @pytest.mark.each_mpi
-@pytest.mark.parametrize("level", ["first", "off"])
-def test_what_a_peer_has_sent_past_an_error_is_never_taken_for_other_data(
-    level: str, launch: Launch, tmp_path: Path
-) -> None:
-    program = PROGRAM.replace('check_as("first")', f'check_as("{level}")')
+def test_what_a_peer_has_sent_past_an_error_is_never_taken_for_other_data(launch: Launch, tmp_path: Path) -> None:
+    program = PROGRAM.replace('check_as("always")', 'check_as("off")')
     job = launch(2, [launching.program(program, tmp_path), "error caught"])
     assert job.returncode == 1, job
     assert "received [5. 5.]" not in job.stdout, job
