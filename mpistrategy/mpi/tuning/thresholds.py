@@ -12,10 +12,16 @@ import numpy as np
 #: and between nodes, by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may want instead.
 RouteName = Literal["none", "threads", "pipelined", "result_buffers", "across", "mpi", "root", "alltoallv"]
 
+#: What `Rates.measured_over_estimated` may correct: two routes between nodes, and MPI's part of the third.
+CostName = Literal["flat", "pairwise", "counterparts"]
+
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast the routes are, to estimate how long a call will take; nothing else depends on them.
+    """How fast the job's nodes are: how long a call will take, and which route between nodes is the cheapest.
+
+    They are the same on all ranks, as the thresholds are: `files.agreed`.  The defaults are assumed, for a network of
+    1 Gbit/s; `mpistrategy bench --save` measures them.
 
     Attributes:
         cell_seconds: a small call in the mailboxes of the ranks of one node.
@@ -25,6 +31,14 @@ class Rates:
         mpi_bytes_per_second: a buffer by MPI, within a node.
         link_bytes_per_second: what one node sends to the others, while as much arrives.
         copy_bytes_per_second: one rank copies arrays into a buffer.
+        add_bytes_per_second: one rank adds an array of so many bytes to another one.
+        memory_bytes_per_second: all ranks of a node copy or add together.
+        cores: of a node; more ranks than these take turns.
+        latency_seconds: a short message of MPI, from a rank to one on another node.
+        python_message_seconds: a rank makes a message and receives one, by calls from Python.
+        lanes_seconds: what the all-reduce by lanes costs a call besides: its waits for all ranks of a node.
+        measured_over_estimated: triples of what was measured, its bytes, and its time over the estimate of
+            `costs` that does without these triples.  Between two sizes, it is interpolated.
     """
 
     cell_seconds: float = 2.5e-6
@@ -34,6 +48,13 @@ class Rates:
     mpi_bytes_per_second: float = 8e9
     link_bytes_per_second: float = 1.18e8  # 1 Gbit/s
     copy_bytes_per_second: float = 1e10
+    add_bytes_per_second: float = 1e10
+    memory_bytes_per_second: float = 2e11
+    cores: float = 128.0
+    latency_seconds: float = 5e-5
+    python_message_seconds: float = 4e-6
+    lanes_seconds: float = 2.5e-5
+    measured_over_estimated: tuple[tuple[CostName, int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +74,9 @@ class Thresholds:
         window_bytes_by_dtype: pairs of a dtype's name and its own `window_bytes`.  It is the one threshold between two
             ways of adding, NumPy's and MPI's; the others say how much travels at a time, or what a network is worth.
         source: where the thresholds come from, in words.
-        rates: how fast the routes are.
+        rates: how fast the job's nodes are.
+        lanes_bytes: on several nodes a buffer may be reduced with every rank as a lane from here on.
+        lanes_bytes_of_two: the same where the smallest node has two ranks.
     """
 
     cell_bytes: int = 32 * 2**10
@@ -66,6 +89,8 @@ class Thresholds:
     window_bytes_by_dtype: tuple[tuple[str, int], ...] = ()
     source: str = "the defaults"
     rates: Rates = Rates()
+    lanes_bytes: int = 64 * 2**10
+    lanes_bytes_of_two: int = 256 * 2**10
 
     def sizes(self) -> dict[str, Any]:
         """Return the thresholds by name, for JSON: they decide the route of a value, and so the bits of its sum."""
@@ -86,7 +111,11 @@ SIZES = tuple(field.name for field in fields(Thresholds) if field.type == "int")
 DEFAULT = Thresholds()
 #: Where the shipped thresholds differ, by how the library's name begins. Intel's own Allreduce is the faster one up
 #: to there (2 ranks, times raw: 64 KiB 2.4, else 4.7; 512 KiB 1.3, else 1.4; with far cores and `out=` 1.1, else 5).
-_OF_LIBRARIES = {"Intel": replace(DEFAULT, window_bytes=3 * 2**19)}
+#: Open MPI's own Allreduce is the faster one up to there on several nodes.
+_OF_LIBRARIES = {
+    "Intel": replace(DEFAULT, window_bytes=3 * 2**19),
+    "Open MPI": replace(DEFAULT, lanes_bytes=2**20, lanes_bytes_of_two=2**20),
+}
 
 
 def default_for(library: str) -> Thresholds:

@@ -23,12 +23,13 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.gpu import cuda_trials
 from mpistrategy.mpi.tuning import files
 from mpistrategy.mpi.tuning.files import VARIABLE, Machine
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Rates, Thresholds, default_for
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, CostName, Rates, Thresholds, default_for
 
 pytestmark = pytest.mark.one_rank
 
 MEASURED = Thresholds(64, 2**16, 2**17, 2**12, 2**21, 2**17, 2**19, (("float64", 4096),), "a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
+SHIPPED = default_for("Open MPI v5.0.11")
 
 
 class Ranks:
@@ -77,7 +78,7 @@ def test_what_is_saved_is_found_by_the_next_strategy() -> None:
     file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     found = files.agreed(VERSION, Ranks("same"))
     assert found == replace(MEASURED, source=str(file))
-    assert files.agreed(VERSION, Ranks("same", "same")) == DEFAULT  # three ranks were not measured
+    assert files.agreed(VERSION, Ranks("same", "same")) == SHIPPED  # three ranks were not measured
     assert files.agreed("MPICH Version: 5.0.2", Ranks("same")) == DEFAULT
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
@@ -103,7 +104,7 @@ def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(VARIABLE, str(other))
     assert files.agreed(VERSION, Ranks("same")).pack_bytes == 128
     monkeypatch.setenv(VARIABLE, "")
-    assert files.agreed(VERSION, Ranks("same")) == DEFAULT
+    assert files.agreed(VERSION, Ranks("same")) == SHIPPED
 
 
 def spoiled(file: Path, **changes: object) -> str:
@@ -140,7 +141,7 @@ def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[s
     file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     file.write_text(spoiled(file, **content) if isinstance(content, dict) else content)
     with pytest.warns(FallbackWarning) as caught:
-        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
     assert len(caught) == 1
     text = str(caught[0].message)
     assert str(file) in text
@@ -157,29 +158,51 @@ def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[s
         ({"cell_seconds": float("nan")}, "cell_seconds is nan"),
         ({"link_bytes_per_second": "fast"}, "link_bytes_per_second is 'fast'"),
         ({"link_bytes_per_second": 10**400}, "link_bytes_per_second is 1000"),
+        ({"measured_over_estimated": 1.0}, "measured_over_estimated is 1.0, expected a list"),
+        ({"measured_over_estimated": [["flat", 8, 1.0]] * 101}, "expected a list of at most 100"),
+        (
+            {"measured_over_estimated": [["flat", 8]]},
+            r"an item of measured_over_estimated is \['flat', 8\], expected one",
+        ),
+        ({"measured_over_estimated": [[[], 8, 1.0]]}, "an item of measured_over_estimated"),
+        ({"measured_over_estimated": [["lanes", 8, 1.0]]}, "expected one of flat, pairwise, counterparts"),
+        ({"measured_over_estimated": [["flat", 8.0, 1.0]]}, "an item of measured_over_estimated"),
+        ({"measured_over_estimated": [["flat", 8, 0]]}, "an item of measured_over_estimated"),
     ],
 )
 def test_spoiled_rates_mean_the_defaults(rates: object, what: str) -> None:
     file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     file.write_text(json.dumps({**json.loads(file.read_text()), "rates": rates}))
     with pytest.warns(FallbackWarning, match=what):
-        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
 
 
 def test_rates_are_kept_and_may_be_missing() -> None:
-    measured = replace(MEASURED, rates=Rates(cell_seconds=1e-6))
+    corrections: tuple[tuple[CostName, int, float], ...] = (("flat", 2**20, 1.5), ("counterparts", 8, 0.75))
+    measured = replace(MEASURED, rates=Rates(cell_seconds=1e-6, measured_over_estimated=corrections))
+    assert files.agreed(VERSION, Ranks("same")) == SHIPPED
     file = files.save(measured, Machine.of(VERSION, (0, 0)))
-    assert files.load(file) == replace(measured, source=str(file))
+    assert files.load(file) == files.agreed(VERSION, Ranks("same")) == replace(measured, source=str(file))
     content = json.loads(file.read_text())
     del content["rates"]
     file.write_text(json.dumps(content))
     assert files.load(file) == replace(MEASURED, source=str(file))
 
 
+def test_a_file_that_was_written_before_there_were_lanes_means_those_of_the_library() -> None:
+    file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    content = json.loads(file.read_text())
+    del content["paths"]["lanes_bytes"], content["paths"]["lanes_bytes_of_two"]
+    file.write_text(json.dumps(content))
+    expected = replace(MEASURED, source=str(file), lanes_bytes=SHIPPED.lanes_bytes)
+    assert files.agreed(VERSION, Ranks("same")) == replace(expected, lanes_bytes_of_two=SHIPPED.lanes_bytes_of_two)
+    assert SHIPPED.lanes_bytes > DEFAULT.lanes_bytes
+
+
 def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(cache / "none.json"))
     with pytest.warns(FallbackWarning, match="No such file") as caught:
-        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
     assert caught[0].filename == __file__  # where the user's program is, not where we warn
 
 
@@ -189,10 +212,10 @@ def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyP
 def test_ranks_that_see_different_files_fall_back_alike(other: str) -> None:
     files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     with pytest.warns(FallbackWarning, match="all ranks use the defaults"):
-        assert files.agreed(VERSION, Ranks(other)) == DEFAULT
+        assert files.agreed(VERSION, Ranks(other)) == SHIPPED
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # rank 0 alone tells
-        assert files.agreed(VERSION, Ranks(other, rank=1)) == DEFAULT
+        assert files.agreed(VERSION, Ranks(other, rank=1)) == SHIPPED
 
 
 @pytest.mark.mpi(min_size=2)
@@ -248,7 +271,7 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_home_folder_the_defaults_are_taken() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
     assert cuda_trials.load(VERSION) is None
     with pytest.raises(FileNotFoundError, match=r"No home folder is known of this user.*HOME"):
         files.save(MEASURED, Machine.of(VERSION, (0, 0)))
@@ -256,7 +279,7 @@ def test_without_a_home_folder_the_defaults_are_taken() -> None:
 
 def test_a_cache_that_cannot_be_looked_into_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/" + 300 * "x")
-    assert files.agreed(VERSION, Ranks("same")) == DEFAULT
+    assert files.agreed(VERSION, Ranks("same")) == SHIPPED
 
 
 @pytest.mark.parametrize("variable", [VARIABLE, "XDG_CACHE_HOME"])
@@ -264,9 +287,9 @@ def test_a_home_folder_of_nobody(variable: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(variable, "~no-such-user/x.json")
     if variable == VARIABLE:
         with pytest.warns(FallbackWarning, match=r"~no-such-user/x\.json cannot be used: .*a user 'no-such-user'"):
-            assert files.agreed(VERSION, Ranks("same")) == DEFAULT
+            assert files.agreed(VERSION, Ranks("same")) == SHIPPED
     else:
-        assert files.agreed(VERSION, Ranks("same")) == DEFAULT
+        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
         with pytest.raises(FileNotFoundError, match="'no-such-user'"):
             files.save(MEASURED, Machine.of(VERSION, (0, 0)))
 
