@@ -1,21 +1,21 @@
 """The part of an all-reduce over several nodes within one node: contribute pieces, add them up, hand out the results.
 
-All ranks of the node contribute to a piece.  The first few of them, the lanes, own a slice each: they add it up,
-exchange it with the other nodes, and show the node the result.
+All ranks of the node contribute to a piece.  The lanes own a part of it each: they add it up, exchange it with the
+other nodes, and show the node the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.shared_memory.bounce_buffers import combined, share
+from mpistrategy.mpi.multi_node.lanes import Lanes
+from mpistrategy.mpi.shared_memory.bounce_buffers import combined
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, counter_bytes
 
-# Besides the pieces on the network, the node works on one before and one after.
-_MORE_BUFFERS = 2
 _COUNTERS = 3
 
 
@@ -35,11 +35,11 @@ class NodeStage:
         """Show the node this rank's source."""
 
     def add_up(self, piece: Piece, op: str) -> tuple[Array, Array]:
-        """Return the sum over the node of this rank's slice, and where its result belongs."""
+        """Return the sum over the node of this rank's part, and where its result belongs."""
         return piece.source, piece.target
 
     def hand_out(self, piece: Piece) -> None:
-        """Show the node the result of this rank's slice, and copy those of the others into the target."""
+        """Show the node the result of this rank's part, and copy those of the others into the target."""
 
 
 class BufferStage(NodeStage):
@@ -54,23 +54,25 @@ class BufferStage(NodeStage):
         self,
         memory: SharedMemory,
         piece_bytes: int,
-        flights: int,
-        lanes: int,
+        buffers: int,
+        lanes: Lanes,
         until: Callable[[Callable[[], bool]], None],
     ) -> None:
-        self._me, self._ranks, self._lanes = memory.local_rank, len(memory.segments), lanes
+        self._me, self._lanes, self._owners = memory.local_rank, lanes, lanes.owners
+        self._ranks = range(len(memory.segments))
         self._until = until
         sent, self._shown, self._done = (Counter(memory, line) for line in range(_COUNTERS))
         self.sent: Counter = sent
         start = counter_bytes(_COUNTERS)
         self._buffers = [
             [segment[start + index * piece_bytes :][:piece_bytes] for segment in memory.segments]
-            for index in range(flights + _MORE_BUFFERS)
+            for index in range(buffers)
         ]
 
     @staticmethod
-    def bytes_of(piece_bytes: int, flights: int) -> int:
-        return counter_bytes(_COUNTERS) + (flights + _MORE_BUFFERS) * piece_bytes
+    def bytes_of(piece_bytes: int, buffers: int) -> int:
+        """Return how much memory of each rank it takes."""
+        return counter_bytes(_COUNTERS) + buffers * piece_bytes
 
     def contribute(self, piece: Piece) -> None:
         self._wait_for(self._done, piece.number - len(self._buffers), self._ranks)
@@ -78,66 +80,69 @@ class BufferStage(NodeStage):
         self.sent.tell(piece.number)
 
     def add_up(self, piece: Piece, op: str) -> tuple[Array, Array]:
-        own = self.own_slice(piece)
+        own = self.own_part(piece)
         mine = piece.target[own]
         self.combine(piece, [theirs[own] for theirs in self._buffer(piece)], mine, op)
         return mine, mine
 
     def hand_out(self, piece: Piece) -> None:
-        buffer, target, own = self._buffer(piece), piece.target, self.own_slice(piece)
+        buffer, target, own = self._buffer(piece), piece.target, self.own_part(piece)
         buffer[self._me][own] = target[own]
         self.has_shown(piece)
-        self._wait_for(self._shown, piece.number, self._lanes)
-        for lane in range(self._lanes):
-            if lane != self._me:
-                theirs = self._slice(lane, target)
-                target[theirs] = buffer[lane][theirs]
+        self._wait_for(self._shown, piece.number, self._owners)
+        for owner in self._owners:
+            if owner != self._me:
+                theirs = self._lanes.part_of(owner, target.size, target.itemsize)
+                target[theirs] = buffer[owner][theirs]
         self._done.tell(piece.number)
 
-    def own_slice(self, piece: Piece) -> slice:
-        """Return the slice of a piece that this rank owns."""
-        return self._slice(self._me, piece.target) if self._me < self._lanes else slice(0, 0)
+    def own_part(self, piece: Piece) -> slice:
+        """Return the part of a piece that this rank owns."""
+        return self._lanes.part_of(self._me, piece.target.size, piece.target.itemsize)
 
     def combine(self, piece: Piece, parts: Sequence[Array], out: Array, op: str) -> None:
-        """Combine the ranks' parts of this rank's slice when all have sent the piece."""
+        """Combine what the ranks have of this rank's part when all have sent the piece."""
         if out.size:
             self._wait_for(self.sent, piece.number, self._ranks)
             combined(COMBINE[op], parts, out, out)
 
     def has_shown(self, piece: Piece) -> None:
-        """Tell the node that the result of this rank's slice can be read, if it owns one."""
-        if self._me < self._lanes:
+        """Tell the node that the result of this rank's part can be read, if it owns one."""
+        if self._me in self._owners:
             self._shown.tell(piece.number)
 
     def is_done(self, piece: Piece) -> None:
         """Tell the node that this rank has nothing more to do with a piece."""
         self._done.tell(piece.number)
 
-    def _slice(self, lane: int, target: Array) -> slice:
-        return slice(*share(target.size, lane, self._lanes, target.itemsize))
-
     def _buffer(self, piece: Piece) -> list[Array]:
         nbytes, dtype = piece.target.nbytes, piece.target.dtype
         return [part[:nbytes].view(dtype) for part in self._buffers[piece.number % len(self._buffers)]]
 
-    def _wait_for(self, counter: Counter, number: int, ranks: int) -> None:
-        """Wait until the first `ranks` of the node have come to `number`."""
-        self._until(lambda: all(theirs[0] >= number for theirs in counter.numbers[:ranks]))
+    def _wait_for(self, counter: Counter, number: int, ranks: Sequence[int]) -> None:
+        """Wait until these ranks of the node have come to `number`."""
+        for theirs in [counter.numbers[rank] for rank in ranks]:
+            if theirs[0] < number:
+                self._until(partial(_has_come, theirs, number))
         if counter.fence is not None:
             counter.fence()
+
+
+def _has_come(counted: memoryview, number: int) -> bool:
+    return bool(counted[0] >= number)
 
 
 class InPlaceStage(NodeStage):
     """In the ranks' own arrays, which the whole node sees: nothing is copied.
 
-    The owner of a slice adds it up where it is and writes its result to all.  Nobody may read the results, or write
+    The owner of a part adds it up where it is and writes its result to all.  Nobody may read the results, or write
     the arrays again, before the next barrier of the node.
 
     Args:
         stage: that of the same ranks, for its counters.
         arrays: of all ranks of the node, flat.
         targets: where the result goes: the arrays themselves, or others that all ranks of the node see.
-        finish: what is done to a slice of the result before it is written.
+        finish: what is done to a part of the result before it is written.
     """
 
     def __init__(
@@ -150,13 +155,13 @@ class InPlaceStage(NodeStage):
         self._stage.sent.tell(piece.number)
 
     def add_up(self, piece: Piece, op: str) -> tuple[Array, Array]:
-        own = self._own_slice(piece)
+        own = self._own_part(piece)
         mine = self._targets[0][own]
         self._stage.combine(piece, [array[own] for array in self._arrays], mine, op)
         return mine, mine
 
     def hand_out(self, piece: Piece) -> None:
-        own = self._own_slice(piece)
+        own = self._own_part(piece)
         mine = self._targets[0][own]
         if mine.size:
             self._finish(mine)
@@ -165,6 +170,6 @@ class InPlaceStage(NodeStage):
         self._stage.has_shown(piece)
         self._stage.is_done(piece)
 
-    def _own_slice(self, piece: Piece) -> slice:
-        own = self._stage.own_slice(piece)
+    def _own_part(self, piece: Piece) -> slice:
+        own = self._stage.own_part(piece)
         return slice(piece.start + own.start, piece.start + own.stop)

@@ -1,11 +1,16 @@
 """The all-reduce over ranks on several nodes: within each node, between the nodes, and back, in pieces.
 
-Each rank of a node (as many of them as the smallest node has, up to `MOST_LANES`) owns a slice of every piece: these
-ranks are the lanes.  A lane adds up its slice over its node, exchanges it with its counterparts on the other nodes, and
-shows its node the result.  So each byte crosses the network as often as it must and no more.
+Some ranks of each node are lanes, and own a part of every piece.  A lane adds up its part over its node, combines it
+with its counterparts on the other nodes, and shows its node the result.  So each byte crosses the network as often as
+it must and no more.  There are two ways between the counterparts:
 
-Several pieces are under way at a time: while one is on the network, the node adds up those that follow.  Who adds what
-depends only on the placement of the ranks: equal runs give equal bits, and all ranks get the same ones.
+* "lanes": every rank is one, and MPI's Allreduce combines what the counterparts have.  A single piece takes a blocking
+  call: nothing can fail on one rank between the agreement and it.
+* "across": up to four ranks of a node are lanes, and exchange pairwise (`pairwise`).  It takes 2 (nodes - 1) messages a
+  piece, for few nodes.  It can round what travels, and needs no promise of MPI that all ranks get the same bits.
+
+Two or more pieces are under way at a time: while one is on the network, the node adds up those that follow.  Who adds
+what depends only on the placement of the ranks: equal runs give equal bits, and all ranks get the same ones.
 
 Where the ranks of a node share no memory, and in simulated jobs, the levels take turns with the whole array.
 """
@@ -15,36 +20,62 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.communicator import NodeGroups
+from mpistrategy.mpi.multi_node.lanes import MOST_PAIRWISE, Lanes, every_rank, few_ranks
 from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, NodeStage, Piece
-from mpistrategy.mpi.multi_node.pairwise import Flight, Link, Space, Wire, reduce_pairwise
+from mpistrategy.mpi.multi_node.pairwise import Flight, Request, Space, Steps, Wire, reduce_pairwise
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
+from mpistrategy.mpi.tuning.costs import LANES_PIECE_BYTES, MOST_NODES_PAIRWISE
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 
-#: More lanes do not fill a network better, and their messages are short.
-MOST_LANES = 4
+#: How counterparts combine what they have: by MPI's Allreduce, or pairwise.
+Way = Literal["lanes", "across"]
+
 _LEAST_BLOCK_BYTES = 32 * 2**10
 _LARGEST_PIECE_BYTES = 2**22
-#: How many pieces may be on the network at a time.
-FLIGHTS = 4
+#: All buffers of a node together take no more; with many ranks on a node the pieces become smaller.
+NODE_BYTES = 2**26
+_LEAST_PIECE_BYTES = 2**12
 _TAGS = 2**12
 
 
-def lanes_of(node_of: Sequence[int]) -> int:
-    """Return how many ranks of each node have a counterpart on every node, up to `MOST_LANES`."""
-    return min(MOST_LANES, *Counter(node_of).values())
+def lanes_of(way: Way, node_of: Sequence[int], rank: int) -> Lanes:
+    """Return who the lanes are."""
+    return every_rank(node_of, rank) if way == "lanes" else few_ranks(node_of, rank)
 
 
-def piece_bytes_for(lanes: int, nodes: int, thresholds: Thresholds) -> int:
-    """Return how much of a buffer is one piece; more than the threshold where blocks of it would be short."""
-    return max(thresholds.across_piece_bytes, min(lanes * nodes * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
+def buffers_for(way: Way, flights: int) -> int:
+    """Return how many pieces have memory: those on the network, and one on which the node works.
+
+    MPI's own Allreduce fills the network with one piece.
+    """
+    return 2 if way == "lanes" else flights + 1
+
+
+def piece_bytes_for(way: Way, node_of: Sequence[int], thresholds: Thresholds, flights: int = 4) -> int:
+    """Return how much of a buffer is one piece; the same on all ranks.
+
+    In the pairwise exchange it is more than the threshold where blocks of it would be short.
+    """
+    buffers = buffers_for(way, flights)
+    sizes, wanted = Counter(node_of).values(), LANES_PIECE_BYTES
+    if way == "across":
+        lanes = min(MOST_PAIRWISE, *sizes)
+        wanted = max(thresholds.across_piece_bytes, min(lanes * len(sizes) * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
+    most = NODE_BYTES // (buffers * max(sizes)) // ALIGNMENT * ALIGNMENT
+    return min(wanted, max(most, _LEAST_PIECE_BYTES))
+
+
+def way_between(nodes: int, *, rounds: bool = False) -> Way:
+    """Return the way of those who want the two levels at any size: pairwise between few nodes."""
+    return "across" if rounds or nodes <= MOST_NODES_PAIRWISE else "lanes"
 
 
 def eagerly(looks: int) -> None:
@@ -55,7 +86,9 @@ def eagerly(looks: int) -> None:
         time.sleep(5e-5)
 
 
-def allreduce_across(communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None) -> None:
+def allreduce_across(
+    communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, way: Way | None = None
+) -> None:
     """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.  Collective.
 
     Args:
@@ -64,12 +97,14 @@ def allreduce_across(communicator: Any, buffer: Array, op: str = "SUM", *, sourc
         buffer: contiguous; equal size and dtype on all ranks.
         op: "SUM", "MIN", "MAX" or "PROD".
         source: this rank's contribution, where it is not `buffer`; stays as it is.
+        way: between the nodes; None means that of `way_between`.
     """
     flat = buffer.reshape(-1)
     mine = flat if source is None else source.reshape(-1)
     wire = wire_between_nodes(communicator, buffer.dtype, op)
+    chosen = way_between(communicator.nodes, rounds=wire is not None) if way is None else way
     with np.errstate(all="ignore"):
-        across_nodes(communicator).allreduce(mine, flat, op, wire)
+        across_nodes(communicator, chosen).allreduce(mine, flat, op, wire)
 
 
 def wire_between_nodes(communicator: Any, dtype: np.dtype[Any], op: str) -> Wire:
@@ -85,49 +120,61 @@ class Manner:
     Attributes:
         pause: called between two looks that found nothing new, with how many there have been.
         nudges: how often MPI is asked to move messages on after a pause, besides once for each piece under way.
-        flights: how many pieces may be on the network at a time.
+        flights: how many pieces may be on the network while the node works on one.
+        blocks: whether a single piece may take a blocking call of MPI.
     """
 
     pause: Callable[[int], None] = eagerly
     nudges: int = 0
-    flights: int = FLIGHTS
+    flights: int = 4
+    blocks: bool = True
 
 
 EAGER = Manner()
 
 
-def across_nodes(communicator: Any, manner: Manner = EAGER) -> AcrossNodes:
-    """Return the two-level exchange of a communicator; the first call is collective."""
-    found: AcrossNodes = communicator.once(AcrossNodes, lambda: AcrossNodes(communicator, manner))
+def across_nodes(communicator: Any, way: Way, manner: Manner | None = None) -> AcrossNodes:
+    """Return the two-level exchange of a communicator; the first call for each way is collective."""
+    chosen: Manner = getattr(communicator, "manner", EAGER) if manner is None else manner
+    found: AcrossNodes = communicator.once((AcrossNodes, way), lambda: AcrossNodes(communicator, way, chosen))
     return found
 
 
 class AcrossNodes:
-    """The state of the two-level all-reduce; made once for a communicator.  Collective."""
+    """The state of the two-level all-reduce; made once for a communicator and a way.  Collective."""
 
-    def __init__(self, communicator: Any, manner: Manner) -> None:
+    def __init__(self, communicator: Any, way: Way, manner: Manner) -> None:
         nodes = communicator.nodes
-        self._manner = manner
+        self._way, self._manner = way, manner
         #: The pieces under way: who adds them up on this node, what they are, and their exchange with other nodes.
         self._flights: deque[tuple[NodeStage, Piece, Flight]] = deque()
         self._number = 0
-        self._link: Link | None = None
+        self._links: list[Any] = []
         self._groups: NodeGroups | None = None
         self._node = NodeStage()
-        lanes = lanes_of(communicator.node_of)
-        self.piece_bytes: int = piece_bytes_for(lanes, nodes, communicator.thresholds)
-        nbytes = BufferStage.bytes_of(self.piece_bytes, manner.flights)
+        self._lanes = lanes_of(way, communicator.node_of, communicator.rank)
+        self._buffers = buffers_for(way, manner.flights)
+        self.piece_bytes: int = piece_bytes_for(way, communicator.node_of, communicator.thresholds, manner.flights)
+        nbytes = BufferStage.bytes_of(self.piece_bytes, self._buffers)
         memory = communicator.shared(nbytes) if communicator.size > nodes else None
         if not hasattr(communicator, "links") or (memory is not None and not memory.is_shared):
             self._groups = communicator.node()
             return
         if memory is not None and len(memory.segments) > 1:
-            self._node = BufferStage(memory, self.piece_bytes, manner.flights, lanes, self._until)
-        slice_bytes = self.piece_bytes // lanes + ALIGNMENT
-        # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.
-        self._spaces = [Space(2 * slice_bytes + 2 * ALIGNMENT * nodes) for _ in range(manner.flights)]
+            self._node = BufferStage(memory, self.piece_bytes, self._buffers, self._lanes, self._until)
+        self._spaces: list[Space] = []
+        if way == "across":
+            slice_bytes = self.piece_bytes // self._lanes.slices + ALIGNMENT
+            # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.
+            space = 2 * slice_bytes + 2 * ALIGNMENT * nodes
+            self._spaces = [Space(space) for _ in range(self._buffers)]
         if nodes > 1:
-            self._link = communicator.links(lanes)
+            self._links = communicator.links(self._lanes.counterparts)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the levels take turns with the whole array, since the ranks of a node share no memory."""
+        return self._groups is not None
 
     def within(
         self, arrays: Sequence[Array], targets: Sequence[Array], finish: Callable[[Array], object]
@@ -149,17 +196,33 @@ class AcrossNodes:
             return
         node = self._node if within is None else within
         elements = self.piece_bytes // target.itemsize
+        if target.size <= elements and self._way == "lanes" and self._manner.blocks:
+            if target.size:
+                self._at_once(node, source, target, op)
+            return
         for start in range(0, target.size, elements):
             self._number += 1
             part = slice(start, start + elements)
             piece = Piece(self._number, start, source[part], target[part])
             node.contribute(piece)
-            if len(self._flights) == self._manner.flights:
-                self._end_first()
-            self._flights.append((node, piece, self._begin(*node.add_up(piece, op), op, wire)))
             self._advance()
+            self._flights.append((node, piece, self._begin(piece, *node.add_up(piece, op), op, wire)))
+            self._advance()
+            while len(self._flights) >= self._buffers:
+                self._end_first()
         while self._flights:
             self._end_first()
+
+    def _at_once(self, node: NodeStage, source: Array, target: Array, op: str) -> None:
+        """Do `allreduce` with a single piece, by a blocking call of MPI for each slice of this rank."""
+        self._number += 1
+        piece = Piece(self._number, 0, source, target)
+        node.contribute(piece)
+        result = _in_place(*node.add_up(piece, op))
+        for link, part in self._linked(piece):
+            if result[part].size:
+                link.reduce_by_mpi(result[part], op)
+        node.hand_out(piece)
 
     def _in_turn(self, groups: NodeGroups, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Combine within each node, then between their first ranks, and hand out, each by its own collective."""
@@ -172,7 +235,7 @@ class AcrossNodes:
         if leaders is None or leaders.size == 1:
             pass
         elif hasattr(leaders, "links"):
-            across_nodes(leaders, self._manner).allreduce(target, target, op, wire)
+            across_nodes(leaders, self._way, self._manner).allreduce(target, target, op, wire)
         else:
             _round(target, wire)
             leaders.allreduce(target, op)
@@ -180,19 +243,32 @@ class AcrossNodes:
         groups.node.bcast(target, 0)
 
     def free(self) -> None:
-        """Free the communicator of the counterparts, where all ranks are known to do so."""
-        if self._link is not None:
-            self._link.free()
+        """Free the communicators of the counterparts, where all ranks are known to do so."""
+        for link in self._links:
+            link.free()
 
-    def _begin(self, total: Array, result: Array, op: str, wire: Wire) -> Flight:
-        if self._link is None:
-            if result is not total:
-                result[...] = total
+    def _linked(self, piece: Piece) -> Iterator[tuple[Any, slice]]:
+        """Yield the counterparts of each slice of this rank, and the slice, counted from where its part begins."""
+        target = piece.target
+        yield from zip(self._links, self._lanes.slices_of(target.size, target.itemsize), strict=bool(self._links))
+
+    def _begin(self, piece: Piece, total: Array, result: Array, op: str, wire: Wire) -> Flight:
+        if not self._links:
+            _in_place(total, result)
             return Flight(None)
+        if self._way == "lanes":
+            return Flight(self._by_mpi(piece, _in_place(total, result), op))
         tag = 2 * (self._number % _TAGS)
-        space = self._spaces[self._number % self._manner.flights]
+        space = self._spaces[self._number % self._buffers]
         space.clear()
-        return Flight(reduce_pairwise(self._link, total, result, op, tag, space, wire))
+        return Flight(reduce_pairwise(self._links[0], total, result, op, tag, space, wire))
+
+    def _by_mpi(self, piece: Piece, result: Array, op: str) -> Steps:
+        """Combine the slices of this rank with those of its counterparts by MPI, without waiting."""
+        begun: list[Request] = [
+            link.begin_to_reduce_by_mpi(result[part], op) for link, part in self._linked(piece) if result[part].size
+        ]
+        yield begun
 
     def _end_first(self) -> None:
         node, piece, flight = self._flights[0]
@@ -214,6 +290,12 @@ class AcrossNodes:
                 self._manner.pause(looks)
                 for _ in range(self._manner.nudges if self._flights else 0):
                     self._flights[0][-1].nudge()
+
+
+def _in_place(total: Array, result: Array) -> Array:
+    if result is not total:
+        result[...] = total
+    return result
 
 
 def _round(values: Array, wire: Wire) -> None:

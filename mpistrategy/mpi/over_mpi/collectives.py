@@ -5,7 +5,9 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -13,11 +15,16 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
+from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
+from mpistrategy.mpi.multi_node import equal_bits
+from mpistrategy.mpi.multi_node.two_level import EAGER, Manner, allreduce_across, way_between
 from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
@@ -25,6 +32,12 @@ from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 _MESSAGE_BYTES = 60 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MAX_COUNT
 #: Up to this size MPI reads the source itself; above, a copy and an in-place call are faster.
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
+_ROUTES: dict[costs.Route, RouteName] = {"flat": "mpi", "lanes": "lanes", "pairwise": "across"}
+_REMEMBERED = 4096
+_UNEQUAL = (
+    "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
+    "See MPI's settings for the algorithm of Allreduce"
+)
 
 
 class Collectives:
@@ -50,33 +63,93 @@ class Collectives:
     local_size: int
     node_of: tuple[int, ...]
     nodes: int
+    shares_memory: bool
+    library: str
     pipelined: PipelinedAllReduce | None = None
     failures: Failures | None = None
     thresholds: Thresholds
     max_count: int
+    #: How to wait for messages between nodes.
+    manner: Manner = EAGER
+    _control: MpiControlChannel | None
+
+    def __init__(self) -> None:
+        #: The routes between nodes by bytes, under certain thresholds.
+        self._routes: dict[int, RouteName] = {}
+        self._routes_by: Thresholds | None = None
+        #: The routes whose bits were compared, and those where they differed.
+        self._tried: set[RouteName] = set()
+        self._unequal: set[RouteName] = set()
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
+        if self.nodes > 1:
+            return self._route_between_nodes(nbytes)
         if (
             self.pipelined is not None
             and self.local_size == self.size
             and nbytes >= self.thresholds.window_bytes_for(dtype)
         ):
             return "pipelined"
-        return "across" if nbytes >= self.thresholds.across_bytes and self.nodes > 1 else "mpi"
+        return "mpi"
+
+    def _route_between_nodes(self, nbytes: int) -> RouteName:
+        if self._routes_by is not self.thresholds:
+            self._routes, self._routes_by = {}, self.thresholds
+        found = self._routes.get(nbytes)
+        if found is None:
+            if len(self._routes) >= _REMEMBERED:
+                self._routes.clear()
+            found = _ROUTES[costs.between_nodes(self.nodes, self._least_local, nbytes, self.thresholds)]
+            if found == "mpi" and not self.manner.blocks:
+                found = way_between(self.nodes)
+            if found == "lanes" and not self.shares_memory and self.size > self.nodes:
+                found = "mpi" if self.manner.blocks else "across"
+            if found in self._unequal:
+                found = "across"
+            self._routes[nbytes] = found
+        return found
+
+    @cached_property
+    def _least_local(self) -> int:
+        """How many ranks the smallest node has."""
+        return min(Counter(self.node_of).values())
+
+    def tried_route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
+        """Do `route` on ranks that have agreed on the call: not a route whose sums differ in their bits.
+
+        This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.  Collective.
+        """
+        way = self.route(nbytes, dtype, op)
+        if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
+            self._tried.add(way)
+
+            def allreduce(values: Array) -> None:
+                if way == "lanes":
+                    allreduce_across(self, values, way="lanes")
+                else:
+                    self._comm.Allreduce(MPI.IN_PLACE, values)
+
+            if not self._control.all_equal(equal_bits.digest_of_sums(allreduce, self.rank)):
+                self._unequal.add(way)
+                self._routes.clear()
+                if self.rank == 0:
+                    warn(_UNEQUAL.format(self.library), FallbackWarning)
+                return "across"
+        return way
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
         This rank's value is in `source`, which does not change; None means in `buffer`.
         """
-        way = self.route(buffer.nbytes, buffer.dtype, op)
+        way = self.tried_route(buffer.nbytes, buffer.dtype, op)
         if self.pipelined is not None and way == "pipelined":
             flat = buffer.reshape(-1)
             self.pipelined.allreduce_many([(flat if source is None else source.reshape(-1), flat)], op)
             return
-        if way == "across":
-            allreduce_across(self, buffer, op, source=source)
+        if way == "lanes" or way == "across":
+            allreduce_across(self, buffer, op, source=source, way=way)
             return
         brought: Any = MPI.IN_PLACE
         if source is not None and source is not buffer:
@@ -124,7 +197,15 @@ class Collectives:
 
     def _count(self, buffer: Array) -> int:
         """Return how many elements one MPI call combines: MPI may allocate as much memory again."""
-        return min(self.max_count, max(1, self.thresholds.piece_bytes // buffer.itemsize))
+        return min(self.max_count, max(1, self.thresholds.mpi_piece_bytes(self.nodes) // buffer.itemsize))
+
+    def reduce_by_mpi(self, buffer: Array, op: str) -> None:
+        """Do `allreduce` by one call of MPI, whatever the size."""
+        self._comm.Allreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
+
+    def begin_to_reduce_by_mpi(self, buffer: Array, op: str) -> MPI.Request:
+        """Begin to do so; the buffer must not be touched until the request is done."""
+        return self._comm.Iallreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""

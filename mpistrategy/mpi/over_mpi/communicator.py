@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -61,6 +61,7 @@ class MpiCommunicator(Collectives):
         *,
         contains_errors: bool = False,
     ) -> None:
+        super().__init__()
         comm = world.ranks_of(comm)
         world.check("MirroredStrategy", comm)
         try:
@@ -207,14 +208,15 @@ class MpiCommunicator(Collectives):
             _Group(leaders, self.max_count) if leaders != MPI.COMM_NULL else None,
         )
 
-    def links(self, lanes: int) -> _Group | None:
-        """Return the ranks with the local rank of this one on all nodes, ordered by node; None from `lanes` on.
-
-        Collective.
-        """
-        lane = self.local_rank if self.local_rank < lanes else MPI.UNDEFINED
-        comm = self._comm.Split(lane, self.node_of[self.rank])
-        return None if comm == MPI.COMM_NULL else _Group(comm, self.max_count)
+    def links(self, counterparts: Sequence[Sequence[int]]) -> list[_Group]:
+        """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
+        everybody, made = self._comm.Get_group(), []
+        for ranks in counterparts:
+            group = everybody.Incl(ranks)
+            made.append(_Group(self._comm.Create_group(group), self.max_count))
+            group.Free()
+        everybody.Free()
+        return made
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
@@ -272,8 +274,10 @@ class _Group(MpiCommunicator):
     def __init__(
         self, comm: Any, max_count: int, pipelined: PipelinedAllReduce | None = None, failures: Failures | None = None
     ) -> None:
+        Collectives.__init__(self)
         self._comm = comm
         self._inside = MPI.COMM_NULL
+        self.library, self.shares_memory = "", False
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.local_rank: int = self.rank if pipelined is not None else 0

@@ -13,14 +13,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently, growing_pauses
 from mpistrategy.mpi.faults import injection
-from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes
+from mpistrategy.mpi.multi_node.two_level import Manner
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
 
@@ -31,7 +30,7 @@ def patiently(looks: int) -> None:
 
 
 # Over TCP each call moves only a part of MPICH's messages; with long sleeps many must be under way.
-_PATIENT = Manner(patiently, nudges=8, flights=8)
+_PATIENT = Manner(patiently, nudges=8, flights=8, blocks=False)
 
 
 class Job:
@@ -126,8 +125,7 @@ class Engine(AtOnce):
         super().__init__(communicator.duplicate(self._patient))
         self.communicator.guard.is_in_background = True
         # The engine could not sleep inside one blocking MPI call.
-        self.communicator.thresholds = replace(self.communicator.thresholds, across_bytes=0)
-        across_nodes(self.communicator, _PATIENT)
+        self.communicator.manner = _PATIENT
         self._thread = threading.Thread(target=self._run, name="mpistrategy progress", daemon=True)
         self._thread.start()
 

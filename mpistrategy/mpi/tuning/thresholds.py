@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-#: The route of `Communicator.allreduce`: none (one rank), between threads, pipelined in a node's shared memory, within
-#: and between nodes, by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may want instead.
-RouteName = Literal["none", "threads", "pipelined", "result_buffers", "across", "mpi", "root", "alltoallv"]
+#: The route of `Communicator.allreduce`: none (one rank), between threads, pipelined in a node's shared memory; within
+#: nodes and between them, with every rank as a lane or pairwise; by MPI's Allreduce; and by MPI's Reduce and Bcast,
+#: which an algorithm may want instead.
+RouteName = Literal["none", "threads", "pipelined", "result_buffers", "lanes", "across", "mpi", "root", "alltoallv"]
+
+_PIECE_BYTES_BETWEEN_NODES = 2**26
 
 #: What `Rates.measured_over_estimated` may correct: two routes between nodes, and MPI's part of the third.
 CostName = Literal["flat", "pairwise", "counterparts"]
@@ -67,7 +70,7 @@ class Thresholds:
         window_bytes: from here on a buffer takes the pipelined all-reduce of a node; below it MPI does it.
         chunk_bytes: what each rank has under way in it at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
-        piece_bytes: MPI is given larger buffers in pieces of this.
+        piece_bytes: on one node MPI is given larger buffers in pieces of this.
         across_bytes: on several nodes a buffer is from here on reduced within the nodes and between them; below it MPI
             does all.
         across_piece_bytes: how much of it is one piece; more where its blocks would become short messages.
@@ -96,6 +99,10 @@ class Thresholds:
         """Return the thresholds by name, for JSON: they decide the route of a value, and so the bits of its sum."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return sizes | {"window_bytes_by_dtype": dict(self.window_bytes_by_dtype)}
+
+    def mpi_piece_bytes(self, nodes: int) -> int:
+        """Return how much of a buffer one call of MPI's Allreduce takes: between nodes short pieces cost messages."""
+        return self.piece_bytes if nodes == 1 else max(self.piece_bytes, _PIECE_BYTES_BETWEEN_NODES)
 
     def window_bytes_for(self, dtype: np.dtype[Any]) -> int:
         """Return from how many bytes on a buffer of this dtype takes the pipelined all-reduce of a node."""

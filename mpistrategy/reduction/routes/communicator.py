@@ -221,12 +221,14 @@ def described(
             copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
             seconds += nbytes / rates.window_bytes_per_second
-        case "across":  # one piece is on the network while the node works on the next
-            lanes = two_level.lanes_of(ranks.node_of)
-            piece = two_level.piece_bytes_for(lanes, nodes, ranks.thresholds)
+        case "across" | "lanes":  # one piece is on the network while the node works on the next
+            chosen: two_level.Way = "lanes" if name == "lanes" else "across"
+            lanes = len(two_level.lanes_of(chosen, ranks.node_of, ranks.rank).owners)
+            piece = two_level.piece_bytes_for(chosen, ranks.node_of, ranks.thresholds)
             dtype = "bfloat16" if rounded else packs[0].dtype.name
             pieces = _pieces(packs, piece, "piece")
-            way = f"within each node, between the {nodes} nodes as {dtype}, and back, in {pieces}"
+            between = "by MPI's Allreduce" if name == "lanes" else "pairwise"
+            way = f"within each node, {between} between the {nodes} nodes as {dtype}, and back, in {pieces}"
             if local > 1 and not seen and ranks.shares_memory:
                 copies = (*copies, (1, "all into the node's memory"), (1, "the result out of it"))
             elif local > 1 and not seen:
@@ -238,7 +240,7 @@ def described(
             seconds += rates.message_seconds + max(sent / rates.link_bytes_per_second, on_node)
         case "mpi":
             copies += result
-            way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.piece_bytes, 'piece')}"
+            way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.mpi_piece_bytes(nodes), 'piece')}"
             moved = f"each rank sends at least {by_each}"
             seconds = (seconds or copied) + by_mpi
         case "alltoallv":

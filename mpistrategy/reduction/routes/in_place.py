@@ -94,7 +94,7 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
         and len(replicas.arrays) > 1
         and hasattr(communicator, "links")
         and host_wire_dtype(mine.dtype) == mine.dtype
-        and communicator.route(mine.nbytes, mine.dtype, op) == "across"
+        and communicator.route(mine.nbytes, mine.dtype, op) in ("lanes", "across")
     )
 
 
@@ -141,7 +141,8 @@ class InPlaceRoute:
         if is_in_place(communicator, replicas):
             combine(replicas.arrays, targets, op, divisor, replicas.my_share)
         elif is_seen_across(communicator, replicas, op):
-            across = across_nodes(communicator)
+            ranks: Any = communicator
+            across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
             within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
             across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
         elif not self._into_result:

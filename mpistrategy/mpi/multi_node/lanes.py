@@ -1,0 +1,81 @@
+"""Lanes: the ranks of a node that exchange a part of the data each with their counterparts on the other nodes.
+
+Data are cut into slices, as many as there are lanes on the largest node that takes part with all its ranks.  Each node
+has an owner for each slice; the owners of one slice on all nodes are counterparts.  A rank of a node with fewer ranks
+owns several slices, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpistrategy.mpi.shared_memory.bounce_buffers import share
+
+#: More lanes of the pairwise exchange do not fill a network better, and their messages are short.
+MOST_PAIRWISE = 4
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The slices, and whose they are on this node.
+
+    Attributes:
+        slices: how many slices the data have.
+        borders: for each rank of this node, the first of its slices and the one after the last.
+        local_rank: this rank's index among them.
+        counterparts: for each slice of this rank, the ranks that own it, by node.
+    """
+
+    slices: int
+    borders: tuple[tuple[int, int], ...]
+    local_rank: int
+    counterparts: tuple[tuple[int, ...], ...]
+
+    @property
+    def owners(self) -> list[int]:
+        """The local ranks that own a slice."""
+        return [rank for rank, (first, end) in enumerate(self.borders) if end > first]
+
+    def part_of(self, local_rank: int, count: int, itemsize: int) -> slice:
+        """Return the part of `count` elements that a rank of this node owns."""
+        first, end = self.borders[local_rank]
+        if end == first:
+            return slice(0, 0)
+        return slice(share(count, first, self.slices, itemsize)[0], share(count, end - 1, self.slices, itemsize)[1])
+
+    def slices_of(self, count: int, itemsize: int) -> list[slice]:
+        """Return the slices of this rank, counted from where its part begins."""
+        first, end = self.borders[self.local_rank]
+        begin = self.part_of(self.local_rank, count, itemsize).start
+        borders = [share(count, each, self.slices, itemsize) for each in range(first, end)]
+        return [slice(start - begin, stop - begin) for start, stop in borders]
+
+
+def every_rank(node_of: Sequence[int], rank: int) -> Lanes:
+    """Return the lanes where every rank is one: as many slices as the largest node has ranks."""
+    nodes = _members(node_of)
+    slices = max(map(len, nodes))
+    mine, me = nodes[node_of[rank]], nodes[node_of[rank]].index(rank)
+    borders = tuple((i * slices // len(mine), (i + 1) * slices // len(mine)) for i in range(len(mine)))
+    counterparts = tuple(
+        tuple(members[((each + 1) * len(members) - 1) // slices] for members in nodes) for each in range(*borders[me])
+    )
+    return Lanes(slices, borders, me, counterparts)
+
+
+def few_ranks(node_of: Sequence[int], rank: int) -> Lanes:
+    """Return the lanes of the pairwise exchange: as many as the smallest node has ranks, up to `MOST_PAIRWISE`."""
+    nodes = _members(node_of)
+    slices = min(MOST_PAIRWISE, *map(len, nodes))
+    mine, me = nodes[node_of[rank]], nodes[node_of[rank]].index(rank)
+    borders = tuple((min(i, slices), min(i + 1, slices)) for i in range(len(mine)))
+    counterparts = tuple(tuple(members[each] for members in nodes) for each in range(*borders[me]))
+    return Lanes(slices, borders, me, counterparts)
+
+
+def _members(node_of: Sequence[int]) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(max(node_of) + 1)]
+    for rank, node in enumerate(node_of):
+        members[node].append(rank)
+    return members
