@@ -63,11 +63,23 @@ class TellsErrors(ABC):
             self.report_failure(where, error)
         elif self.failures is not None and _is_of_one_rank(error):
             self.failures.tell(where, error)
+        elif isinstance(error, MemoryError):
+            self._end_the_job(error)
 
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
         """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
         self.fail(where, error, agreed=True)
+        if self.failures is None and _is_of_one_rank(error):
+            self._end_the_job(error)
         self.mark_told(error)
+
+    def _end_the_job(self, error: BaseException) -> None:
+        """End the job with an error after the agreement: the other ranks are in calls of MPI that they cannot leave.
+
+        It does not return, but on simulated ranks and where errors are contained.
+        """
+        if self.give_up is not None and self._channel is not None:
+            self.give_up(error)
 
     def _break_off(self, where: str, error: BaseException) -> None:
         """Tell the other ranks of an error between this rank's digest and their answer."""

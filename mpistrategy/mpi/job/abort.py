@@ -94,7 +94,7 @@ class _Watch:
         theirs = [frame for frame in stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
         lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
         self.say("".join([*lines, *traceback.format_exception_only(error)]))
-        self.say(f"The other ranks compare this call only now and then, and cannot be told: {_ENDS}")
+        self.say(f"The other ranks may wait for data of this rank, and cannot be told: {_ENDS}")
         self.abort(1)
 
 

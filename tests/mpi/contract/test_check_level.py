@@ -233,3 +233,44 @@ def test_what_a_peer_has_sent_past_an_error_is_never_taken_for_other_data(launch
     assert "received [5. 5.]" not in job.stdout, job
     assert re.search(r"\[rank 1/2\] mpistrategy.errors.LeafError: ", job.stderr), job
     assert "the end" not in job.stdout
+
+
+OUT_OF_MEMORY = """
+import numpy as np
+from mpi4py import MPI
+import mpistrategy as ms
+from mpistrategy.arrays.devices import Device
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+
+rank = MPI.COMM_WORLD.rank
+
+
+class Apart(ms.Strategy):
+    def __init__(self):
+        self.ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=rank)
+        self.ranks.share_device(Device(rank, "CPU", 0))
+        super().__init__(ms.StrategyExtended(self, self.ranks))
+
+
+def no_memory(*_, **__):
+    raise MemoryError("there is none")
+
+
+strategy = Apart()
+if rank == 1:
+    strategy.ranks.allreduce = strategy.ranks.allreduce_many = no_memory
+try:
+    strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(100_000)))
+except MemoryError:
+    print("caught", flush=True)
+"""
+
+
+@pytest.mark.each_mpi
+def test_a_rank_without_memory_after_the_agreement_ends_the_job(launch: Launch, tmp_path: Path) -> None:
+    """Between nodes the others are in a call of MPI, and would wait for the timeout."""
+    job = launch(2, [launching.program(OUT_OF_MEMORY, tmp_path)])
+    assert job.returncode == 1, job
+    assert job.seconds < 20
+    assert "caught" not in job.stdout
+    assert re.search(r"\[rank 1/2\] [\s\S]*MemoryError: there is none[\s\S]*cannot be told", job.stderr), job
