@@ -87,8 +87,8 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
         return first_message.FirstMessageRoute(communicator, message, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
-    if names == ["mpi"] and len(packs[0].members) == 1 and packs[0].size:
-        return OneArrayRoute(communicator, packs[0], op)
+    if names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:
+        return OneArrayRoute(communicator, packs[0], op, names[0])
     return with_result_buffers(communicator, op, CommunicatorRoute(communicator, packs, op, names), names)
 
 

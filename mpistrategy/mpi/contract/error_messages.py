@@ -69,7 +69,7 @@ class TellsErrors(ABC):
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
         """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
         self.fail(where, error, agreed=True)
-        if self.failures is None and _is_of_one_rank(error):
+        if self.failures is None and isinstance(error, Exception) and _is_of_one_rank(error):
             self._end_the_job(error)
         self.mark_told(error)
 

@@ -121,15 +121,17 @@ class CommunicatorRoute:
 
 
 class OneArrayRoute:
-    """What `CommunicatorRoute` does with one array that MPI's Allreduce takes by itself, in half the steps of Python.
+    """What `CommunicatorRoute` does with one array that travels by itself, in half the steps of Python.
 
     Args:
         communicator: the ranks.
         pack: the array.
         op: how they are combined.
+        name: the name of the way that it takes.
     """
 
-    def __init__(self, communicator: Communicator, pack: Pack, op: ReduceOp) -> None:
+    def __init__(self, communicator: Communicator, pack: Pack, op: ReduceOp, name: str) -> None:
+        self._name = name
         self.packs: tuple[Pack, ...] = (pack,)
         self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op._on_the_wire
         self._new = partial(
@@ -159,7 +161,7 @@ class OneArrayRoute:
         return [target]
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, *group) for group in grouped(self.packs, ("mpi",), arrays)]
+        return [described(ranks, *group) for group in grouped(self.packs, (self._name,), arrays)]
 
 
 def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:

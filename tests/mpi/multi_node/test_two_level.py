@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import launching
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, same_everywhere, value_of
 
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.multi_node import equal_bits, lanes, two_level
+from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import combined
 from mpistrategy.mpi.shared_memory.segments import private_memory
+from mpistrategy.mpi.tuning.thresholds import DEFAULT
 
 pytestmark = pytest.mark.mpi
 
@@ -35,7 +39,7 @@ PLACEMENTS: dict[str, Sequence[int]] = {
 }
 # bfloat16 and float16 travel as float32.
 WIRE_DTYPES = [dtype for dtype in DTYPES if dtype not in SIXTEEN_BITS]
-FEW = settings(max_examples=25)
+FEW = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
@@ -43,6 +47,15 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[MpiCommunicator]:
     made = on_nodes(PLACEMENTS[request.param][RANK])
     yield made
     made.free()
+
+
+@pytest.fixture(params=["lanes", "lanes without waiting", "across"])
+def allreduce(request: pytest.FixtureRequest, ranks: MpiCommunicator) -> Callable[..., None]:
+    """The all-reduce by every rank as a lane, in blocking calls of MPI or not, and by the pairwise exchange."""
+    way: two_level.Way = "across" if request.param == "across" else "lanes"
+    exchange = across_nodes(ranks, way)
+    exchange._manner = Manner(blocks="waiting" not in request.param)
+    return partial(allreduce_across, ranks, way=way)
 
 
 def on_nodes(node: int) -> MpiCommunicator:
@@ -55,6 +68,7 @@ def on_nodes(node: int) -> MpiCommunicator:
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_level, "_LARGEST_PIECE_BYTES", 2**12)
+    monkeypatch.setattr(two_level, "LANES_PIECE_BYTES", 2**14)
 
 
 def reference(op: str, arrays: Sequence[Array]) -> Array:
@@ -77,41 +91,41 @@ def operations(dtype: np.dtype[Any]) -> list[str]:
     data=st.data(),
 )
 def test_equals_numpys_everywhere(
-    ranks: MpiCommunicator, dtype: np.dtype[Any], size: int, seed: int, data: st.DataObject
+    allreduce: Callable[..., None], dtype: np.dtype[Any], size: int, seed: int, data: st.DataObject
 ) -> None:
     op = data.draw(st.sampled_from(operations(dtype)))
     values = [value_of(rank, dtype, (size,), seed) for rank in RANKS]  # floats whose sums are exact in any order
     result = values[RANK].copy()
-    allreduce_across(ranks, result, op)
+    allreduce(result, op)
     np.testing.assert_array_equal(result, reference(op, values))
     assert same_everywhere(result)
 
 
-def test_the_source_stays_as_it_is(ranks: MpiCommunicator) -> None:
+def test_the_source_stays_as_it_is(allreduce: Callable[..., None]) -> None:
     source, target = value_of(RANK, "float32", (5000,)), np.empty(5000, np.float32)
     kept = source.copy()
-    allreduce_across(ranks, target, "SUM", source=source)
+    allreduce(target, "SUM", source=source)
     np.testing.assert_array_equal(source, kept)
     np.testing.assert_array_equal(target, reference("SUM", [value_of(rank, "float32", (5000,)) for rank in RANKS]))
 
 
-def test_products_and_rounded_sums_have_equal_bits_in_equal_runs(ranks: MpiCommunicator) -> None:
+def test_products_and_rounded_sums_have_equal_bits_in_equal_runs(allreduce: Callable[..., None]) -> None:
     mine = np.random.default_rng(RANK).normal(size=20_000).astype(np.float32)
     for op in ("SUM", "PROD"):
         first, second = mine.copy(), mine.copy()
-        allreduce_across(ranks, first, op)
-        allreduce_across(ranks, second, op)
+        allreduce(first, op)
+        allreduce(second, op)
         assert first.tobytes() == second.tobytes()
         assert same_everywhere(first)
         values = [np.random.default_rng(rank).normal(size=20_000) for rank in RANKS]
         np.testing.assert_allclose(first, reference(op, values), rtol=1e-5, atol=1e-5)
 
 
-def test_nan_wins_and_overflow_is_silent(ranks: MpiCommunicator) -> None:
+def test_nan_wins_and_overflow_is_silent(allreduce: Callable[..., None]) -> None:
     for op in ("MIN", "MAX", "SUM"):
         values = np.full(6000, 3e38, np.float32)
         values[RANK::7] = np.nan
-        allreduce_across(ranks, values, op)
+        allreduce(values, op)
         touched = np.zeros(6000, bool)
         for rank in RANKS:
             touched[rank::7] = True
@@ -120,20 +134,20 @@ def test_nan_wins_and_overflow_is_silent(ranks: MpiCommunicator) -> None:
         assert same_everywhere(np.isnan(values))
 
 
-def test_a_buffer_with_more_than_one_axis(ranks: MpiCommunicator) -> None:
+def test_a_buffer_with_more_than_one_axis(allreduce: Callable[..., None]) -> None:
     buffer = np.full((3, 40, 50), RANK + 1.0)
-    allreduce_across(ranks, buffer)
+    allreduce(buffer)
     assert (buffer == SIZE * (SIZE + 1) / 2).all()
 
 
-def test_a_late_rank_does_no_harm(ranks: MpiCommunicator) -> None:
+def test_a_late_rank_does_no_harm(allreduce: Callable[..., None]) -> None:
     for late in range(SIZE):
         if late == RANK:
             time.sleep(0.02)
         buffer = np.full(30_000, RANK + 1.0)
         for _ in range(3):
             buffer[:] = RANK + 1.0
-            allreduce_across(ranks, buffer)
+            allreduce(buffer)
             assert (buffer == SIZE * (SIZE + 1) / 2).all()
 
 
@@ -202,5 +216,52 @@ def test_pieces_are_as_long_on_ranks_without_counterparts(monkeypatch: pytest.Mo
     result = np.arange(30_000.0)
     allreduce_across(made, result)
     np.testing.assert_array_equal(result, SIZE * np.arange(30_000.0))
-    assert same_everywhere(made.once.made[two_level.AcrossNodes].piece_bytes)
+    assert same_everywhere(made.once.made[two_level.AcrossNodes, "across"].piece_bytes)
+    made.free()
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_every_slice_has_one_owner_on_each_node(place: str) -> None:
+    node_of = [*map(PLACEMENTS[place].index, PLACEMENTS[place])]
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(node_of))}
+    node_of = [numbers[node] for node in node_of]
+    for made in (lanes.every_rank, lanes.few_ranks):
+        all_of_them = [made(node_of, rank) for rank in RANKS]
+        owned = sorted(group for one in all_of_them for group in {*one.counterparts})
+        assert all([node_of[rank] for rank in group] == list(range(len(numbers))) for group in owned)
+        for rank, one in enumerate(all_of_them):
+            assert all(rank in group for group in one.counterparts)
+            for count in (0, 1, 7, 10_000):
+                parts = [one.part_of(other, count, 8) for other in range(len(one.borders))]
+                filled = np.zeros(count, int)
+                for part in parts:
+                    filled[part] += 1
+                assert (filled == 1).all()
+                mine = parts[one.local_rank]
+                assert sum(part.stop - part.start for part in one.slices_of(count, 8)) == mine.stop - mine.start
+    sizes = [*map(node_of.count, set(node_of))]
+    assert lanes.every_rank(node_of, RANK).slices == max(sizes)
+
+
+def test_all_buffers_of_a_node_together_are_bounded() -> None:
+    for ranks_per_node in (1, 2, 8, 64, 128, 256):
+        for nodes in (2, 32, 1024):
+            node_of = [node for node in range(nodes) for _ in range(ranks_per_node)][:10_000]
+            for way, flights in (("lanes", 4), ("across", 4), ("across", 8)):
+                buffers = two_level.buffers_for(way, flights)  # type: ignore[arg-type]
+                piece = two_level.piece_bytes_for(way, node_of, DEFAULT, flights)  # type: ignore[arg-type]
+                assert piece * buffers * ranks_per_node <= 2**26
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_route_whose_bits_differ_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = on_nodes(RANK % 2)
+    digest_of_sums = equal_bits.digest_of_sums
+    monkeypatch.setattr(equal_bits, "digest_of_sums", lambda *args: digest_of_sums(*args) + (RANK == SIZE - 1))
+    values = [value_of(rank, "float64", (9000,), 5) for rank in RANKS]
+    result = values[RANK].copy()
+    with pytest.warns(FallbackWarning, match="different bits") if RANK == 0 else nullcontext():
+        made.allreduce(result)
+    np.testing.assert_array_equal(result, reference("SUM", values))
+    assert made.route(result.nbytes, result.dtype, "SUM") == "across"
     made.free()
