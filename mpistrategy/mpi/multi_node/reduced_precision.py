@@ -83,6 +83,11 @@ class _Rounding:
         route: RouteName = "across" if travels(dtype, op) else self._communicator.route(nbytes, dtype, op)
         return route
 
+    def tried_route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
+        """Do `route`; see `Collectives.tried_route`."""
+        route: RouteName = "across" if travels(dtype, op) else self._communicator.tried_route(nbytes, dtype, op)
+        return route
+
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the combination over the ranks."""
         if travels(buffer.dtype, op):
