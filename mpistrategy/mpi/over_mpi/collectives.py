@@ -5,9 +5,7 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -100,7 +98,7 @@ class Collectives:
         if found is None:
             if len(self._routes) >= _REMEMBERED:
                 self._routes.clear()
-            found = _ROUTES[costs.between_nodes(self.nodes, self._least_local, nbytes, self.thresholds)]
+            found = _ROUTES[costs.between_nodes(self.nodes, self.size // self.nodes, nbytes, self.thresholds)]
             if found == "mpi" and not self.manner.blocks:
                 found = way_between(self.nodes)
             if found == "lanes" and not self.shares_memory and self.size > self.nodes:
@@ -109,11 +107,6 @@ class Collectives:
                 found = "across"
             self._routes[nbytes] = found
         return found
-
-    @cached_property
-    def _least_local(self) -> int:
-        """How many ranks the smallest node has."""
-        return min(Counter(self.node_of).values())
 
     def tried_route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Do `route` on ranks that have agreed on the call: not a route whose sums differ in their bits.

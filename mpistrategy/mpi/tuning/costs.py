@@ -50,7 +50,7 @@ def between_nodes(nodes: int, ranks_per_node: int, nbytes: int, thresholds: Thre
 
     Args:
         nodes: how many there are.
-        ranks_per_node: of the smallest node.
+        ranks_per_node: on average, rounded down.
         nbytes: of the buffer.
         thresholds: agreed on by all ranks, rates included.
     """

@@ -47,7 +47,7 @@ def in_two_levels(node_of: list[int]) -> ms.Strategy:
     """Let the smallest buffers go within the nodes, between them and back, as large ones do."""
     made = OnNodes(node_of, ms.MpiAllReduce())
     communicator = made.extended.communicator
-    communicator.thresholds = replace(communicator.thresholds, across_bytes=1)
+    communicator.thresholds = replace(communicator.thresholds, lanes_bytes=1, lanes_bytes_of_two=1, across_bytes=1)
     return made
 
 
@@ -188,7 +188,7 @@ def test_on_several_nodes_a_late_rank_is_waited_for() -> None:
     first_have_come = 0
     for number in range(12):
         values[:] = -1e6
-        exchange: Any = strategy.extended.communicator.once.made.get(AcrossNodes)
+        exchange: Any = strategy.extended.communicator.once.made.get((AcrossNodes, "lanes"))
         if RANK == 1 and exchange is not None:
             rank_0, end = exchange._node.sent.numbers[0], time.monotonic() + 1
             while rank_0[0] <= exchange._number and time.monotonic() < end:
