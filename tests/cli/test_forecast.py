@@ -92,8 +92,9 @@ def test_without_a_file_all_rates_are_assumed(forecast: Callable[..., str]) -> N
 
 
 def test_measured_and_assumed_rates_are_told_apart(forecast: Callable[..., str]) -> None:
-    kept(replace(DEFAULT, rates=Rates(link_bytes_per_second=1.0)), 1)  # not between nodes
     file = kept(replace(DEFAULT, rates=MEASURED), 4)
+    os.utime(file, (1e9, 1e9))
+    kept(replace(DEFAULT, rates=Rates(link_bytes_per_second=1.0)), 1)  # newer, but not about several nodes
     text = forecast("2x8")
     assert f"Measured ({file}): link of a node 118 MB/s, latency of a message 3 us, copy" in text
     assert "MPI's Allreduce 8 KiB to 1 MiB, the pairwise exchange 1 MiB" in text
