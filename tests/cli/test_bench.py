@@ -153,7 +153,12 @@ def test_nodes(launch: Launch, tmp_path: Path) -> None:
             ("chunk_bytes", "window_bytes", "window_bytes of float64", "cell_bytes", "piece_bytes", "pack_bytes"),
             id="one node",
         ),
-        pytest.param(TWO_NODES, ("across_piece_bytes", "across_bytes", "pack_bytes"), marks=pretends, id="two nodes"),
+        pytest.param(
+            TWO_NODES,
+            ("across_piece_bytes", "across_bytes", "pack_bytes", "link of a node", "latency of a message"),
+            marks=pretends,
+            id="two nodes",
+        ),
     ],
 )
 def test_save_measures_thresholds_that_the_next_strategy_takes(
@@ -164,8 +169,10 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(
     job = launch(2, [*BENCH, "--quick", "--save", "--markdown", tmp_path / "t.md"], env=where).check()
     assert f"saved {file}" in job.stderr
     for name in measured:
-        assert re.search(rf"(?m)^{name}: .* \(default ", job.stderr), (name, job)
-    saved = json.loads(file.read_text())["paths"]
+        assert re.search(rf"(?m)^{name}: .*{' .default ' if '_' in name else ''}", job.stderr), (name, job)
+    content = json.loads(file.read_text())
+    saved = content["paths"]
+    assert bool(content["rates"]["measured_over_estimated"]) == bool(env)
     source = """
         import json, sys
         import mpistrategy as ms

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, exp, log
+from math import ceil
 from typing import Literal
 
 from mpistrategy.mpi.tuning.thresholds import CostName, Rates, Thresholds
@@ -177,14 +177,22 @@ def _overlapped(work: float, messages: float, pieces: int) -> float:
 
 
 def _correction(name: CostName, nbytes: float, rates: Rates) -> float:
-    """Return the measured time over the estimate: interpolated between the logarithms; the nearest outside of them."""
+    """Return the measured time over the estimate: interpolated between two sizes, the nearest one's outside of them.
+
+    Sums, products and quotients alone: exp and log need not have the same bits on every node.
+    """
     points = sorted((size, ratio) for what, size, ratio in rates.measured_over_estimated if what == name)
-    if not points:
-        return 1.0
     below = [point for point in points if point[0] <= nbytes]
     above = [point for point in points if point[0] > nbytes]
     if not below or not above:
-        return (below[-1] if below else above[0])[1]
+        nearest = below[-1:] or above[:1]
+        return nearest[0][1] if nearest else 1.0
     (small, first), (large, last) = below[-1], above[0]
-    part = log(nbytes / small) / log(large / small)
-    return exp((1 - part) * log(first) + part * log(last))
+    part = (_about_log2(int(nbytes)) - _about_log2(small)) / (_about_log2(large) - _about_log2(small))
+    return first + part * (last - first)
+
+
+def _about_log2(number: int) -> float:
+    """Return the logarithm of powers of two, and a straight line between them."""
+    power = number.bit_length() - 1
+    return power - 1 + number / (1 << power)

@@ -36,6 +36,8 @@ _LARGEST = 2**40
 _FASTEST = 1e30
 _LONGEST = 80
 _MOST_CORRECTIONS = 100
+#: How the names of files end that are about more than one node: ranks on a node, and nodes.
+_ABOUT_NODES = re.compile(r"-[0-9]+x(?!1\.)[0-9]+\.json$")
 #: A file is a thousand times smaller.
 MOST_BYTES = 2**20
 #: Parts of buffers: small ones would be mere overhead; they are cut at cache lines.
@@ -270,6 +272,21 @@ def _own_file(machine: Machine) -> str:
         return str(machine.file) if os.path.isfile(machine.file) else ""
     except OSError:
         return ""
+
+
+def measured_between_nodes() -> Path | None:
+    """Return the file of what was measured last between nodes; None where there is none.
+
+    It is the one that `VARIABLE` names, or of all files of this user's the newest one about several nodes.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return expanded(named) if named else None
+    try:
+        found = [file for file in kept_file("x", "x").parent.iterdir() if _ABOUT_NODES.search(file.name)]
+        return max(found, key=lambda file: file.stat().st_mtime, default=None)
+    except OSError:
+        return None
 
 
 _tried: list[Thresholds] = []

@@ -98,11 +98,9 @@ class Search:
         rates, size = self.paths.rates, LARGE[-1]
         with _strategies([self.paths, replace(self.paths, window_bytes=NEVER)]) as strategies:
             [small] = self._seconds(self._case("rates", 8, ["small"], strategies[:1], _one, batch=100))
-            if self.nodes > 1:
-                [large] = self._seconds(self._case("rates", size, ["between nodes"], strategies[:1], _one))
-                sent = 2 * (self.nodes - 1) / self.nodes * size
+            if self.nodes > 1:  # `rates.NodeRates` measures the others
                 # A small value crosses the network twice: for the check of the call, and to be added up.
-                return replace(rates, message_seconds=small / 2, link_bytes_per_second=sent / large)
+                return replace(rates, message_seconds=small / 2)
             large, by_mpi = self._seconds(self._case("rates", size, ["large", "MPI"], strategies, _one))
             # MPI works on a copy.
             by_mpi = max(by_mpi - size / rates.copy_bytes_per_second, by_mpi / 2)
