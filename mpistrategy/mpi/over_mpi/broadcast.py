@@ -18,7 +18,7 @@ from mpistrategy.mpi.shared_memory import node_broadcast
 from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
 
 #: Smaller arrays go by one MPI Bcast.
-LEAST_BYTES = 2**18
+LEAST_BYTES = 2**16
 #: The least size of a piece between nodes; with many nodes pieces grow, since MPI cuts each into one part for a node.
 _PIECE_BYTES = 2**22
 _LEAST_PART_BYTES = 2**16
