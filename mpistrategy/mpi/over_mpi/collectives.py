@@ -131,11 +131,11 @@ class Collectives:
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
+        self._meet()
         flat = buffers.as_bytes(buffer)
         if flat.size >= broadcast.LEAST_BYTES and (large := broadcast.large_broadcast(self)) is not None:
             large.run(flat, root)
             return
-        self._meet()
         for piece in buffers.pieces(flat, self.max_count):
             self._comm.Bcast(piece, root)
 
