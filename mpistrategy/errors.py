@@ -206,7 +206,7 @@ class FallbackWarning(UserWarning):
 
 
 class OptionWarning(UserWarning):
-    """A setting that has no effect, such as a variable of the environment that is misspelt."""
+    """A setting that has no effect, such as a misspelt environment variable, or that takes most of the memory."""
 
 
 class DatasetWarning(UserWarning):

@@ -15,7 +15,6 @@ from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sum
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
@@ -25,10 +24,9 @@ from mpistrategy.reduction.plan import ChooseRoute, with_result_buffers
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 
-#: So much of a buffer is exchanged at a time where the ranks do not share memory; as much is needed besides.
+#: About so much of a buffer is exchanged at a time where the ranks do not share memory.  As much is needed besides;
+#: three times as much for a last piece that cannot be cut into equal shares.
 _PIECE_BYTES = 8 * 2**20
-#: Up to so much of a result is sent in one call, and more in one for each rank.
-_GATHERED_BYTES = 64 * 2**10
 
 
 def ordered_route(
@@ -117,26 +115,34 @@ def gather_and_combine(
 ) -> None:
     """Write the combination of all ranks' `source` into `target`, which may be the same, where it is wanted.
 
-    Each rank gets the others' values of its share, combines them, and sends the result.
+    Each rank gets the others' values of its share, combines them, and sends the result: two collectives for a piece.
     """
-    rank, size = communicator.rank, communicator.size
     brought, wanted = reals(source.reshape(-1)), reals(target.reshape(-1))
-    step = max(1, _PIECE_BYTES // wanted.itemsize)
+    size, itemsize = communicator.size, wanted.itemsize
+    step = size * max(1, _PIECE_BYTES // (size * itemsize))
     for start in range(0, wanted.size, step):
-        result = wanted[start : start + step]
-        parts = [share(result.size, other, size, result.itemsize) for other in range(size)]
-        counts = [stop - first for first, stop in parts]
-        received = communicator.pool.take(result.dtype, (size, counts[rank]))
-        communicator.alltoallv(brought[start : start + step], counts, received)
-        places = [result[first:stop] for first, stop in parts]
-        with np.errstate(all="ignore"):
-            combine_ordered(list(received), [places[rank]], op, 1, (0, counts[rank]))
-        del received  # the next piece takes the same memory
-        root = destination.only_rank
-        if root is not None:
-            communicator.gatherv(places[rank], places if rank == root else None, root)
-        elif result.nbytes <= _GATHERED_BYTES:
-            communicator.allgatherv(places[rank], places)
-        else:  # MPI's Allgatherv is slow with much on a node
-            for other, place in enumerate(places):
-                communicator.bcast(place, other)
+        sent, result = brought[start : start + step], wanted[start : start + step]
+        if result.size % size == 0:
+            _combine_piece(communicator, op, destination, sent, result)
+            continue
+        padded = np.zeros((2, -(-result.size // size) * size), wanted.dtype)  # all shares have one size
+        padded[0, : sent.size] = sent
+        _combine_piece(communicator, op, destination, padded[0], padded[1])
+        if destination.includes(communicator.rank):
+            result[...] = padded[1, : result.size]
+
+
+def _combine_piece(communicator: Communicator, op: str, destination: Destination, sent: Array, result: Array) -> None:
+    """Write the combination of all ranks' `sent`, of equal shares, into `result` where it is wanted."""
+    rank, size = communicator.rank, communicator.size
+    count = result.size // size
+    received = communicator.pool.take(result.dtype, (size, count))
+    communicator.alltoall(sent, received)
+    own = result[rank * count : (rank + 1) * count]
+    with np.errstate(all="ignore"):
+        combine_ordered(list(received), [own], op, 1, (0, count))
+    root = destination.only_rank
+    if root is None:
+        communicator.allgatherv(own, [count] * size, result)
+    else:
+        communicator.gatherv(own, [count] * size, result if rank == root else None, root)

@@ -212,7 +212,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
 
     def _begin(self) -> tuple[Iterator[Any], int]:
         """Return this rank's iterator, and the number of steps for which every rank surely has elements."""
-        lengths = [np.zeros(1, np.int64) for _ in range(self._communicator.size)]
+        lengths = np.zeros(self._communicator.size, np.int64)
         with Call(self._communicator.guard, "iter(distributed dataset)", called=self._name) as call:
             with call.own_work():
                 iterator = iter(self._dataset)
@@ -221,8 +221,8 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
                 except TypeError:
                     length = 0
             call.agree("begin")
-            self._communicator.allgatherv(np.array([length], np.int64), lengths)
-        return iterator, int(min(lengths)[0])
+            self._communicator.allgatherv(np.array([length], np.int64), [1] * lengths.size, lengths)
+        return iterator, int(lengths.min())
 
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
         """Return this rank's next element, one without rows when only other ranks have more, or END."""

@@ -202,21 +202,21 @@ class SimulatedCommunicator:
         mine = buffer.copy() if self.rank == root else None
         buffer[...] = self._meeting.allgather(self.rank, f"bcast from {root}", mine)[root]
 
-    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
+    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`."""
         everything = self._meeting.allgather(self.rank, f"gatherv to {root}", block.copy())
-        if blocks is not None:
-            _fill(blocks, everything)
+        if together is not None:
+            np.concatenate(everything, axis=None, out=together.reshape(-1))
 
-    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on every rank."""
-        _fill(blocks, self._meeting.allgather(self.rank, "allgatherv", block.copy()))
+    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank."""
+        everything = self._meeting.allgather(self.rank, "allgatherv", block.copy())
+        np.concatenate(everything, axis=None, out=together.reshape(-1))
 
-    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+    def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th part of `sent` to rank r; row r of `received` gets the part from rank r."""
-        start = sum(counts[: self.rank])
-        everything = self._meeting.allgather(self.rank, "alltoallv", sent.copy())
-        _fill(list(received), [theirs[start : start + counts[self.rank]] for theirs in everything])
+        everything = self._meeting.allgather(self.rank, "alltoall", sent.copy())
+        received[...] = [theirs.reshape(self.size, -1)[self.rank] for theirs in everything]
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; `Turns` ends the wait for a thread that has ended."""
@@ -259,11 +259,6 @@ class SimulatedCommunicator:
     def free(self) -> None:
         """Refuse further calls."""
         self.guard.closed = True
-
-
-def _fill(blocks: Sequence[Array], values: Sequence[Array]) -> None:
-    for target, value in zip(blocks, values, strict=True):
-        target[...] = value
 
 
 def _combined(arrays: Sequence[Array], op: str) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from mpistrategy.arrays.convert import host_array, to_array, to_reducible
@@ -59,5 +61,6 @@ def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp,
 def gather_rows(communicator: Communicator, block: Array, rows: list[int]) -> Array:
     """Return the blocks of all ranks along the first axis; ``rows[r]`` is the length of rank r's block."""
     result = np.empty((sum(rows), *block.shape[1:]), block.dtype)
-    communicator.allgatherv(np.ascontiguousarray(block), np.split(result, np.cumsum(rows)[:-1]))
+    width = prod(block.shape[1:])
+    communicator.allgatherv(np.ascontiguousarray(block), [count * width for count in rows], result)
     return result

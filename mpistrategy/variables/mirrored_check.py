@@ -164,9 +164,10 @@ def _equal_on_all(communicator: Communicator, entries: Array) -> bool:
 
 def _entries_of_all(communicator: Communicator, entries: Array) -> list[dict[int, int]]:
     """Return the number and the digest of every variable of every rank."""
-    counts = map(int, communicator.allgather_text(str(len(entries))))
-    blocks = [np.empty((count, 2), np.uint64) for count in counts]
-    communicator.allgatherv(entries, blocks)
+    counts = [int(text) for text in communicator.allgather_text(str(len(entries)))]
+    together = np.empty((sum(counts), 2), np.uint64)
+    communicator.allgatherv(entries, [2 * count for count in counts], together)
+    blocks = np.split(together, np.cumsum(counts)[:-1])
     return [{int(number): int(one) for number, one in block} for block in blocks]
 
 

@@ -111,16 +111,20 @@ class Communicator(Protocol):
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
 
-    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`; any dtype, sizes may differ."""
+    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
 
-    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on every rank; any dtype, sizes may differ."""
+        Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
+        `together`, which is None on the other ranks.
+        """
 
-    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
-        """Send the r-th part of `sent`, of ``counts[r]`` elements, to rank r; any dtype.
+    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
 
-        Row r of `received` gets the part from rank r: ``counts[rank]`` elements each.
+    def alltoall(self, sent: Array, received: Array) -> None:
+        """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
+
+        Any dtype; so few bytes that one MPI call takes them.
         """
 
     def allgather_text(self, text: str) -> list[str]:
@@ -201,16 +205,16 @@ class SingleCommunicator:
     def bcast(self, buffer: Array, root: int) -> None:
         """Leave `buffer`."""
 
-    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Copy `block`."""
-        if blocks is not None:
-            blocks[0][...] = block
+        if together is not None:
+            together[...] = block.reshape(together.shape)
 
-    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
+    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Copy `block`."""
-        blocks[0][...] = block
+        together[...] = block.reshape(together.shape)
 
-    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
+    def alltoall(self, sent: Array, received: Array) -> None:
         """Copy `sent`."""
         received[0] = sent
 

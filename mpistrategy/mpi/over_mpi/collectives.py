@@ -20,6 +20,7 @@ from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.multi_node import equal_bits
 from mpistrategy.mpi.multi_node.two_level import EAGER, Manner, allreduce_across, way_between
+from mpistrategy.mpi.over_mpi import broadcast, gathering
 from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.tuning import costs
@@ -47,6 +48,7 @@ class Collectives:
         local_rank, local_size: the same among the ranks of this node.
         node_of: the node of each rank.
         nodes: how many nodes there are.
+        shares_memory: whether ranks of one node see each other's memory.
         pipelined: the pipelined all-reduce of this node; None where its ranks share no memory.
         failures: tells the ranks of each other's failures; None on several nodes.
         thresholds: from how many bytes on which route is taken.
@@ -61,7 +63,7 @@ class Collectives:
     local_size: int
     node_of: tuple[int, ...]
     nodes: int
-    shares_memory: bool
+    shares_memory: bool = False
     library: str
     pipelined: PipelinedAllReduce | None = None
     failures: Failures | None = None
@@ -203,51 +205,35 @@ class Collectives:
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
         self._meet()
-        for piece in buffers.pieces(buffers.as_bytes(buffer), self.max_count):
+        flat = buffers.as_bytes(buffer)
+        if flat.size >= broadcast.LEAST_BYTES and (large := broadcast.large_broadcast(self)) is not None:
+            large.run(flat, root)
+            return
+        for piece in buffers.pieces(flat, self.max_count):
             self._comm.Bcast(piece, root)
 
-    def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`; any dtype, sizes may differ."""
-        self._meet()
-        if self.rank != root:
-            for piece in buffers.pieces(buffers.as_bytes(block), self.max_count):
-                self._comm.Send(piece, root)
-            return
-        assert blocks is not None
-        for rank, target in enumerate(blocks):
-            if rank == root:
-                target[...] = block
-                continue
-            for piece in buffers.pieces(buffers.as_bytes(target), self.max_count):
-                self._comm.Recv(piece, rank)
+    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
 
-    def allgatherv(self, block: Array, blocks: list[Array]) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on every rank; any dtype, sizes may differ."""
-        counts = [target.nbytes for target in blocks]
-        if sum(counts) <= self.max_count:
-            together = np.empty(sum(counts), np.uint8)
-            self._meet()
-            self._comm.Allgatherv(buffers.as_bytes(block), [together, counts])
-            for target, piece in zip(blocks, np.split(together, np.cumsum(counts)[:-1]), strict=True):
-                buffers.as_bytes(target)[...] = piece
-            return
-        blocks[self.rank][...] = block
-        for root, target in enumerate(blocks):
-            self.bcast(target, root)
-
-    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array) -> None:
-        """Send the r-th part of `sent`, of ``counts[r]`` elements, to rank r; any dtype.
-
-        Row r of `received` gets the part from rank r: ``counts[rank]`` elements each.
+        Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
+        `together`, which is None on the other ranks.
         """
-        # Not MPI's Alltoallv: for megabytes on a node MPICH's takes 30 times as long.
-        parts = np.split(sent, np.cumsum(counts)[:-1])
         self._meet()
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        requests = [request for other in others for request in self.irecv(received[other], other, 0)]
-        requests += [request for other in others for request in self.isend(parts[other], other, 0)]
-        received[self.rank] = parts[self.rank]
-        MPI.Request.Waitall(requests)
+        gathering.gather(self._comm, block, counts, together, root, self.max_count)
+
+    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
+        self._meet()
+        gathering.allgather(self._comm, block, counts, together, self.max_count)
+
+    def alltoall(self, sent: Array, received: Array) -> None:
+        """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
+
+        Any dtype; so few bytes that one MPI call takes them.
+        """
+        # Of equal parts: for megabytes on a node MPICH's Alltoallv takes up to three times as long.
+        self._meet()
+        self._comm.Alltoall(buffers.as_bytes(sent), buffers.as_bytes(received))
 
     def _meet(self) -> None:
         """Wait until all ranks are about to call MPI, since a rank cannot leave an MPI call if another one has failed.

@@ -185,6 +185,18 @@ class MpiCommunicator(Collectives):
         memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
         return None if isinstance(memory, str) else memory
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the ranks of this node outnumber the cores that they may use."""
+        return self.local_size > self._cores
+
+    def waiting(self) -> Waiting:
+        """Return how this rank waits for those of its node, in a call on which all have agreed."""
+        assert self._control is not None
+        if self.failures is None:
+            return Waiting(self.local_size, self._control.progress, self._cores)
+        return Waiting(self.local_size, self._control.progress, self._cores, partial(self.failures.look, agreed=True))
+
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))

@@ -25,7 +25,7 @@ several = pytest.mark.mpi(min_size=2)
 
 LARGE = np.ones(300_000)
 VERBS = (
-    "allreduce", "allreduce_many", "reduce", "bcast", "gatherv", "allgatherv", "alltoallv", "allgather_text", "shared",
+    "allreduce", "allreduce_many", "reduce", "bcast", "gatherv", "allgatherv", "alltoall", "allgather_text", "shared",
     "node_barrier", "node",
 )  # fmt: skip
 
