@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
+from pretended import NoWaiting, RefusedError, mailboxes_of_many
 from replicas import RANK, RANKS, SIZE, context, part_of, still_works
 
 import mpistrategy as ms
@@ -38,21 +39,6 @@ def idle(loops: int) -> None:
 def next_payload(mailboxes: Mailboxes) -> Array:
     """Return where this rank's payload of the next exchange goes."""
     return mailboxes.slots[(mailboxes.sequence + 1) & 1].payloads[mailboxes.local_rank]
-
-
-class RefusedError(Exception):
-    """Raised instead of waiting."""
-
-
-class NoWaiting(Waiting):
-    """For mailboxes whose ranks take turns in one thread: nobody may have to wait."""
-
-    def __init__(self) -> None:
-        super().__init__(1, lambda: None)
-
-    def until(self, numbers: memoryview, value: int) -> None:
-        if numbers[0] < value:
-            raise RefusedError
 
 
 # ------------------------------------------------------------------------------------- the protocol, rank by rank
@@ -334,16 +320,6 @@ def test_more_ranks_than_cores_get_on(launch: Launch) -> None:
 
 
 # ------------------------------------------------------------------------------------- nodes of many ranks
-
-
-def mailboxes_of_many(
-    ranks: int, fence: Callable[[], object] | None = None, waiting: Waiting | None = None
-) -> list[Mailboxes]:
-    """Return the mailboxes of ranks whose segments lie one behind the other, as in shared memory."""
-    size = 3 * 4096
-    block = np.zeros(ranks * size, np.uint8)
-    segments = tuple(block[rank * size : (rank + 1) * size] for rank in range(ranks))
-    return [Mailboxes(SharedMemory(segments, rank, True, fence), 2048, waiting or NoWaiting()) for rank in range(ranks)]
 
 
 @pytest.mark.one_rank

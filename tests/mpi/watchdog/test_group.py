@@ -3,97 +3,33 @@
 from __future__ import annotations
 
 import json
-import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from pretended import LIMIT, PretendedJob
 
-from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.shared_memory.segments import SharedMemory
-from mpistrategy.mpi.watchdog import alarm, group
-from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import Account
-from mpistrategy.mpi.watchdog.run_directory import RunDirectory
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, WELL, RankStatus, StatusBoard
+from mpistrategy.mpi.watchdog.status_board import BYTES, WELL, RankStatus
 
 pytestmark = pytest.mark.one_rank
-LIMIT = 600.0
-
-
-class Counted(RunDirectory):
-    """A run directory that counts what is done with it."""
-
-    def __init__(self, path: Path, done: Counter[str]) -> None:
-        super().__init__(str(path))
-        self._done = done
-
-    def read(self, name: str) -> str:
-        self._done["read"] += 1
-        return super().read(name)
-
-    def has(self, name: str) -> bool:
-        self._done["has"] += 1
-        return super().has(name)
-
-    def names(self) -> list[str]:
-        self._done["names"] += 1
-        return super().names()
-
-    def write(self, name: str, text: str) -> bool:
-        self._done["write"] += 1
-        return super().write(name, text)
-
-
-class Job:
-    """The groups of pretended ranks, in rank order, all with one run directory."""
-
-    def __init__(self, path: Path, nodes: int, local: int) -> None:
-        self.path, self.local, self.done = path, local, Counter[str]()
-        self.now = 1_000.0
-        #: Until when the last rank is busy.
-        self.busy_until = 0.0
-        self.groups: list[Group] = []
-        for node in range(nodes):
-            segments = tuple(np.zeros(BYTES, np.uint8) for _ in range(local))
-            for rank in range(local):
-                guard = Guard(None, node * local + rank, nodes * local)
-                guard.timeout = LIMIT
-                board = StatusBoard(SharedMemory(segments, rank, True))
-                self.groups.append(Group(guard, board, node, nodes, Counted(path, self.done)))
-                self.groups[-1].ranks = range(nodes * local)
-
-    def beat(self, now: float, state: int = WELL) -> None:
-        for rank, each in enumerate(self.groups):
-            expected = self.busy_until if rank == len(self.groups) - 1 else 0.0
-            each.board.write(RankStatus(rank, 7000 + rank, state, now, expected, 9.0, LIMIT, 0, "in #7 barrier"))
-
-    def tick(self, later: float = 0.0) -> list[bool]:
-        """Let all ranks look, of which all but the last one are late; return which of these are excused."""
-        self.now = now = self.now + later
-        self.beat(now)
-        for each in self.groups:
-            each.update_nodes(now)
-        return [each.is_excused(now, LIMIT) for each in self.groups[:-1]]
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Job]:
-    def make(nodes: int, local: int) -> Job:
-        made = Job(tmp_path / f"run-{nodes}", nodes, local)
-        clock = SimpleNamespace(monotonic=lambda: made.now, time=lambda: made.now + 1.7e9, sleep=lambda seconds: None)
-        monkeypatch.setattr(group, "time", clock)
-        return made
+def job(tmp_path: Path) -> Iterator[Callable[[int, int], PretendedJob]]:
+    with ExitStack() as stack:
 
-    return make
+        def make(nodes: int, local: int) -> PretendedJob:
+            made = PretendedJob(tmp_path / f"run-{nodes}", nodes, local)
+            stack.enter_context(made.clock())
+            return made
+
+        yield make
 
 
 @pytest.mark.parametrize("local", [1, 4])
 def test_a_node_that_is_busy_is_asked_after_growing_pauses_by_one_rank_of_a_node(
-    job: Callable[[int, int], Job], local: int
+    job: Callable[[int, int], PretendedJob], local: int
 ) -> None:
     done = []
     for nodes in (4, 16):
@@ -107,7 +43,7 @@ def test_a_node_that_is_busy_is_asked_after_growing_pauses_by_one_rank_of_a_node
     assert done[1] <= 5.5 * done[0], "in proportion to the nodes that wait"
 
 
-def test_a_node_that_is_done_early_is_found_out(job: Callable[[int, int], Job]) -> None:
+def test_a_node_that_is_done_early_is_found_out(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(3, 2)
     ranks.busy_until = ranks.now + 50_000
     assert all(all(ranks.tick(1)) for _ in range(300))
@@ -116,7 +52,7 @@ def test_a_node_that_is_done_early_is_found_out(job: Callable[[int, int], Job]) 
     assert late <= 2 * LIMIT / 10 + 2
 
 
-def test_a_rank_that_nobody_excuses_is_late_when_its_node_has_looked(job: Callable[[int, int], Job]) -> None:
+def test_a_rank_that_nobody_excuses_is_late_when_its_node_has_looked(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(2, 3)
     for _ in range(2):
         excused = ranks.tick(1)
@@ -124,47 +60,36 @@ def test_a_rank_that_nobody_excuses_is_late_when_its_node_has_looked(job: Callab
     assert ranks.done["names"] <= 6
 
 
-def test_a_node_whose_reader_has_stopped_is_served_by_the_next_rank(job: Callable[[int, int], Job]) -> None:
+def test_a_node_whose_reader_has_stopped_is_served_by_the_next_rank(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(2, 3)
-    ranks.beat(ranks.now)
+    ranks.beat()
     ranks.groups[0].board.write(RankStatus(0, 7000, WELL, ranks.now - 60, 0.0, 0.0, LIMIT, 0, "stopped"))
     assert not ranks.groups[1].is_excused(ranks.now, LIMIT)
     assert not ranks.groups[2].is_excused(ranks.now, LIMIT)
     assert ranks.done["names"] == 1
 
 
+@pytest.mark.parametrize("nodes", [4, 64])
 def test_the_first_node_that_raises_the_alarm_calls_the_roll_and_reads_each_file_once(
-    job: Callable[[int, int], Job], monkeypatch: pytest.MonkeyPatch
+    job: Callable[[int, int], PretendedJob], nodes: int
 ) -> None:
-    for nodes in (4, 16):
-        ranks = job(nodes, 2)
-        speakers = ranks.groups[::2]
-        ranks.beat(ranks.now, ANSWERED)
-        for rank, each in enumerate(ranks.groups):
-            each.board.write_record(f"the stacks of {rank}\nline")
-        for each in (speakers[2], *speakers):
-            each.alarm()
-        assert [each.calls_the_roll() for each in speakers] == [node == 2 for node in range(nodes)]
-        caller, others = speakers[2], [each for each in speakers if each is not speakers[2]]
-        monkeypatch.setattr(group, "_CLAIM_LOOKS", 1)
-        for each in others:
-            each.tell([Account(status, 0.0) for status in each.board.read()])
-            assert not each.is_published()
-        ranks.done.clear()
-        alarm._speak(caller, time.monotonic(), {}, 4, "[rank 4] ")
-        assert ranks.done["read"] <= nodes, "each file once, and who calls"
-        assert all(each.is_published() for each in others)
-        assert not others[0].calls_the_roll()
-        files = sorted(path.name for path in ranks.path.iterdir())
-        assert len(files) <= nodes + 1
-        assert "node-2.json" not in files
-        told = json.loads((ranks.path / "error-4.json").read_text())
-        assert len(told["ranks"]) == 2 * nodes
-        assert told["records"]["5"] == ["the stacks of 5", "line"]
-        assert json.loads((ranks.path / "node-1.json").read_text())["records"]["3"] == ["the stacks of 3", "line"]
+    ranks = job(nodes, 2)
+    ranks.raise_alarm(2)
+    assert ranks.done["read"] <= 4 * nodes, "who calls, whether it is there, and each file once"
+    assert ranks.done["write"] <= 2 * nodes + 2
+    speakers = ranks.groups[::2]
+    assert all(each.is_published() for each in speakers)
+    assert not any(each.calls_the_roll() for each in speakers)
+    files = sorted(path.name for path in ranks.path.iterdir())
+    assert len(files) <= nodes + 1
+    assert "node-2.json" not in files
+    told = json.loads((ranks.path / "error-4.json").read_text())
+    assert len(told["ranks"]) == 2 * nodes
+    assert told["records"]["5"] == ["the stacks of 5", "line"]
+    assert json.loads((ranks.path / "node-1.json").read_text())["records"]["3"] == ["the stacks of 3", "line"]
 
 
-def test_a_long_record_keeps_its_beginning_and_its_end(job: Callable[[int, int], Job]) -> None:
+def test_a_long_record_keeps_its_beginning_and_its_end(job: Callable[[int, int], PretendedJob]) -> None:
     (alone,) = job(1, 1).groups
     alone.board.write_record(f"first\n{'x' * BYTES}\nlast")
     (record,) = alone.records().values()
