@@ -24,8 +24,8 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 _NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
-#: From so many ranks on a step for all of them takes less time than a loop.
-MANY_RANKS = 16
+#: From so many ranks on a step for all of them takes less time than a loop: over arrays, and over single numbers.
+MANY_RANKS, MANY_NUMBERS = 16, 24
 
 
 def segment_bytes(payload_bytes: int) -> int:
@@ -87,10 +87,11 @@ class Mailboxes:
         payloads = tuple(segment[start + _NUMBERS :][: self.payload_bytes] for segment in memory.segments)
         ranks, mine = tuple(numbers), numbers.pop(self.local_rank)
         rows = _rows(memory.segments, start, _NUMBERS + self.payload_bytes)
-        if rows is None:
-            return MailboxSlot(mine, tuple(numbers), payloads, self._exchange_in(mine, numbers), None)
-        exchange = self._exchange_of_many(mine, ranks, rows[:, :_NUMBERS].view(np.int64))
-        return MailboxSlot(mine, tuple(numbers), payloads, exchange, rows[:, _NUMBERS:])
+        if rows is None or len(ranks) < MANY_NUMBERS:
+            exchange = self._exchange_in(mine, numbers)
+        else:
+            exchange = self._exchange_of_many(mine, ranks, rows[:, :_NUMBERS].view(np.int64))
+        return MailboxSlot(mine, tuple(numbers), payloads, exchange, None if rows is None else rows[:, _NUMBERS:])
 
     def _exchange_in(self, mine: memoryview, peers: Sequence[memoryview]) -> Callable[[int, int], bool]:
         """Return `MailboxSlot.exchange`, with all that it needs at hand: attributes take a tenth of a small sum."""
@@ -287,7 +288,9 @@ def _slots_of_one(mailboxes: Mailboxes, dtype: np.dtype[Any]) -> list[tuple[Any,
     for slot in mailboxes.slots:
         elements = [payload[: dtype.itemsize].view(dtype).data for payload in slot.payloads]
         mine = elements[mailboxes.local_rank]
-        many = None if slot.rows is None else (slot.exchange, slot.rows[:, : dtype.itemsize].view(dtype)[:, 0])
+        many = None
+        if slot.rows is not None and mailboxes.size >= MANY_NUMBERS:
+            many = slot.exchange, slot.rows[:, : dtype.itemsize].view(dtype)[:, 0]
         slots.append((slot.mine, slot.peers, mine, elements[0], elements[1], elements[2:], many))
     return slots
 

@@ -2,7 +2,7 @@
 
 Every rank that hears of it shows its record to its node and answers in its status; the first rank of each node that
 has answered speaks for its node.  The speaker of the node that was first to raise the alarm prints the roll call; the
-others write a file for it, which also holds the records of their ranks.  Nothing here waits for anything without a limit.
+others write a file for it, which also holds the records of their ranks.  Nothing here waits without a limit.
 """
 
 from __future__ import annotations
@@ -119,6 +119,8 @@ def _speak(widest: Group, began: float, last_calls: Mapping[int, str], rank: int
             _say_records(widest, title)
         end = began + _NODES_SECONDS + 2 * FILE_SECONDS + _NODE_SECONDS
         _until(lambda: _of(widest.is_published, False), end, _LONGEST_LOOK_SECONDS)
+        if time.monotonic() >= end:
+            _say(title, f"a collective is late, and the roll was not called; what is known: {widest.directory.path}/")
         return
     if widest.nodes > 1:
         end = began + _NODES_SECONDS

@@ -333,7 +333,7 @@ def test_of_many_ranks_all_are_waited_for_and_compared() -> None:
             come.append(late.local_rank)
             late.start(9 if late.local_rank == odd else 5)
 
-    ranks, odd = 20, -1
+    ranks, odd = 30, -1
     them = mailboxes_of_many(ranks, waiting=Coming())
     assert them[0].slots[0].rows is not None
     for late in ((), (3,), range(1, ranks)):
@@ -353,8 +353,8 @@ def test_of_many_ranks_all_are_waited_for_and_compared() -> None:
 def test_of_many_ranks_the_numbers_are_read_before_the_digests() -> None:
     seen: list[tuple[int, int]] = []
     them: list[Mailboxes] = []
-    them += mailboxes_of_many(16, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
-    for rank in range(1, 16):
+    them += mailboxes_of_many(24, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
+    for rank in range(1, 24):
         them[rank].start(42)
     seen.clear()
     assert them[0].all_equal(42)
