@@ -222,6 +222,7 @@ class PretendedJob:
             each.board.write_record(f"the stacks of {rank}\nline")
         for each in (speakers[first], *speakers):
             each.alarm()
+            each.take_back_expected()
         for node, each in enumerate(speakers):
             assert each.calls_the_roll() == (node == first)
             if node != first:

@@ -83,6 +83,7 @@ def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], ra
     _set_state(groups, ALARMED)
     if is_first:
         within(FILE_SECONDS, widest.alarm)
+    within(FILE_SECONDS, widest.take_back_expected)
     title = f"[rank {rank}/{size}] "
     guards = [group.guard for group in groups]
     record = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"

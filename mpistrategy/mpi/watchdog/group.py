@@ -238,6 +238,12 @@ class Group:
         if self._busy != old and self.directory.write(self._busy, "") and old:
             self.directory.discard(old)
 
+    def take_back_expected(self) -> None:
+        """Remove what this rank has written about a busy node: after an alarm the roll call says more."""
+        if self._busy:
+            self.directory.discard(self._busy)
+            self._busy, self._told_expected = "", 0.0
+
     def tell(self, accounts: Sequence[Account] | None = None) -> bool:
         """Write this node's statuses for the other nodes; with `accounts`, the final ones, and records, after an alarm.
 

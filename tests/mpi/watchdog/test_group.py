@@ -74,6 +74,9 @@ def test_the_first_node_that_raises_the_alarm_calls_the_roll_and_reads_each_file
     job: Callable[[int, int], PretendedJob], nodes: int
 ) -> None:
     ranks = job(nodes, 2)
+    ranks.busy_until = ranks.now + 1
+    ranks.tick(1)
+    ranks.done.clear()
     ranks.raise_alarm(2)
     assert ranks.done["read"] <= 4 * nodes, "who calls, whether it is there, and each file once"
     assert ranks.done["write"] <= 2 * nodes + 2
