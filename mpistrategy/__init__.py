@@ -7,6 +7,7 @@ Importing it starts no MPI; the first `MirroredStrategy` does.
 
 import sys as _sys
 from os import environ as _environ
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy import errors, testing
@@ -48,8 +49,6 @@ from mpistrategy.strategy.one_device import OneDeviceStrategy
 from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.training import gradients, metrics, optimizers
-from mpistrategy.training.gradient_buckets import GradientBuckets
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -57,10 +56,12 @@ if TYPE_CHECKING:
     from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, Stateful
     from mpistrategy.checkpoint.manager import CheckpointManager
     from mpistrategy.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
+    from mpistrategy.training import gradients, metrics, optimizers
+    from mpistrategy.training.gradient_buckets import GradientBuckets
 
 __version__ = "0.1.0"
 
-#: What is loaded when the first of these names is used.
+#: What is loaded when the first of these names is used: thousands of ranks that import at once read fewer files.
 _CHECKPOINTS = {
     "Checkpoint": "checkpoint",
     "CheckpointManager": "manager",
@@ -70,19 +71,54 @@ _CHECKPOINTS = {
     "Stateful": "checkpoint",
     "TerminationConfig": "preemption",
 }
+_TRAINING = ("gradients", "metrics", "optimizers")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "telemetry":
+        return _import("telemetry")
+    if name in _CHECKPOINTS:
+        for each, module in _CHECKPOINTS.items():
+            globals()[each] = getattr(_import(f"checkpoint.{module}"), each)
+        _show_as(__name__, _CHECKPOINTS)
+    elif name == "GradientBuckets" or name in _TRAINING:
+        _load_training()
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def _import(name: str) -> Any:
     import importlib
 
-    if name == "telemetry":
-        return importlib.import_module(f"{__name__}.telemetry")
-    if name not in _CHECKPOINTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for each, module in _CHECKPOINTS.items():
-        globals()[each] = getattr(importlib.import_module(f"{__name__}.checkpoint.{module}"), each)
-    _show_as(__name__, _CHECKPOINTS)
-    return globals()[name]
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def _load_training() -> None:
+    if "GradientBuckets" in globals():
+        return
+    globals()["GradientBuckets"] = _import("training.gradient_buckets").GradientBuckets
+    _show_as(__name__, ["GradientBuckets"])
+    for name in _TRAINING:
+        globals()[name] = _import(f"training.{name}")
+        _make_public(name)
+
+
+def _make_public(name: str) -> None:
+    """Let ``from mpistrategy.optimizers import SGD`` and pickle find a module under its public name."""
+    module = globals()[name]
+    _sys.modules[f"{__name__}.{name}"] = module
+    _show_as(f"{__name__}.{name}", module.__all__)
+
+
+class _Later(_ModuleType):
+    """A public module that is loaded when something in it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":  # whoever looks through all modules of the process
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        _load_training()
+        return getattr(_sys.modules[self.__name__], name)
 
 
 def __dir__() -> list[str]:
@@ -144,10 +180,9 @@ __all__ = [
 ]
 
 _show_as(__name__, [name for name in __all__ if name in globals()])
-for _module in (gradients, metrics, optimizers, testing):
-    _public = f"{__name__}.{_module.__name__.rpartition('.')[2]}"
-    _sys.modules[_public] = _module  # `from mpistrategy.optimizers import SGD`, and what pickle reads
-    _show_as(_public, _module.__all__)
+_make_public("testing")
+for _name in _TRAINING:
+    _sys.modules[f"{__name__}.{_name}"] = _Later(f"{__name__}.{_name}")
 
 if _environ.get("MPISTRATEGY_TRACE") or _is_on(_environ.get("MPISTRATEGY_NVTX", "")):
     __getattr__("telemetry")._start_from_environment()

@@ -67,7 +67,8 @@ def run_folder(folder: Path) -> None:
     lines = [line | {"rank": rank, "process": 50 + rank, "text": f"in #7 at train.py:{rank}"} for rank in range(3)]
     told = {"wall": time.time() - 4, "final": False, "lines": lines, "silent": {"1": "its process 51 is stopped"}}
     (folder / "node-0.json").write_text(json.dumps(told))
-    (folder / "rank-4.txt").write_text("in #7 barrier for 60.1 s; at x.py:3 in step\n\nthread ...\n")
+    late = {"text": "in #7 barrier for 60.1 s; at x.py:3 in step", "waited_seconds": 60.1, "timeout_seconds": None}
+    (folder / "error-4.json").write_text(json.dumps({"ranks": {"4": {**late, "silent": ""}}}))
     (folder / "roll-call.txt").write_text("roll call: rank 1 is late\n")
 
 

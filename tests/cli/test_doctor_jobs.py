@@ -366,13 +366,17 @@ def test_files_of_a_run_directory(tmp_path: Path) -> None:
     (folder / "node-1.json").write_text(json.dumps(told))
     (folder / "node-0.json").write_text("{ half")
     (folder / "node-2.json").write_text('["something else"]')
-    (folder / "rank-0.txt").write_text("in #7 barrier for 60.1 s; at x.py:3 in step\n\nthread ...\n")
+    late = {"text": "in #7 barrier for 60.1 s; at x.py:3", "waited_seconds": 60.1, "timeout_seconds": 60, "silent": ""}
+    (folder / "error-0.json").write_text(json.dumps({"class": "timeout", "ranks": {"0": late}}))
+    (folder / "error-1.json").write_text(json.dumps({"class": "ReplicasDivergedError", "ranks": [1]}))
     (folder / "roll-call.txt").write_text("roll call: ...")
     found = run_files.read(str(folder), now)
     assert [each.rank for each in found.seen] == [0, 2]
     assert found.seen[0].waited == 60.1
     assert (found.seen[1].waited, found.seen[1].node, round(found.seen[1].age)) == (20.0, 1, 5)
     assert found.roll_call == "roll call: ..."
+    (folder / "roll-call.txt").write_text("node 3\n")
+    assert run_files.read(str(folder), now).roll_call == "", "a node has only said that it calls the roll"
     assert run_files.folders_of("17", [str(tmp_path), "", "/none"]) == [str(folder)]
     assert run_files.folders_of("1", [str(tmp_path)]) == []
 

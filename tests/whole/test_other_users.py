@@ -295,19 +295,20 @@ def test_what_is_no_file_in_a_run_directory_is_left_out(
     path = tmp_path / "run"
     hostile_others.run_folder(path)
     (path / "roll-call.txt").unlink()
-    for name in ("node-1.json", "rank-8.txt", "roll-call.txt"):
+    for name in ("node-1.json", "error-8.json", "roll-call.txt"):
         make(path / name)
     began = time.monotonic()
     assert main.main(["doctor", "--run-dir", str(path)]) == 1
     assert time.monotonic() - began < 1
     shown = capsys.readouterr()
     assert "4 ranks heard of" in shown.out
-    assert all(name in shown.err for name in ("node-1.json", "rank-8.txt", "roll-call.txt"))
+    assert all(name in shown.err for name in ("node-1.json", "error-8.json", "roll-call.txt"))
 
 
 def test_nothing_in_a_run_directory_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = planted_run(tmp_path)
-    (path / "rank-7.txt").write_text("\x1b[2Jin #3\x9b\n")
+    told = {"text": "\x1b[2Jin #3\x9b", "waited_seconds": 1.0, "timeout_seconds": None, "silent": "\x9b"}
+    (path / "error-7.json").write_text(json.dumps({"ranks": {"7": told}}))
     for options in ([], ["--json"]):
         main.main(["doctor", "--run-dir", str(path), *options])
         shown = capsys.readouterr()
@@ -345,15 +346,18 @@ def test_a_run_directory_that_another_user_made_first_is_not_used(
     open_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = open_folder / "run"
-    by_another_user(lambda: [path.mkdir(), (path / "alarm").touch(), (path / "node-1.json").write_text("{}")])
+    by_another_user(lambda: [path.mkdir(), (path / "roll-call.txt").touch(), (path / "node-1.json").write_text("{}")])
     directory = RunDirectory(str(path), "[rank 0] ")
-    assert not directory.has("alarm")
+    assert not directory.has("roll-call.txt")
+    assert not directory.names()
+    directory.claim("busy-0-1", "")
     assert directory.read("node-1.json") == ""
     assert not directory.write("node-0.json", "x")
     assert "it belongs to " in capsys.readouterr().err
     path.chmod(0o777)
     assert not RunDirectory(str(path)).write("node-0.json", "x")
-    assert sorted(os.listdir(path)) == ["alarm", "node-1.json"]
+    RunDirectory(str(path)).claim("busy-0-1", "")
+    assert sorted(os.listdir(path)) == ["node-1.json", "roll-call.txt"]
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])

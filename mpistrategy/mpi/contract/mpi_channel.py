@@ -106,7 +106,8 @@ class MpiControlChannel:
         self._gather(self._comm.Iallgather(np.array([mine.size], np.int64), counts), look)
         together = np.empty(int(counts.sum()), np.uint8)
         self._gather(self._comm.Iallgatherv(mine, [together, counts]), look)
-        return [bytes(piece).decode() for piece in np.split(together, np.cumsum(counts)[:-1])]
+        texts, ends = together.tobytes(), np.cumsum(counts).tolist()
+        return [texts[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
     def _gather(self, request: Any, look: Callable[[], object] | None) -> None:
         if look is None:

@@ -6,6 +6,10 @@ data.
 
 Each mailbox has two slots, used in turn.  A rank writes a slot again only after it has seen every peer's next number,
 and a peer writes that number only after it has read this slot.
+
+On a node of many ranks a loop over the peers takes longer than the messages.  There the mailboxes, which lie at equal
+distances, are also seen as the rows of one array: all sequence numbers are read in one step, then all digests, then
+the data.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, quiet_runner
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 _NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
+#: From so many ranks on a step for all of them takes less time than a loop: over arrays, and over single numbers.
+MANY_RANKS, MANY_NUMBERS = 16, 24
 
 
 def segment_bytes(payload_bytes: int) -> int:
@@ -37,12 +43,14 @@ class MailboxSlot(NamedTuple):
         exchange: ``exchange(sequence, digest)`` shows the peers what this rank has written, and waits for them; returns
             whether all digests are equal: if not, perhaps before all peers are there.  `sequence` is one more than that
             of the exchange before.
+        rows: `payloads` as the rows of one array; None on a node of few ranks.
     """
 
     mine: memoryview
     peers: tuple[memoryview, ...]
     payloads: tuple[Array, ...]
     exchange: Callable[[int, int], bool]
+    rows: Array | None
 
 
 class Mailboxes:
@@ -77,8 +85,13 @@ class Mailboxes:
     def _slot(self, memory: SharedMemory, start: int) -> MailboxSlot:
         numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
         payloads = tuple(segment[start + _NUMBERS :][: self.payload_bytes] for segment in memory.segments)
-        mine, peers = numbers.pop(self.local_rank), tuple(numbers)
-        return MailboxSlot(mine, peers, payloads, self._exchange_in(mine, peers))
+        ranks, mine = tuple(numbers), numbers.pop(self.local_rank)
+        rows = _rows(memory.segments, start, _NUMBERS + self.payload_bytes)
+        if rows is None or len(ranks) < MANY_NUMBERS:
+            exchange = self._exchange_in(mine, numbers)
+        else:
+            exchange = self._exchange_of_many(mine, ranks, rows[:, :_NUMBERS].view(np.int64))
+        return MailboxSlot(mine, tuple(numbers), payloads, exchange, None if rows is None else rows[:, _NUMBERS:])
 
     def _exchange_in(self, mine: memoryview, peers: Sequence[memoryview]) -> Callable[[int, int], bool]:
         """Return `MailboxSlot.exchange`, with all that it needs at hand: attributes take a tenth of a small sum."""
@@ -94,6 +107,36 @@ class Mailboxes:
                 if peer[0] != sequence or peer[1] != digest or fence is not None:
                     return meet(peers, sequence, digest)
             return True
+
+        return exchange
+
+    def _exchange_of_many(
+        self, mine: memoryview, ranks: Sequence[memoryview], numbers: Array
+    ) -> Callable[[int, int], bool]:
+        """Return `MailboxSlot.exchange` of many ranks.
+
+        Args:
+            mine: this rank's sequence number and digest.
+            ranks: those of all ranks.
+            numbers: the same as the rows of an array.
+        """
+        fence, until, size = self.fence, self.waiting.until, self.size
+        sequences, digests = numbers[:, 0].tolist, numbers[:, 1].tolist
+
+        def exchange(sequence: int, digest: int) -> bool:
+            self.sequence = sequence
+            mine[1] = digest
+            if fence is not None:
+                fence()
+            mine[0] = sequence
+            shown = sequences()
+            if shown.count(sequence) != size:
+                for rank, number in zip(ranks, shown, strict=True):
+                    if number != sequence:
+                        until(rank, sequence)
+            if fence is not None:
+                fence()
+            return bool(digests().count(digest) == size)
 
         return exchange
 
@@ -153,15 +196,21 @@ def sum_of_numbers(
         divisor: of the sum.
         misfit: is returned, and nothing is sent, where a result is to be written somewhere.
     """
-    meet, result = mailboxes.meet, np.float64
+    meet, result, add, quiet = mailboxes.meet, np.float64, np.add.accumulate, quiet_runner()
     slots = _slots_of_one(mailboxes, np.dtype(np.float64))
 
     def run(value: Any, out: Any) -> Any:
         if out is not None:
             return misfit
         sequence = mailboxes.sequence + 1
-        mine, peers, place, first, second, others = slots[sequence & 1]
+        mine, peers, place, first, second, others, many = slots[sequence & 1]
         place[0] = value
+        if many is not None:
+            exchange, column = many
+            if not exchange(sequence, digest):
+                differs()
+            total = quiet(add, column)[-1].item()
+            return result(total if divisor == 1 else total / divisor)
         mailboxes.sequence = sequence
         mine[1] = digest
         mine[0] = sequence
@@ -191,7 +240,7 @@ def sum_of_arrays_of_one(
 
     Python adds float32 as float64, and what is rounded to float32 after each sum is what NumPy gives.
     """
-    meet, slots = mailboxes.meet, _slots_of_one(mailboxes, dtype)
+    meet, slots, add, quiet = mailboxes.meet, _slots_of_one(mailboxes, dtype), np.add.accumulate, quiet_runner()
     empty, at = np.empty, (0,) * len(shape)
     rounded: Any = np.empty(1, dtype).data  # memory warns of no overflow
 
@@ -203,19 +252,25 @@ def sum_of_arrays_of_one(
         else:
             return misfit
         sequence = mailboxes.sequence + 1
-        mine, peers, place, first, second, others = slots[sequence & 1]
+        mine, peers, place, first, second, others, many = slots[sequence & 1]
         place[0] = value.item()
-        mailboxes.sequence = sequence
-        mine[1] = digest
-        mine[0] = sequence
-        for peer in peers:
-            if peer[0] != sequence or peer[1] != digest:
-                if not meet(peers, sequence, digest):
-                    differs()
-                break
-        rounded[0] = first[0] + second[0]
-        for other in others:
-            rounded[0] += other[0]
+        if many is not None:
+            exchange, column = many
+            if not exchange(sequence, digest):
+                differs()
+            rounded[0] = quiet(add, column)[-1]
+        else:
+            mailboxes.sequence = sequence
+            mine[1] = digest
+            mine[0] = sequence
+            for peer in peers:
+                if peer[0] != sequence or peer[1] != digest:
+                    if not meet(peers, sequence, digest):
+                        differs()
+                    break
+            rounded[0] = first[0] + second[0]
+            for other in others:
+                rounded[0] += other[0]
         if divisor != 1:
             rounded[0] /= divisor
         result[at] = rounded[0]
@@ -225,10 +280,28 @@ def sum_of_arrays_of_one(
 
 
 def _slots_of_one(mailboxes: Mailboxes, dtype: np.dtype[Any]) -> list[tuple[Any, ...]]:
-    """Return for each slot its numbers, and where one element of this rank, of ranks 0 and 1, and of the others is."""
+    """Return for each slot its numbers, and where one element of this rank, of ranks 0 and 1, and of the others is.
+
+    On a node of many ranks also the exchange, and all elements as one array, which `accumulate` adds in rank order.
+    """
     slots = []
     for slot in mailboxes.slots:
         elements = [payload[: dtype.itemsize].view(dtype).data for payload in slot.payloads]
         mine = elements[mailboxes.local_rank]
-        slots.append((slot.mine, slot.peers, mine, elements[0], elements[1], elements[2:]))
+        many = None
+        if slot.rows is not None and mailboxes.size >= MANY_NUMBERS:
+            many = slot.exchange, slot.rows[:, : dtype.itemsize].view(dtype)[:, 0]
+        slots.append((slot.mine, slot.peers, mine, elements[0], elements[1], elements[2:], many))
     return slots
+
+
+def _rows(segments: Sequence[Array], start: int, nbytes: int) -> Array | None:
+    """Return so many bytes of each rank's segment as the rows of one array; None for few ranks, or uneven distances."""
+    if len(segments) < MANY_RANKS:
+        return None
+    places = [segment.ctypes.data for segment in segments]
+    step = places[1] - places[0]
+    if step <= 0 or places != [*range(places[0], places[0] + len(places) * step, step)]:
+        return None
+    first = segments[0][start : start + nbytes]
+    return np.lib.stride_tricks.as_strided(first, (len(places), nbytes), (step, 1))

@@ -250,7 +250,9 @@ def agreed(version: str, ranks: Ranks) -> Thresholds:
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
             trouble = f"the thresholds in {file} cannot be used: {reason}"
-    told = [json.loads(text) for text in ranks.allgather_text(json.dumps([trouble, _values(thresholds)]))]
+    texts = ranks.allgather_text(json.dumps([trouble, _values(thresholds)]))
+    read = {text: json.loads(text) for text in dict.fromkeys(texts)}  # usually one
+    told = [read[text] for text in texts]
     trouble = next((each for each, _ in told if each), "")
     if not trouble and any(values != told[0][1] for _, values in told):
         other = next(rank for rank, (_, values) in enumerate(told) if values != told[0][1])

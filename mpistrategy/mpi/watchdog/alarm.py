@@ -1,8 +1,8 @@
 """What the watchdog does when a collective is late: records, stacks, the roll call, and the end of the job.
 
-Every rank that hears of it writes its record and answers in its status; the first rank of each node that has answered
-speaks for its node, and the speaker of the first node that has one prints the roll call.  Nothing here waits for
-anything without a limit.
+Every rank that hears of it shows its record to its node and answers in its status; the first rank of each node that
+has answered speaks for its node.  The speaker of the node that was first to raise the alarm prints the roll call; the
+others write a file for it, which also holds the records of their ranks.  Nothing here waits without a limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from mpistrategy.errors import RemoteError
 from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
@@ -32,7 +32,7 @@ FILE_SECONDS = 2.0
 #: How long ending the job by MPI may take.
 _END_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
-#: The longest pause between two looks at the files of other nodes, of which each node reads all.
+#: The longest pause between two looks at files of other nodes.
 _LONGEST_LOOK_SECONDS = 0.5
 _FORWARDING_SECONDS = 0.3
 
@@ -79,26 +79,22 @@ def contain(group: Group, status: Callable[[], RankStatus], rank: int, size: int
 def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], rank: int, size: int) -> None:
     began = time.monotonic()
     widest = max(groups, key=lambda group: len(group.ranks))
+    is_first = not any(group.is_alarmed() for group in groups)
     _set_state(groups, ALARMED)
-    within(FILE_SECONDS, widest.alarm)
+    if is_first:
+        within(FILE_SECONDS, widest.alarm)
+    within(FILE_SECONDS, widest.take_back_expected)
     title = f"[rank {rank}/{size}] "
-    where = _write_record(widest, groups, rank, title)
+    guards = [group.guard for group in groups]
+    record = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
     mine = replace(status(), state=ANSWERED)
     for group in groups:
+        group.board.write_record(record)
         group.board.write(mine)
     _until(lambda: all(each.state >= ANSWERED for each in widest.board.read()), began + _NODE_SECONDS)
     if widest.board.state() < CALLED and _speaks(widest, rank):
         last_calls = {each: text for group in groups for each, text in group.last_calls().items()}
-        accounts = _accounts(widest, began, last_calls)
-        if accounts:
-            unknown = sorted({*widest.ranks} - {account.status.rank for account in accounts})
-            contained = widest.guard.contains_errors
-            text = roll_call(accounts, unknown, len(widest.ranks), where, contained=contained)
-            _say(title, text)
-            within(FILE_SECONDS, lambda: widest.publish(text))
-            data = {"ranks": as_data(accounts), "unknown": unknown}
-            within(FILE_SECONDS, lambda: widest.directory.write_error("timeout", text, rank, data))
-            _forward()
+        _speak(widest, began, last_calls, rank, title)
         _set_state(groups, CALLED)
     else:
         _until(lambda: widest.board.state() >= CALLED, began + _NODES_SECONDS + 2 * FILE_SECONDS)
@@ -107,43 +103,54 @@ def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], ra
     _forward()
 
 
-def _write_record(widest: Group, groups: Sequence[Group], rank: int, title: str) -> str:
-    """Write this rank's record and stacks to the run directory, else to its stderr; return where they are."""
-    guards = [group.guard for group in groups]
-    text = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
-    written: list[bool] = []
-    within(FILE_SECONDS, lambda: written.append(widest.directory.write(f"rank-{rank}.txt", text)))
-    if any(written):
-        return f"Each rank's stacks and its last collectives: {widest.directory.path}/rank-*.txt"
-    _say(title, text)
-    return "Each rank's stacks and its last collectives are above."
-
-
 def _speaks(widest: Group, rank: int) -> bool:
     answered = [status.rank for status in widest.board.read() if status.state >= ANSWERED]
     return rank == min(answered, default=rank)
 
 
-def _accounts(widest: Group, began: float, last_calls: Mapping[int, str]) -> list[Account]:
-    """Return what is known of the ranks; nothing where another node calls the roll."""
+def _speak(widest: Group, began: float, last_calls: Mapping[int, str], rank: int, title: str) -> None:
+    """Print the roll call, or tell the node that prints it about this one."""
     lines = widest.board.read()
     silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
     _ask_for_stacks(lines)
     now = time.monotonic()
     accounts = [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
+    if not _of(widest.calls_the_roll, True):
+        if not _of(lambda: widest.tell(accounts), False):
+            _say_records(widest, title)
+        end = began + _NODES_SECONDS + 2 * FILE_SECONDS + _NODE_SECONDS
+        _until(lambda: _of(widest.is_published, False), end, _LONGEST_LOOK_SECONDS)
+        if time.monotonic() >= end:
+            _say(title, f"a collective is late, and the roll was not called; what is known: {widest.directory.path}/")
+        return
     if widest.nodes > 1:
-        within(FILE_SECONDS, lambda: widest.tell(accounts))
-        _until(lambda: _all_final(widest) or widest.is_published(), began + _NODES_SECONDS, _LONGEST_LOOK_SECONDS)
-        others = widest.others()
-        if any(final and node < widest.node for node, final, _ in others):
-            _until(widest.is_published, time.monotonic() + FILE_SECONDS + _NODE_SECONDS, _LONGEST_LOOK_SECONDS)
-            return []
-        accounts += [account for _, _, told in others for account in told]
-    return accounts
+        end = began + _NODES_SECONDS
+        within(_NODES_SECONDS, lambda: _until(widest.all_are_final, end, _LONGEST_LOOK_SECONDS))
+        accounts += widest.others()
+    _report(widest, accounts, rank, title)
 
 
-def _all_final(widest: Group) -> bool:
-    return sum(final for _, final, _ in widest.others()) == widest.nodes - 1
+def _report(widest: Group, accounts: Sequence[Account], rank: int, title: str) -> None:
+    """Print the roll call, and write it to the run directory with the records of this node."""
+    unknown = sorted({*widest.ranks} - {account.status.rank for account in accounts})
+    of_records = "Each rank's stacks and its last collectives"
+
+    def text(where: str) -> str:
+        return roll_call(accounts, unknown, len(widest.ranks), where, contained=widest.guard.contains_errors)
+
+    told = text(f"{of_records}: {widest.directory.path}/*.json")
+    data = {"ranks": as_data(accounts), "unknown": unknown, "records": widest.records()}
+    if not _of(lambda: widest.directory.write_error("timeout", told, rank, data), ""):
+        _say_records(widest, title)
+        told = text(f"{of_records} are above.")
+    _say(title, told)
+    within(FILE_SECONDS, lambda: widest.publish(told))
+    _forward()
+
+
+def _say_records(widest: Group, title: str) -> None:
+    for number, record in widest.board.records().items():
+        _say(f"{title}record of rank {number}: ", record)
 
 
 def _ask_for_stacks(lines: Sequence[RankStatus]) -> None:
@@ -165,6 +172,16 @@ def _until(ready: Callable[[], bool], end: float, longest: float = _LOOK_SECONDS
     while not ready() and time.monotonic() < end:
         time.sleep(pause)
         pause = min(1.5 * pause, longest)
+
+
+_T = TypeVar("_T")
+
+
+def _of(work: Callable[[], _T], otherwise: _T) -> _T:
+    """Return what `work` returns, or `otherwise` where a file system does not answer in time."""
+    found: list[_T] = []
+    within(FILE_SECONDS, lambda: found.append(work()))
+    return found[0] if found else otherwise
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:

@@ -28,9 +28,10 @@ from mpistrategy.mpi.watchdog.local_process import stat_of
 _NAME = re.compile(
     r"mpistrategy-run(?:-(\d{1,18}))?(?:-(\d{1,18}))?(?:-r(\d{1,9}))?-([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{4}"
 )
-#: What may be in one: what the watchdogs write, while they write it as well.
+#: What may be in one: what the watchdogs write, or wrote in version 0.1.0, while they write it as well.
 _OURS = re.compile(
-    r"(?:alarm|error-\d{1,9}\.json|node-\d{1,9}\.json|rank-\d{1,9}\.txt|roll-call\.txt)(?:\.\d{1,9}\.new)?"
+    r"(?:alarm|busy-\d{1,9}-\d{1,12}|error-\d{1,9}\.json|node-\d{1,9}\.json|rank-\d{1,9}\.txt|roll-call\.txt)"
+    r"(?:\.\d{1,9}\.new)?"
 )
 _REPORT = "mpistrategy-last-report"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -160,11 +161,16 @@ def _remove(place: int, name: str) -> None:
 
 
 def _report_in(folder: int) -> bytes:
-    """Return the roll call, and what the ranks wrote in a run directory, one after the other; their beginnings."""
+    """Return the roll call, and what the ranks wrote in a run directory, one after the other; their beginnings.
+
+    What nodes told each other is no report, unless the roll was called.
+    """
     written = os.listdir(folder)
     names = []
-    for kind in (run_directory.ERROR, run_directory.RECORD):
+    for kind in (run_directory.ERROR, run_directory.NODE_FILE):
         names += sorted(filter(kind.fullmatch, written), key=lambda name: int(re.findall(r"\d+", name)[0]))
+    if run_directory.ROLL_CALL not in written:
+        names = [name for name in names if run_directory.ERROR.fullmatch(name)]
     told, left = [], _MOST_REPORT_BYTES
     for name in (run_directory.ROLL_CALL, *names):
         with contextlib.suppress(OSError):

@@ -2,14 +2,19 @@
 
 Ranks of one node read each other's statuses in shared memory.  The first rank of each node regularly writes those of
 its node to the run directory, for the other nodes, and looks there for an alarm.
+
+What one rank says to all (that it is busy, that a collective is late) is a name in that directory, so that nobody opens
+a file a node to hear it.  One rank of a node looks, and the others read its answer in shared memory.  The node that
+raises the alarm first calls the roll, and is the only one that reads the files of all others, once each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,13 +22,15 @@ from mpistrategy.mpi.contract.flight_recorder import ENTERED, NUMBER, Entry, in_
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.local_process import inside_of
 from mpistrategy.mpi.watchdog.roll_call import Account
-from mpistrategy.mpi.watchdog.run_directory import RunDirectory
+from mpistrategy.mpi.watchdog.run_directory import BUSY, CLAIM, ROLL_CALL, RunDirectory
 from mpistrategy.mpi.watchdog.status_board import ALARMED, RankStatus, StatusBoard
 
-_ALARM, _ROLL_CALL = "alarm", "roll-call.txt"
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2
 _FIRST_PAUSE_SECONDS = 0.5
+#: How old the status of a rank may be that reads for its node, and how long the others wait for it to read again.
+_READER_SECONDS = 3.0
+_CLAIM_LOOKS, _CLAIM_SECONDS = 50, 0.02
 _LONGEST_SECONDS_BETWEEN_LOOKS = 5.0
 _LONGEST_SECONDS_BETWEEN_FILES = 60.0
 
@@ -65,10 +72,13 @@ class Group:
         self.directory = directory
         self._shown = shown
         self._looked = self._wrote = time.monotonic()
-        self._told_expected = 0.0
         self._heard = False
-        #: Until when another node is known to be busy, and how long before its word is read again.
-        self._excused_until = self._pause = 0.0
+        #: The name that says until when this node is busy, and that time; seconds of time.monotonic().
+        self._busy, self._told_expected, self._told = "", 0.0, 0.0
+        #: Since when this rank asks whether another node is busy; as the reader: when to look again, after which pause.
+        self._asks_since = self._next_look = self._pause = 0.0
+        #: What other nodes have said after an alarm, and whether it is final.
+        self._heard_of: dict[int, tuple[bool, list[Account]]] = {}
         self._entry: Entry | None = None
         self._again = False
 
@@ -147,75 +157,139 @@ class Group:
         return self._heard or self.board.state() >= ALARMED
 
     def alarm(self) -> None:
-        """Tell the other nodes that a collective is late."""
+        """Tell the other nodes that a collective is late, and that this node calls the roll; the first one does."""
         if self.nodes > 1:
-            self.directory.write(_ALARM, "")
+            self.directory.claim(ROLL_CALL, f"node {self.node}\n")
+
+    def calls_the_roll(self) -> bool:
+        """Return whether this node does: it was the first to raise the alarm, or it can read no other's."""
+        if self.nodes == 1:
+            return True
+        for _ in range(_CLAIM_LOOKS):
+            told = self.directory.read(ROLL_CALL)
+            if told or not self.directory.has(ROLL_CALL):
+                break
+            time.sleep(_CLAIM_SECONDS)  # it has just been made
+        claim = CLAIM.fullmatch(told)
+        return not told or (claim is not None and int(claim[1]) == self.node)
 
     def is_excused(self, now: float, limit: float) -> bool:
         """Return whether some rank said that it would be busy, and that time and the limit are not over.
 
-        What other nodes say is read again after growing pauses, up to a tenth of the limit: all ranks of a large job
-        may ask at every tick, and each reads a file a node.
+        What another node has said counts as it was when the rank that reads for this node has last looked; where that
+        was too early, it is waited for.
         """
-        if self.board.expected() + limit > now or now < self._excused_until:
+        if self.board.expected() + limit > now:
             return True
-        busy = (told["wall"] + status["expected"] for told in self._other_nodes() for status in told["lines"])
-        if not max(busy, default=-math.inf) + limit > time.time():
-            self._pause = 0.0
+        if self.nodes == 1:
             return False
-        self._pause = min(2 * self._pause or _FIRST_PAUSE_SECONDS, limit / 10)
-        self._excused_until = now + self._pause
-        return True
+        if not self._asks_since:
+            self._asks_since = now
+            self.board.ask(now)
+        self._look_for_busy_nodes(now, limit)
+        looked, until = self.board.answered()
+        due = max(self._asks_since, until + limit)
+        return due > now or (looked < due and now < due + 2 * _READER_SECONDS)
+
+    def end_wait(self) -> None:
+        """Note that this rank is not late."""
+        if self._asks_since:
+            self._asks_since = 0.0
+            self.board.ask(0.0)
+
+    def _look_for_busy_nodes(self, now: float, limit: float) -> None:
+        """As the reader of this node, find out until when other nodes are busy, and tell the node.
+
+        The directory is read again after growing pauses, up to a tenth of the limit.
+        """
+        if now < self._next_look or self.board.reader(now - _READER_SECONDS) != self.board.local_rank:
+            return
+        found = (BUSY.fullmatch(name) for name in self.directory.names())
+        wall = max((int(name[2]) for name in found if name and int(name[1]) != self.node), default=0)
+        until = max(0.0, now + wall - time.time())
+        is_busy = until + limit > now
+        self._pause = min(2 * self._pause or _FIRST_PAUSE_SECONDS, limit / 10) if is_busy else 0.0
+        self._next_look = min(now + self._pause, until + limit) if is_busy else now
+        self.board.answer(now, until)
 
     def update_nodes(self, now: float) -> None:
-        """On a node's first rank, when it is time: tell the other nodes about this one and look for their alarm."""
-        if self.nodes == 1 or self.board.local_rank:
+        """When it is time: tell the other nodes about this one, look for their alarm, and whether one is busy."""
+        if self.nodes == 1:
             return
-        limit = self.guard.timeout
-        expected = self.board.expected()
-        if expected != self._told_expected or now - self._wrote > min(limit / 10, _LONGEST_SECONDS_BETWEEN_FILES):
-            self._wrote, self._told_expected = now, expected
+        if self.board.asked():
+            self._look_for_busy_nodes(now, self.limit)
+        if self.board.local_rank:
+            return
+        self._tell_expected(now)
+        if now - self._wrote > min(self.guard.timeout / 10, _LONGEST_SECONDS_BETWEEN_FILES):
+            self._wrote = now
             self.tell()
-        if now - self._looked > min(limit / 10, _LONGEST_SECONDS_BETWEEN_LOOKS):
+        if now - self._looked > min(self.guard.timeout / 10, _LONGEST_SECONDS_BETWEEN_LOOKS):
             self._looked = now
-            self._heard = self.directory.has(_ALARM)
+            self._heard = self.directory.has(ROLL_CALL)
 
-    def tell(self, accounts: Sequence[Account] | None = None) -> None:
-        """Write this node's statuses for the other nodes; with `accounts`, the final ones after an alarm."""
+    def _tell_expected(self, now: float) -> None:
+        """Tell the other nodes until when this one is busy: at once if that is far longer than they know."""
+        expected, told, pause = self.board.expected(), self._told_expected, self.guard.timeout / 10
+        if told <= expected <= told + (pause if told else 0.0) or (expected < told and now < self._told + pause):
+            return
+        self._told_expected, self._told, old = expected, now, self._busy
+        self._busy = f"busy-{self.node}-{math.ceil(time.time() + expected - now)}"
+        if self._busy != old and self.directory.write(self._busy, "") and old:
+            self.directory.discard(old)
+
+    def take_back_expected(self) -> None:
+        """Remove what this rank has written about a busy node: after an alarm the roll call says more."""
+        if self._busy:
+            self.directory.discard(self._busy)
+            self._busy, self._told_expected = "", 0.0
+
+    def tell(self, accounts: Sequence[Account] | None = None) -> bool:
+        """Write this node's statuses for the other nodes; with `accounts`, the final ones, and records, after an alarm.
+
+        Return whether that was possible.
+        """
         now = time.monotonic()
         lines = [asdict(_relative(status, now)) for status in self.board.read()]
         silent = {str(each.status.rank): each.silent for each in accounts or ()}
         told = {"wall": time.time(), "final": accounts is not None, "lines": lines, "silent": silent}
-        self.directory.write(_file_of(self.node), json.dumps(told))
+        if accounts is not None:
+            told["records"] = self.records()
+        return self.directory.write(_file_of(self.node), json.dumps(told, indent=1 if accounts else None))
 
-    def others(self) -> list[tuple[int, bool, list[Account]]]:
-        """Return for each other node that has written: its number, whether this is final, and its ranks."""
-        found = []
-        for told in self._other_nodes():
-            passed = max(0.0, time.time() - told["wall"])
-            lines = [RankStatus(**status) for status in told["lines"]]
-            why = {each.rank: told["silent"].get(str(each.rank), "nothing on its node does") for each in lines}
-            accounts = [Account(each, passed - each.beat, why[each.rank]) for each in lines]
-            found.append((told["node"], bool(told["final"]), accounts))
-        return found
+    def records(self) -> dict[int, list[str]]:
+        """Return the lines of the records of this node's ranks."""
+        return {rank: text.splitlines() for rank, text in self.board.records().items()}
+
+    def all_are_final(self) -> bool:
+        """Return whether all other nodes have written their final statuses; each is read until it has."""
+        for node in range(self.nodes):
+            if node != self.node and not self._heard_of.get(node, (False,))[0]:
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # not there (yet)
+                    told = json.loads(self.directory.read(_file_of(node)))
+                    self._heard_of[node] = bool(told["final"]), _accounts_in(told)
+        return sum(final for final, _ in self._heard_of.values()) == self.nodes - 1
+
+    def others(self) -> list[Account]:
+        """Return what `all_are_final` has found out about the ranks of other nodes."""
+        return [account for _, accounts in list(self._heard_of.values()) for account in accounts]
 
     def publish(self, text: str) -> None:
-        """Write the roll call to the run directory."""
-        self.directory.write(_ROLL_CALL, text)
+        """Write the roll call to the run directory, in which it says more than this node's own file."""
+        self.directory.write(ROLL_CALL, text)
+        self.directory.discard(_file_of(self.node))
 
     def is_published(self) -> bool:
         """Return whether another node has written the roll call."""
-        return self.nodes > 1 and self.directory.has(_ROLL_CALL)
+        told = self.directory.read(ROLL_CALL)
+        return bool(told) and not CLAIM.fullmatch(told)
 
-    def _other_nodes(self) -> Iterator[dict[str, Any]]:
-        for node in range(self.nodes if self.nodes > 1 else 0):
-            if node == self.node:
-                continue
-            try:
-                told = json.loads(self.directory.read(_file_of(node)))
-                yield {**told, "node": node}
-            except (ValueError, TypeError):
-                continue  # not there (yet)
+
+def _accounts_in(told: Mapping[str, Any]) -> list[Account]:
+    passed = max(0.0, time.time() - told["wall"])
+    lines = [RankStatus(**status) for status in told["lines"]]
+    why = {each.rank: told["silent"].get(str(each.rank), "nothing on its node does") for each in lines}
+    return [Account(each, passed - each.beat, why[each.rank]) for each in lines]
 
 
 def _file_of(node: int) -> str:

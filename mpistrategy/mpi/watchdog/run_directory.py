@@ -22,12 +22,14 @@ from mpistrategy import own_files
 VARIABLE = "MPISTRATEGY_RUN_DIR"
 #: The beginning of their names.
 PREFIX = "mpistrategy-run-"
-#: What is in them: what a node tells the others, and what stays after a
-#: collective was late, or an error of several ranks has ended the job.
+#: What is in them: what a node tells the others, until when one is busy (in the name: its number and a time), and what
+#: stays after a collective was late, or an error of several ranks has ended the job.
 NODE_FILE = re.compile(r"node-([0-9]{1,9})\.json")
-RECORD = re.compile(r"rank-([0-9]{1,9})\.txt")
+BUSY = re.compile(r"busy-([0-9]{1,9})-([0-9]{1,12})")
 ERROR = re.compile(r"error-([0-9]{1,9})\.json")
+#: It first says which node calls the roll, which makes it the alarm; then it is the roll call.
 ROLL_CALL = "roll-call.txt"
+CLAIM = re.compile(r"node ([0-9]{1,9})\n")
 MOST_BYTES = 2**24
 _PATIENCE_SECONDS = 1.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -131,6 +133,38 @@ class RunDirectory:
                 return True
         except (OSError, ValueError):
             return False
+
+    def names(self) -> list[str]:
+        """Return the names of all files; [] where the directory cannot be read."""
+        try:
+            with self._opened() as folder:
+                self._check_is_own(os.fstat(folder))
+                return os.listdir(folder)
+        except OSError:
+            return []
+
+    def claim(self, name: str, text: str) -> None:
+        """Write a short file, unless it is there already."""
+        with contextlib.suppress(OSError):
+            if not os.path.isdir(self.path):
+                own_files.make_folders(self.path)
+            with self._opened() as folder:
+                state = os.fstat(folder)
+                file = os.open(name, own_files.NEW, own_files.file_mode(state), dir_fd=folder)
+                try:
+                    self._owner = os.fstat(file).st_uid
+                    self._check_is_own(state)
+                    os.write(file, text.encode())
+                except OSError:
+                    os.unlink(name, dir_fd=folder)
+                finally:
+                    os.close(file)
+
+    def discard(self, name: str) -> None:
+        """Remove a file that this rank has written."""
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self.path, name))
+        self._written.discard(name)
 
     def remove(self) -> None:
         """Remove what this rank has written, and the directory when it is empty; no more is written."""

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 
-BYTES = 1024
+#: What the status of a rank takes, and what its board takes with the record that it writes after an alarm.
+STATUS_BYTES = 1024
+BYTES = 48 * 1024
 _NUMBERS = 16
 _TEXT_FROM = 8 * _NUMBERS
-_LONGEST_TEXT = BYTES - _TEXT_FROM
+_LONGEST_TEXT = STATUS_BYTES - _TEXT_FROM
+_LONGEST_RECORD = BYTES - STATUS_BYTES
+_CUT = b"\n... (cut)\n"
 
 #: How far a rank has come with a late collective: it knows of it; its record and its stacks are written; the roll call
 #: is printed.
 WELL, ALARMED, ANSWERED, CALLED = range(4)
 
 _STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH, _STRATEGY, _WHOLE = range(12)
+#: What the ranks of a node ask the one that reads the other nodes' files, and its answer; the length of the record.
+_ASKED, _LOOKED, _EXCUSED, _RECORD = range(12, 16)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class StatusBoard:
     """The statuses of the ranks of one node.
 
     Args:
-        memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.
+        memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.  `STATUS_BYTES` are enough to
+            read statuses.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -64,7 +73,8 @@ class StatusBoard:
         self.count: int = len(memory.segments)
         self._fence = memory.fence
         self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
-        self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in memory.segments]
+        self._texts = [segment[_TEXT_FROM:STATUS_BYTES].data.cast("B") for segment in memory.segments]
+        self._records = [segment[STATUS_BYTES:BYTES] for segment in memory.segments]
         self._mine = self._numbers[self.local_rank]
 
     def write(self, status: RankStatus) -> None:
@@ -97,6 +107,51 @@ class StatusBoard:
     def expected(self) -> float:
         """Return until when some rank of the node is busy; seconds of time.monotonic()."""
         return max(numbers[_EXPECTED] for numbers in self._numbers) / 1e9
+
+    def ask(self, since: float) -> None:
+        """Ask whether another node is busy, as a rank that has been late since then; 0 takes the question back."""
+        self._mine[_ASKED] = _to_ns(since)
+
+    def asked(self) -> bool:
+        """Return whether some rank of the node asks."""
+        return any(numbers[_ASKED] for numbers in self._numbers)
+
+    def answer(self, looked: float, excused: float) -> None:
+        """Say when this rank has looked at what the other nodes say, and until when one of them is known to be busy."""
+        self._mine[_EXCUSED] = _to_ns(excused)
+        self._order()
+        self._mine[_LOOKED] = _to_ns(looked)
+
+    def answered(self) -> tuple[float, float]:
+        """Return the latest of what the node's ranks have said by `answer`; seconds of time.monotonic()."""
+        looked = max(numbers[_LOOKED] for numbers in self._numbers)
+        self._order()
+        return looked / 1e9, max(numbers[_EXCUSED] for numbers in self._numbers) / 1e9
+
+    def reader(self, oldest: float) -> int:
+        """Return the local rank that reads files for its node: the first whose watchdog has written since `oldest`."""
+        beats = (numbers[_BEAT] / 1e9 for numbers in self._numbers)
+        return next((local for local, beat in enumerate(beats) if beat >= oldest), self.local_rank)
+
+    def write_record(self, text: str) -> None:
+        """Show the node this rank's record; of a long one its beginning and its end."""
+        data = text.encode(errors="replace")
+        if len(data) > _LONGEST_RECORD:
+            half = (_LONGEST_RECORD - len(_CUT)) // 2
+            data = data[:half] + _CUT + data[-half:]
+        self._records[self.local_rank][: len(data)] = np.frombuffer(data, np.uint8)
+        self._order()
+        self._mine[_RECORD] = len(data)
+
+    def records(self) -> dict[int, str]:
+        """Return the records that the node's ranks have written, by their numbers in the job."""
+        lengths = [max(0, min(numbers[_RECORD], _LONGEST_RECORD)) for numbers in self._numbers]
+        self._order()
+        return {
+            int(numbers[_RANK]): record[:length].tobytes().decode(errors="replace")
+            for numbers, record, length in zip(self._numbers, self._records, lengths, strict=True)
+            if length
+        }
 
     def read(self) -> list[RankStatus]:
         """Return all statuses, by local rank; one that is being written all the time may be mixed."""

@@ -164,9 +164,12 @@ class Watchdog:
             return True
         late = [group for group in groups if group.is_late(now, self._resumed)]
         if not late:
+            for group in groups:
+                group.end_wait()
             return False
         limit = min(group.limit for group in late)
-        return not any(group.is_excused(now, limit) for group in groups)
+        excused = [group.is_excused(now, limit) for group in groups]  # each asks its own nodes
+        return not any(excused)
 
     def _status(self, now: float, groups: list[Group]) -> RankStatus:
         longest = max(groups, key=lambda group: group.waited(now, self._resumed) / group.limit)

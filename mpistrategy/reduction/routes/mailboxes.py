@@ -66,6 +66,8 @@ class MailboxRoute:
         }
         #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
         self.parts: list[list[list[Array]]] = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
+        #: The same parts as the rows of one array, where `add_rows` adds these up; None on a node of few ranks.
+        self.rows: list[list[Array | None]] = [[*self._rows(slot.rows)] for slot in mailboxes.slots]
         me = mailboxes.local_rank
         self._places = [
             [place for pack, theirs in zip(self.packs, parts, strict=True) for place in pack.views(theirs[me])]
@@ -78,6 +80,13 @@ class MailboxRoute:
             yield [payload[start : start + pack.nbytes].view(pack.dtype) for payload in payloads]
             start += _room(pack)
 
+    def _rows(self, rows: Array | None) -> Iterator[Array | None]:
+        start = 0
+        for pack in self.packs:
+            fits = rows is not None and pack.size > 1 and isinstance(self.combine, np.ufunc)
+            yield rows[:, start : start + pack.nbytes].view(pack.dtype) if rows is not None and fits else None
+            start += _room(pack)
+
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Put this rank's arrays into its mailbox."""
         for index, view in self._places[(self.mailboxes.sequence + 1) & 1]:
@@ -86,17 +95,22 @@ class MailboxRoute:
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the combination of all ranks' arrays, in new memory."""
         results: list[Any] = [None] * self._count
-        for pack, theirs in zip(self.packs, self.parts[self.mailboxes.sequence & 1], strict=True):
-            for index, view in pack.views(self.total(theirs)):
+        slot = self.mailboxes.sequence & 1
+        for pack, theirs, rows in zip(self.packs, self.parts[slot], self.rows[slot], strict=True):
+            for index, view in pack.views(self.total(theirs, rows)):
                 results[index] = view.copy() if view.size == 1 else view  # a lone number must not keep a pack alive
         return results
 
-    def total(self, parts: Sequence[Array]) -> Array:
+    def total(self, parts: Sequence[Array], rows: Array | None) -> Array:
         """Return the combination of the ranks' parts in rank order, divided, in new memory."""
         combine, quiet = self.combine, self.quiet
-        total: Array = quiet(combine, parts[0], parts[1])
-        for part in parts[2:]:
-            quiet(combine, total, part, out=total)
+        total: Array
+        if rows is not None:
+            total = quiet(add_rows(combine, rows))
+        else:
+            total = quiet(combine, parts[0], parts[1])
+            for part in parts[2:]:
+                quiet(combine, total, part, out=total)
         if total.dtype in self._divisions:
             divide, operand = self._divisions[total.dtype]
             quiet(divide, total, operand, total)
@@ -114,6 +128,14 @@ class MailboxRoute:
             )
             for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)
         ]
+
+
+def add_rows(combine: Any, rows: Array) -> Callable[..., Any]:
+    """Return ``f(out=None)``, which combines the rows of an array in their order.
+
+    NumPy takes one row after the other where a row has several elements.  Of single ones it would add up pairs.
+    """
+    return partial(combine.reduce, rows, axis=0, dtype=rows.dtype, initial=None)
 
 
 def _packs(layouts: tuple[Layout, ...]) -> tuple[Pack, ...]:
@@ -162,9 +184,10 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
     me = mailboxes.local_rank
     dtype, shape = pack.dtype, pack.members[0].shape
     slots = []
-    for slot, (parts,) in zip(mailboxes.slots, route.parts, strict=True):
+    for slot, (parts,), (rows,) in zip(mailboxes.slots, route.parts, route.rows, strict=True):
         shaped = [part.reshape(shape) for part in parts]
-        slots.append((slot.exchange, shaped[me], shaped[0], shaped[1], shaped[2:]))
+        many = None if rows is None else add_rows(route.combine, rows.reshape(len(parts), *shape))
+        slots.append((slot.exchange, shaped[me], shaped[0], shaped[1], shaped[2:], many))
     combine, quiet = route.combine, route.quiet
     divides = op._divisor(dtype, mailboxes.size) != 1
     divide, operand = division(mailboxes.size, dtype)
@@ -179,13 +202,16 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
         else:
             return MISFIT
         sequence = mailboxes.sequence + 1
-        exchange, place, first, second, others = slots[sequence & 1]
+        exchange, place, first, second, others, many = slots[sequence & 1]
         place[...] = value
         if not exchange(sequence, digest):
             guard.resolve(signature)
-        total = quiet(combine, first, second) if total is None else quiet(combine, first, second, out=total)
-        for other in others:
-            quiet(combine, total, other, out=total)
+        if many is not None:
+            total = quiet(many, out=total)
+        else:
+            total = quiet(combine, first, second) if total is None else quiet(combine, first, second, out=total)
+            for other in others:
+                quiet(combine, total, other, out=total)
         if divides:
             quiet(divide, total, operand, total)
         if is_exact:
@@ -206,8 +232,9 @@ def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
     dtype = pack.dtype
     write = struct.Struct(f"{pack.size}{dtype.char if dtype.char != 'l' else 'q'}").pack_into
     slots = []
-    for slot, (parts,) in zip(mailboxes.slots, route.parts, strict=True):
-        slots.append((slot.exchange, parts[me].data.cast("B"), parts[0], parts[1], parts[2:]))
+    for slot, (parts,), (rows,) in zip(mailboxes.slots, route.parts, route.rows, strict=True):
+        many = None if rows is None else add_rows(route.combine, rows)
+        slots.append((slot.exchange, parts[me].data.cast("B"), parts[0], parts[1], parts[2:], many))
     build, combine, quiet = where.build, route.combine, route.quiet
     divides = op._divisor(dtype, mailboxes.size) != 1
     divide, operand = division(mailboxes.size, dtype)
@@ -219,16 +246,19 @@ def _numbers(route: MailboxRoute, agreed: _Agreed, where: Leaves) -> Run:
         if out is not None:
             return MISFIT
         sequence = mailboxes.sequence + 1
-        exchange, place, first, second, others = slots[sequence & 1]
+        exchange, place, first, second, others, many = slots[sequence & 1]
         try:
             write(place, 0, *take(value))
         except (struct.error, OverflowError):  # an int that has no such dtype
             return MISFIT
         if not exchange(sequence, digest):
             guard.resolve(signature)
-        total = quiet(combine, first, second)
-        for other in others:
-            quiet(combine, total, other, out=total)
+        if many is not None:
+            total = quiet(many)
+        else:
+            total = quiet(combine, first, second)
+            for other in others:
+                quiet(combine, total, other, out=total)
         if divides:
             quiet(divide, total, operand, total)
         if is_mean_of_integers:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pretended import creation_seconds
 
 from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.inventory import Sight
@@ -54,3 +55,10 @@ def test_eight_times_the_ranks_are_about_eight_times_the_work(what: str) -> None
 
     ratio = MANY / FEW
     assert seconds(MANY) < 3 * ratio * seconds(FEW) + 0.01, "its square would be 8 times as much"
+
+
+@pytest.mark.parametrize("devices", [None, "auto"])
+def test_a_strategy_of_many_ranks_is_made_in_a_time_that_grows_as_they_do(devices: str | None) -> None:
+    few, many = (min(creation_seconds(size, LOCAL, devices) for _ in range(3)) for size in (FEW, MANY))
+    assert many < 3 * MANY / FEW * few, "its square would be 8 times as much"
+    assert many < 1.0, "0.3 s on a machine that does nothing else"

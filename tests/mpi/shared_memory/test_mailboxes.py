@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
+from pretended import NoWaiting, RefusedError, mailboxes_of_many
 from replicas import RANK, RANKS, SIZE, context, part_of, still_works
 
 import mpistrategy as ms
@@ -24,6 +25,7 @@ from mpistrategy.mpi.shared_memory import spin_wait
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.reduction.routes.mailboxes import MailboxRoute
 
 Launch = Callable[..., launching.Finished]
 pytestmark = pytest.mark.mpi
@@ -37,21 +39,6 @@ def idle(loops: int) -> None:
 def next_payload(mailboxes: Mailboxes) -> Array:
     """Return where this rank's payload of the next exchange goes."""
     return mailboxes.slots[(mailboxes.sequence + 1) & 1].payloads[mailboxes.local_rank]
-
-
-class RefusedError(Exception):
-    """Raised instead of waiting."""
-
-
-class NoWaiting(Waiting):
-    """For mailboxes whose ranks take turns in one thread: nobody may have to wait."""
-
-    def __init__(self) -> None:
-        super().__init__(1, lambda: None)
-
-    def until(self, numbers: memoryview, value: int) -> None:
-        if numbers[0] < value:
-            raise RefusedError
 
 
 # ------------------------------------------------------------------------------------- the protocol, rank by rank
@@ -330,3 +317,107 @@ def test_more_ranks_than_cores_get_on(launch: Launch) -> None:
         "assert time.monotonic() - started < 20, 'a guard against hanging, no measurement'\n"
     )
     launch(ranks, source, timeout=60).check()
+
+
+# ------------------------------------------------------------------------------------- nodes of many ranks
+
+
+@pytest.mark.one_rank
+def test_of_many_ranks_all_are_waited_for_and_compared() -> None:
+    come: list[int] = []
+
+    class Coming(NoWaiting):
+        def until(self, numbers: memoryview, value: int) -> None:
+            where = [np.asarray(each.slots[value & 1].mine).ctypes.data for each in them]
+            late = them[where.index(np.asarray(numbers).ctypes.data)]
+            come.append(late.local_rank)
+            late.start(9 if late.local_rank == odd else 5)
+
+    ranks, odd = 30, -1
+    them = mailboxes_of_many(ranks, waiting=Coming())
+    assert them[0].slots[0].rows is not None
+    for late in ((), (3,), range(1, ranks)):
+        for rank in set(range(1, ranks)) - {*late}:
+            them[rank].start(5)
+        assert them[0].all_equal(5)
+        assert come == [*late]
+        come.clear()
+    for odd in (1, 7, ranks - 1):
+        for rank in range(1, ranks):
+            if rank != 7:
+                them[rank].start(9 if rank == odd else 5)
+        assert not them[0].all_equal(5)
+
+
+@pytest.mark.one_rank
+def test_of_many_ranks_the_numbers_are_read_before_the_digests() -> None:
+    seen: list[tuple[int, int]] = []
+    them: list[Mailboxes] = []
+    them += mailboxes_of_many(24, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
+    for rank in range(1, 24):
+        them[rank].start(42)
+    seen.clear()
+    assert them[0].all_equal(42)
+    assert seen == [(0, 42), (1, 42)], "written before the number, and read after it"
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("ranks", [15, 16, 37])
+@pytest.mark.parametrize("op", [ms.ReduceOp.SUM, ms.ReduceOp.MEAN, ms.ReduceOp.MAX, ms.ReduceOp.PROD])
+def test_of_many_ranks_the_bits_are_those_of_one_rank_after_the_other(ranks: int, op: ms.ReduceOp) -> None:
+    dice = np.random.default_rng(ranks)
+    for dtype in map(np.dtype, ("f4", "f8", "c16", "i1", "i8", "u4")):
+        for shape in ((), (1,), (2,), (3,), (2, 1), (1, 2), (4, 3), (64,), (8, 2, 2)):
+            values = (dice.normal(size=(ranks, *shape)) * 10.0 ** dice.integers(0, 9, (ranks, *shape))).astype(dtype)
+            if dtype.kind == "c" and op is ms.ReduceOp.MAX:
+                continue
+            if dtype.kind == "f" and shape:
+                values.reshape(ranks, -1)[:, 0] = -0.0  # whose sum is not 0.0
+            route = route_of_many(ranks, values, op)
+            few = [part.copy() for part in route.parts[1][0]]
+            expected = route.total(few, None)
+            rows = route.rows[1][0]
+            assert (rows is not None) == (ranks >= 16 and values[0].size > 1 and op is not ms.ReduceOp.MAX)
+            found = route.total(route.parts[1][0], rows)
+            assert found.dtype == expected.dtype
+            assert found.tobytes() == expected.tobytes(), (dtype, shape)
+
+
+def route_of_many(ranks: int, values: Array, op: ms.ReduceOp) -> MailboxRoute:
+    """Return the route of the first of many ranks, all of which have brought their values."""
+    layouts = ((values.dtype, values.shape[1:]),)
+    routes = [MailboxRoute(each, layouts, op) for each in mailboxes_of_many(ranks)[:1]]
+    for place, value in zip(routes[0].parts[1][0], values, strict=True):
+        place[...] = value.reshape(-1)
+    return routes[0]
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("kind", ["numbers", "f4", "f8"])
+@pytest.mark.parametrize("is_huge", [False, True])
+def test_of_many_ranks_one_number_has_the_same_bits_too(kind: str, is_huge: bool) -> None:
+    dice, results = np.random.default_rng(5), []
+    dtype = np.dtype("f8" if kind == "numbers" else kind)
+    values = (dice.normal(size=33) * 10.0 ** dice.integers(0, 9, 33)).astype(dtype)
+    if is_huge:
+        values[3:6] = np.finfo(dtype).max / 2  # which overflows without a warning
+    for split in (False, True):
+        them = mailboxes_of_many(33)
+        mailboxes = them[0]
+        if split:
+            mailboxes.slots = tuple(slot._replace(rows=None) for slot in mailboxes.slots)
+        if kind == "numbers":
+            run = mailboxes_module.sum_of_numbers(mailboxes, 5, pytest.fail, 3, None)
+        else:
+            run = mailboxes_module.sum_of_arrays_of_one(mailboxes, 5, pytest.fail, 3, dtype, (1,), None)
+        for rank in range(1, 33):
+            next_payload(them[rank])[: dtype.itemsize] = values[rank : rank + 1].view(np.uint8)
+            them[rank].start(5)
+        value = float(values[0]) if kind == "numbers" else values[:1]
+        results.append(np.asarray(run(value, None)).tobytes())
+        for rank in range(1, 33):
+            them[rank].start(6)
+        if not split:
+            with pytest.raises(pytest.fail.Exception):
+                run(value, None)
+    assert results[0] == results[1]

@@ -120,10 +120,8 @@ def test_what_is_not_ours_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_the_last_reports_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = made(tmp_path, name_of_ended(), "roll-call.txt", "rank-0.txt")
-    second = made(
-        tmp_path, name_of_ended(), "node-0.json", "rank-10.txt", "rank-9.txt", "roll-call.txt", "error-0.json"
-    )
+    first = made(tmp_path, name_of_ended(), "roll-call.txt", "error-7.json", "rank-0.txt", "busy-1-1764023423")
+    second = made(tmp_path, name_of_ended(), "node-10.json", "node-9.json", "roll-call.txt", "error-0.json")
     empty = made(tmp_path, name_of_ended(), "node-0.json")
     for path, when in ((first, 1), (second, 2), (empty, 3)):
         os.utime(path, (when, when))
@@ -135,23 +133,23 @@ def test_the_last_reports_are_kept(
         f"What {second.name} held",
         "what roll-call.txt says",
         "what error-0.json says",
-        "== rank-9.txt",
-        "what rank-10.txt says",
+        "== node-9.json",
+        "what node-10.json says",
     )
-    more = f"What {first.name} held", "what rank-0.txt says"
+    more = f"What {first.name} held", "what error-7.json says"
     places = [text.index(each) for each in (*words, *more)]
     assert places == sorted(places), "the newest is the first"
     assert empty.name not in text
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert f"ended with a report: {kept}" in capsys.readouterr().err
-    made(tmp_path, name_of_ended("17"), "rank-0.txt")
+    made(tmp_path, name_of_ended("17"), "error-0.json")
     remove_in(str(tmp_path), name_here(monkeypatch, "17", "", "1"))
     assert sorted(os.listdir(tmp_path)) == ["mpistrategy-last-report-17.txt", "mpistrategy-last-report.txt"]
 
 
 def test_a_long_report_is_kept_as_far_as_it_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = made(tmp_path, name_of_ended(), "roll-call.txt")
-    (path / "rank-0.txt").write_text("a line\n" * 2**18)
+    (path / "error-0.json").write_text("a line\n" * 2**18)
     remove_in(str(tmp_path), name_here(monkeypatch))
     text = (tmp_path / "mpistrategy-last-report.txt").read_text()
     assert "what roll-call.txt says" in text
@@ -222,7 +220,7 @@ def test_a_job_that_ended_with_a_roll_call(launch: Launch, tmp_path: Path) -> No
     late = launch(2, HANGS, env={"MPISTRATEGY_TIMEOUT_SECONDS": "2"}, cwd=tmp_path)
     assert late.returncode != 0
     (left,) = left_in(tmp_path)
-    assert f"{left}/rank-*.txt" in late.stderr
+    assert f"{left}/*.json" in late.stderr
     launch(2, WELL, cwd=tmp_path).check()
     assert left_in(tmp_path) == ["mpistrategy-last-report.txt"]
     report = (tmp_path / "mpistrategy-last-report.txt").read_text()

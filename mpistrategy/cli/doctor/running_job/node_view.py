@@ -18,7 +18,7 @@ import numpy as np
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import FOLDER, SharedMemory
 from mpistrategy.mpi.watchdog import local_process
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, CALLED, RankStatus, StatusBoard
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, STATUS_BYTES, RankStatus, StatusBoard
 
 _MOST_RANKS = 1024
 _MAPPING = re.compile(
@@ -83,7 +83,7 @@ def lines_in(block: bytes) -> list[RankStatus]:
         if pages % ranks:
             continue
         size = len(block) // ranks
-        segments = tuple(np.frombuffer(block, np.uint8, BYTES, rank * size).copy() for rank in range(ranks))
+        segments = tuple(np.frombuffer(block, np.uint8, STATUS_BYTES, rank * size).copy() for rank in range(ranks))
         with suppress(ValueError, OverflowError):
             lines = StatusBoard(SharedMemory(segments)).read()
             if all(_is_line(line) for line in lines) and len({line.rank for line in lines}) == ranks:
@@ -98,7 +98,8 @@ def _has_more(block: bytes, size: int) -> bool:
     for parts in range(2, min(size // 4096, _MOST_RANKS) + 1):
         if size % parts == 0 and (size // parts) % 4096 == 0:
             start = size // parts
-            line = StatusBoard(SharedMemory((np.frombuffer(block, np.uint8, BYTES, start).copy(),))).read()[0]
+            segment = np.frombuffer(block, np.uint8, STATUS_BYTES, start).copy()
+            line = StatusBoard(SharedMemory((segment,))).read()[0]
             if _is_line(line):
                 return True
     return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,15 +158,32 @@ def _seen_in(folder: int, now: float, left_out: list[str]) -> tuple[dict[int, Se
             for each in _node(told, int(number[1]), now, trusted=not is_open):
                 seen[each.rank] = each
     for name in names:
-        number = run_directory.RECORD.fullmatch(name)
-        if number and int(number[1]) not in seen:
-            told, state = text(name)
-            first = told.partition("\n")[0]
-            waited = re.search(r"^in #.* for (\d{1,9}\.\d{1,9}) s; ", first)
-            age = max(0.0, now - state.st_mtime) if state is not None else 0.0
-            if state is not None:
-                seen[int(number[1])] = Seen(int(number[1]), age, float(waited[1]) if waited else 0.0, 0.0, first)
-    return seen, text(run_directory.ROLL_CALL)[0] if run_directory.ROLL_CALL in names else ""
+        told, state = text(name) if run_directory.ERROR.fullmatch(name) else ("", None)
+        if state is not None:
+            for each in _called(told, max(0.0, now - state.st_mtime)):
+                seen.setdefault(each.rank, each)
+    roll_call = text(run_directory.ROLL_CALL)[0] if run_directory.ROLL_CALL in names else ""
+    return seen, "" if run_directory.CLAIM.fullmatch(roll_call) else roll_call
+
+
+def _called(text: str, age: float) -> list[Seen]:
+    """Return the ranks of a roll call that was written as JSON."""
+    try:
+        ranks = {int(rank): told for rank, told in json.loads(text)["ranks"].items()}
+        return [
+            Seen(
+                rank,
+                age,
+                _finite(told["waited_seconds"]),
+                _finite(told["timeout_seconds"] or 0.0),
+                own_files.printable(str(told["text"]), ""),
+                silent=own_files.printable(str(told["silent"]), ""),
+            )
+            for rank, told in ranks.items()
+            if 0 <= rank < _MOST_RANK
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return []
 
 
 def _node(text: str, node: int, now: float, *, trusted: bool) -> list[Seen]:

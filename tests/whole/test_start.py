@@ -1,0 +1,60 @@
+"""What a process loads up to its first all-reduce: thousands of ranks read these files at once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+
+import mpistrategy as ms
+
+pytestmark = pytest.mark.one_rank
+
+FIRST_SUM = """
+import sys
+import numpy as np
+import mpistrategy as ms
+strategy = ms.MirroredStrategy()
+strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(3)))
+modules = sorted(name for name, module in sys.modules.items() if getattr(module, "__spec__", None) is not None)
+ours = [name for name in modules if name.partition(".")[0] == "mpistrategy"]
+print(len(ours), sum(".training" in name or ".checkpoint" in name for name in ours), flush=True)
+"""
+
+
+def test_the_first_sum_loads_no_training_and_no_checkpoints(launch: Callable[..., launching.Finished]) -> None:
+    job = launch(2, FIRST_SUM).check()
+    for line in job.stdout.splitlines():
+        modules, unneeded = map(int, line.split())
+        assert modules <= 155, "each is three calls of stat and one of open"
+        assert unneeded == 0
+
+
+def test_public_modules_are_there_before_anything_in_them_is_used() -> None:
+    program = """
+import inspect, pickle, sys
+import mpistrategy
+from mpistrategy.metrics import Mean
+import mpistrategy.optimizers as by_name
+assert by_name is mpistrategy.optimizers is sys.modules["mpistrategy.optimizers"]
+assert by_name.SGD.__module__ == "mpistrategy.optimizers" and Mean is mpistrategy.metrics.Mean
+assert mpistrategy.GradientBuckets.__module__ == "mpistrategy"
+assert pickle.loads(pickle.dumps(by_name.SGD)) is by_name.SGD
+"""
+    for first in ("", "import inspect\ninspect.getmodule(inspect.currentframe())\n"):
+        subprocess.run([sys.executable, "-c", first + program], check=True, env=environment())
+    unpickle = f"import pickle; print(pickle.loads({pickle.dumps(ms.optimizers.SGD)!r}))"
+    told = subprocess.run([sys.executable, "-c", unpickle], check=True, env=environment(), stdout=subprocess.PIPE)
+    assert b"mpistrategy.optimizers.SGD" in told.stdout
+    star = "from mpistrategy.gradients import *\nassert clip_by_global_norm\n"
+    subprocess.run([sys.executable, "-c", star], check=True, env=environment())
+
+
+def environment() -> dict[str, str]:
+    return {**launching.environment(), "PYTHONPATH": os.pathsep.join([str(Path(ms.__file__).parents[1])])}
