@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number, mean_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
 from mpistrategy.arrays.foreign import is_foreign
+from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
     IndexedSlices,
@@ -33,6 +36,8 @@ from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.mailboxes import NUMBERS
+
+_dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
 
 def checked_leaves(values: Sequence[Any], paths: Callable[[], list[str]], dense: bool, where: str) -> list[Any]:
@@ -90,6 +95,39 @@ def as_leaf(result: Any, leaf: Any) -> Any:
     if kind is np.ndarray:
         return result
     return result[()] if kind in NUMBERS else like_given(result, leaf)
+
+
+def direct_targets(
+    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: list[np.dtype[Any]], useful: bool
+) -> list[Array | None] | None:
+    """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
+
+    None in the place of a leaf means that its result must be copied there at the end (everywhere, unless `useful`);
+    None altogether, that `out` needs the checks of the general way.
+    """
+    if out is not value and not alike(value, out):
+        return None
+    targets = where.take(out)
+    if {*map(type, targets)} != {np.ndarray} or [*map(_dtype_of, targets)] != dtypes:
+        return None
+    if out is not value and [*map(_shape_of, targets)] != [*map(_shape_of, arrays)]:
+        return None
+    if not all(map(_is_writeable, targets)) or len({*map(id, targets)}) < len(targets):
+        return None
+    if not useful:
+        return [None] * len(targets)
+    sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
+    # Arrays that own their memory share none with each other.
+    alone = not sources and all(target.base is None for target in targets)
+    if alone or _apart([*targets, *sources]):
+        return [target if is_buffer(target) else None for target in targets]
+    return [None] * len(targets)
+
+
+def _apart(arrays: Sequence[Array]) -> bool:
+    """Return whether no two arrays reach into the same span of memory."""
+    spans = sorted(span(array) for array in arrays if array.size)
+    return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 def unwrapped(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:

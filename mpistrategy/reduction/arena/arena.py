@@ -18,7 +18,7 @@ from mpistrategy.arrays.dtypes import Array, dtype_name, quiet_runner
 from mpistrategy.arrays.values import contribution
 from mpistrategy.errors import ContextError, CopyError, EmptyBatchError, OptionError, OptionTypeError, StructureError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
