@@ -29,7 +29,6 @@ from mpistrategy.errors import (
     PlacementError,
     ShapeError,
     StructureError,
-    UnsupportedError,
 )
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
@@ -40,27 +39,31 @@ from mpistrategy.reduction.routes.mailboxes import NUMBERS
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
 
-def checked_leaves(values: Sequence[Any], paths: Callable[[], list[str]], dense: bool, where: str) -> list[Any]:
-    """Return the array of every leaf, or its IndexedSlices unless `dense` ones are needed.
+def checked_leaves(
+    values: Sequence[Any], paths: Callable[[], list[str]], where: str, dense: type[MpiStrategyError] | None = None
+) -> list[Any]:
+    """Return the array of every leaf, or its IndexedSlices; where arrays are needed, `dense` is raised for these.
 
     Raises:
         LeafError, DTypeError, UnsupportedError: for what cannot be reduced; names the leaf.
     """
     try:
-        return [_checked(value, "", dense, where) for value in values]
+        return [_checked(value, "", where, dense) for value in values]
     except MpiStrategyError:
         pass  # once more, to say which leaf it is
-    return [_checked(value, path, dense, where) for value, path in zip(values, paths(), strict=True)]
+    return [_checked(value, path, where, dense) for value, path in zip(values, paths(), strict=True)]
 
 
-def _checked(value: Any, path: str, dense: bool, where: str) -> Any:
-    """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
+def _checked(value: Any, path: str, where: str, dense: type[MpiStrategyError] | None) -> Any:
     component = local_component(value)
     if not isinstance(component, IndexedSlices):
         return reducible(component, where, path)
-    if dense:
-        raise UnsupportedError.at(
-            where, found=f"IndexedSlices at leaf {path} with out= or weight=", expected="arrays", fix="Use to_dense()."
+    if dense is not None:
+        raise dense.at(
+            where,
+            found=f"IndexedSlices at leaf {path}",
+            expected="an array: with out=, with weight= and in an arena",
+            fix="Use to_dense().",
         )
     return component
 
@@ -219,11 +222,19 @@ def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
     if isinstance(value, IndexedSlices):
         return sparse.checked(value, op, where)
     array = reducible(value, where)
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
-        raise DTypeError.at(
-            where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
-        )
+    check_order(array.dtype, op, where)
     return array
+
+
+def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:
+    """Raise DTypeError for MIN and MAX of complex numbers."""
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
+        raise DTypeError.at(
+            where,
+            found=f"{op.name} of {dtype_name(dtype)}",
+            expected="numbers that have an order",
+            fix="Reduce the magnitudes: np.abs(x).",
+        )
 
 
 def to_reduce(leaf: Any) -> Any:
