@@ -133,7 +133,7 @@ def _of_leaves(
     if not leaves and not reducer.is_alone:
         raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
     values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
-    checked_leaves(values, lambda: nest.leaf_paths(value), False, _WHERE)
+    checked_leaves(values, lambda: nest.leaf_paths(value), _WHERE)
     algorithm: Any = reducer.algorithm
     if not algorithm._is_built_in:
         return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]

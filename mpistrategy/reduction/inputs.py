@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number, mean_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
 from mpistrategy.arrays.foreign import is_foreign
+from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
     IndexedSlices,
@@ -26,7 +29,6 @@ from mpistrategy.errors import (
     PlacementError,
     ShapeError,
     StructureError,
-    UnsupportedError,
 )
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
@@ -34,28 +36,34 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
+_dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
-def checked_leaves(values: Sequence[Any], paths: Callable[[], list[str]], dense: bool, where: str) -> list[Any]:
-    """Return the array of every leaf, or its IndexedSlices unless `dense` ones are needed.
+
+def checked_leaves(
+    values: Sequence[Any], paths: Callable[[], list[str]], where: str, dense: type[MpiStrategyError] | None = None
+) -> list[Any]:
+    """Return the array of every leaf, or its IndexedSlices; where arrays are needed, `dense` is raised for these.
 
     Raises:
         LeafError, DTypeError, UnsupportedError: for what cannot be reduced; names the leaf.
     """
     try:
-        return [_checked(value, "", dense, where) for value in values]
+        return [_checked(value, "", where, dense) for value in values]
     except MpiStrategyError:
         pass  # once more, to say which leaf it is
-    return [_checked(value, path, dense, where) for value, path in zip(values, paths(), strict=True)]
+    return [_checked(value, path, where, dense) for value, path in zip(values, paths(), strict=True)]
 
 
-def _checked(value: Any, path: str, dense: bool, where: str) -> Any:
-    """Return the array of a leaf; IndexedSlices as they are, unless `dense` ones are needed."""
+def _checked(value: Any, path: str, where: str, dense: type[MpiStrategyError] | None) -> Any:
     component = local_component(value)
     if not isinstance(component, IndexedSlices):
         return reducible(component, where, path)
-    if dense:
-        raise UnsupportedError.at(
-            where, found=f"IndexedSlices at leaf {path} with out= or weight=", expected="arrays", fix="Use to_dense()."
+    if dense is not None:
+        raise dense.at(
+            where,
+            found=f"IndexedSlices at leaf {path}",
+            expected="an array: with out=, with weight= and in an arena",
+            fix="Use to_dense().",
         )
     return component
 
@@ -90,6 +98,39 @@ def as_leaf(result: Any, leaf: Any) -> Any:
     if kind is np.ndarray:
         return result
     return result[()] if kind in NUMBERS else like_given(result, leaf)
+
+
+def direct_targets(
+    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: list[np.dtype[Any]], useful: bool
+) -> list[Array | None] | None:
+    """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
+
+    None in the place of a leaf means that its result must be copied there at the end (everywhere, unless `useful`);
+    None altogether, that `out` needs the checks of the general way.
+    """
+    if out is not value and not alike(value, out):
+        return None
+    targets = where.take(out)
+    if {*map(type, targets)} != {np.ndarray} or [*map(_dtype_of, targets)] != dtypes:
+        return None
+    if out is not value and [*map(_shape_of, targets)] != [*map(_shape_of, arrays)]:
+        return None
+    if not all(map(_is_writeable, targets)) or len({*map(id, targets)}) < len(targets):
+        return None
+    if not useful:
+        return [None] * len(targets)
+    sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
+    # Arrays that own their memory share none with each other.
+    alone = not sources and all(target.base is None for target in targets)
+    if alone or _apart([*targets, *sources]):
+        return [target if is_buffer(target) else None for target in targets]
+    return [None] * len(targets)
+
+
+def _apart(arrays: Sequence[Array]) -> bool:
+    """Return whether no two arrays reach into the same span of memory."""
+    spans = sorted(span(array) for array in arrays if array.size)
+    return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 def unwrapped(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
@@ -181,11 +222,19 @@ def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
     if isinstance(value, IndexedSlices):
         return sparse.checked(value, op, where)
     array = reducible(value, where)
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and array.dtype.kind == "c":
-        raise DTypeError.at(
-            where, found=f"{op.name} of {dtype_name(array.dtype)}", expected="numbers that have an order"
-        )
+    check_order(array.dtype, op, where)
     return array
+
+
+def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:
+    """Raise DTypeError for MIN and MAX of complex numbers."""
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
+        raise DTypeError.at(
+            where,
+            found=f"{op.name} of {dtype_name(dtype)}",
+            expected="numbers that have an order",
+            fix="Reduce the magnitudes: np.abs(x).",
+        )
 
 
 def to_reduce(leaf: Any) -> Any:

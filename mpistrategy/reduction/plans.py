@@ -16,17 +16,16 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
+from mpistrategy.arrays.nest import Leaves, leaves_of
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Site, outside
+from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
-from mpistrategy.reduction.inputs import arrays_of, as_leaf
+from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
-from mpistrategy.reduction.layout.leaves import Leaves, direct_target, direct_targets, leaves_of
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Targets
@@ -318,7 +317,7 @@ def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kind
     digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
     dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
     some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
-    bring, reduce, targets_of = plan.bring, plan.run, direct_targets if nested else direct_target
+    bring, reduce = plan.bring, plan.run
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value) if nested else (value,)
@@ -327,7 +326,7 @@ def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kind
             return MISFIT
         targets: Targets = None
         if out is not None:
-            targets = targets_of(out, value, where, arrays, dtypes, some_go_alone)
+            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
             if targets is None:
                 return MISFIT
         bring(arrays, targets)

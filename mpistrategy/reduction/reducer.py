@@ -15,7 +15,7 @@ from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device
 from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
-from mpistrategy.errors import EmptyBatchError, StructureError
+from mpistrategy.errors import EmptyBatchError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
@@ -164,7 +164,8 @@ class Reducer:
             raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
         chosen = self._options.merge(options)
         given = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
-        arrays = checked_leaves(given, paths, weight is not None or targets is not None, where)
+        dense = None if weight is None and targets is None else UnsupportedError
+        arrays = checked_leaves(given, paths, where, dense)
         memory: list[Any] = []
         if targets is not None:
             if len({id(target) for target in targets}) < len(targets):

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
+from mpistrategy.arrays.nest import Leaves
 from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
-from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import arrays_of, as_leaf
+from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import divide
-from mpistrategy.reduction.layout.leaves import Leaves, direct_targets
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.mailboxes import MISFIT, Run

@@ -203,16 +203,16 @@ def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
 
     def close(memory_number: int) -> None:
         members = open_members.pop(memory_number)
-        start, stop = places[members[-1]].start, places[members[0]].stop
+        start, stop = places[members[-1]][1].start, places[members[0]][1].stop
         made.append(Bucket(tuple(members), gradients.arena._buckets[memory_number].mine[start:stop]))
 
     for number in range(len(places) - 1, -1, -1):
-        place = places[number]
-        members = open_members.setdefault(place.bucket, [])
+        memory_number, place = places[number]
+        members = open_members.setdefault(memory_number, [])
         members.append(number)
-        nbytes = (places[members[0]].stop - place.start) * gradients.variables[number].dtype.itemsize
+        nbytes = (places[members[0]][1].stop - place.start) * gradients.variables[number].dtype.itemsize
         if nbytes >= bytes_per_bucket:
-            close(place.bucket)
+            close(memory_number)
     for memory_number in list(open_members):
         close(memory_number)
     # In the order of backward propagation.

@@ -48,8 +48,8 @@ class GradientArena:
 
     def range_of(self, var: Variable) -> MemoryRange:
         """Return where the gradient of `var` is."""
-        place = self.arena._places[self._number[id(var)]]
-        return MemoryRange(self._memory[place.bucket], place.start * var.dtype.itemsize)
+        bucket, place = self.arena._places[self._number[id(var)]]
+        return MemoryRange(self._memory[bucket], place.start * var.dtype.itemsize)
 
     def value_of(self, var: Variable) -> Array:
         """Return the array for the gradient of `var`."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.flight_recorder import LEFT
 from mpistrategy.mpi.contract.guard import CurrentCall, Guard
-from mpistrategy.mpi.contract.signature import Signature
 
 
 class Call:

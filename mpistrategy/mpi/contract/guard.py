@@ -26,14 +26,13 @@ from typing import Any, Protocol
 from mpistrategy import errors
 from mpistrategy.errors import MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
-from mpistrategy.mpi.contract.call_sites import Site, call_site
+from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failure, Failures
 from mpistrategy.mpi.contract.flight_recorder import WHAT, FlightRecord
 from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, mismatch
-from mpistrategy.mpi.contract.signature import Digests, Signature
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 
 _FLAG = 1 << 62  # digests are smaller

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from mpistrategy.mpi.contract import public_calls
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.flight_recorder import NUMBER, WHAT
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import STEP, PublicCall
-from mpistrategy.mpi.contract.signature import Signature
 
 _ATTRIBUTE = "current"
 

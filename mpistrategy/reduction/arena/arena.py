@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,21 +13,31 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, quiet_runner
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import contribution
-from mpistrategy.errors import ContextError, CopyError, EmptyBatchError, OptionError, OptionTypeError, StructureError
+from mpistrategy.errors import (
+    ContextError,
+    CopyError,
+    EmptyBatchError,
+    LeafError,
+    OptionError,
+    OptionTypeError,
+    StructureError,
+)
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.signature import Signature
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.arena.layout import Place, buckets_for, check_dtypes, laid_out, layouts_of
+from mpistrategy.reduction.arena.layout import buckets_for, check_dtypes, laid_out
 from mpistrategy.reduction.arena.unchanged import UnchangedNest
+from mpistrategy.reduction.inputs import checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
+from mpistrategy.reduction.layout.packing import Member
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.base import Description, Route
-from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, combine, is_in_place
+from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, is_in_place
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 T = TypeVar("T")
@@ -83,10 +92,12 @@ class Arena(Generic[T]):
             call.structure = self._structure.text
             if not given:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
-            layouts = layouts_of(given, like, call.where)
+            mine = [contribution(leaf) for leaf in given]
+            arrays = checked_leaves(mine, lambda: nest.leaf_paths(like), call.where, LeafError)
+            layouts = packing.layouts_of(arrays)
             #: Whether it is in GPU memory: of this rank's GPU, or of that of an array.
             self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
-                is_on_device(contribution(leaf)) for leaf in given
+                map(is_on_device, mine)
             )
             call.agree(
                 "make an arena",
@@ -94,16 +105,16 @@ class Arena(Generic[T]):
                 options=f"shared_result={shared_result}{', on a GPU' if self._on_device else ''}",
             )
             call.expect_more()
-            places, dtypes, sizes = laid_out(layouts)
-            #: Where each array lies, in the order of the leaves.
-            self._places: tuple[Place, ...] = places
-            #: For each dtype, one flat array of every rank of the node; in the order of the first array of each.
-            self._buckets: tuple[Replicas, ...] = buckets_for(
-                communicator, dtypes, sizes, shared_result, self._on_device
-            )
+            #: For each dtype, where its arrays lie; in the order of the first array of each.
+            self._packs = laid_out(layouts)
+            #: Of these, one flat array of every rank of the node.
+            self._buckets: tuple[Replicas, ...] = buckets_for(communicator, self._packs, shared_result, self._on_device)
             call.agree("use an arena")  # no rank has run out of memory
+        places = {m.index: (number, m) for number, pack in enumerate(self._packs) for m in pack.members}
+        #: For each array the number of its bucket, and where it lies there; in the order of the leaves.
+        self._places: list[tuple[int, Member]] = [places[index] for index in range(len(given))]
         self._number = next(reducer.arena_numbers)
-        self._summary = tuple((dtype_name(dtype), (size,)) for dtype, size in zip(dtypes, sizes, strict=True))
+        self._summary = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
         #: What each bucket holds of this rank.
         self._mine = [bucket.mine for bucket in self._buckets]
         #: The arrays, in order.
@@ -122,8 +133,8 @@ class Arena(Generic[T]):
             self._result = self._structure.pack(views)
         #: Its plans, kept by `mpistrategy.reduction.plans`.
         self._plans: dict[Any, Any] = {}
-        #: For each bucket: the arrays, where the result goes, and this rank's share.
-        self._shares: list[Any] = []
+        #: How it is reduced, by operation, dtype between nodes, and whether in place.
+        self._routes: dict[Any, InPlaceRoute] = {}
         self._closed = False
         resident_values[id(self._values)] = weakref.ref(self, partial(_forget, id(self._values)))
 
@@ -149,7 +160,7 @@ class Arena(Generic[T]):
         return sum(mine.nbytes for mine in self._mine)
 
     def _views(self, flat: Sequence[Array]) -> list[Array]:
-        return [place.view(flat[place.bucket]) for place in self._places]
+        return [flat[bucket][place.start : place.stop].reshape(place.shape) for bucket, place in self._places]
 
     def __contains__(self, array: object) -> bool:
         """Return whether `array` is one of the arena's, or another view of one."""
@@ -191,7 +202,7 @@ class Arena(Generic[T]):
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         self._plans.clear()
-        self._shares.clear()
+        self._routes.clear()
         resident_values.pop(id(self._values), None)
         self._buckets, self._mine, self._leaves, self._values, self._result = (), [], [], None, None
         del self._nest, self._is_unchanged
@@ -281,8 +292,11 @@ class Arena(Generic[T]):
     def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Route:
         """Return how the buckets are reduced where they are; `path` is asked for in GPU memory."""
         if not self._on_device:
-            ranks = reduced_precision.on(self._communicator, wire)
-            return InPlaceRoute(ranks, self._buckets, op, into_result=not in_place)
+            key = (op, wire, in_place)
+            if key not in self._routes:
+                ranks = reduced_precision.on(self._communicator, wire)
+                self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=not in_place)
+            return self._routes[key]
         from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
 
         packs = packing.plan(packing.layouts_of(self._mine), 1)  # each by itself
@@ -308,22 +322,19 @@ class Arena(Generic[T]):
         if self._closed or self._communicator is not communicator or not is_served:
             return None
         check_dtypes(self._buckets, op, where[0])
-        guard, quiet, text = communicator.guard, quiet_runner(), op._on_the_wire
-        in_place, barrier = self._in_place, communicator.node_barrier
+        guard, in_place = communicator.guard, self._in_place
         signature = self._signature(op, *where, in_place, None)
         digest = guard.digest(signature)
-        divisor = communicator.size if op is ReduceOp.MEAN else 1  # `check_dtypes` has refused integers
-        self._shares = [(b.arrays, b.arrays if in_place else (b.result,), b.my_share) for b in self._buckets]
+        self._route(op, "", None, in_place)
+        # The flight record holds the function below, which must not hold the arena's memory after its close().
+        routes, key = self._routes, (op, None, in_place)
 
-        # The flight record holds this function, which must not hold the arena's memory after its close().
         def run(arena: Any, out: Any) -> Any:
             if not arena._is_unchanged() or (out is not None and not (out is arena and in_place)):
                 return MISFIT
             guard.compare_digest(digest, signature)
             try:
-                for arrays, targets, share in arena._shares:
-                    quiet(combine, arrays, targets, text, divisor, share)
-                barrier()
+                routes[key].run(())
             except BaseException as error:
                 guard.fail_after_agreement(where[0], error)
                 raise
@@ -345,9 +356,8 @@ class Arena(Generic[T]):
         """Return what `all_reduce` would do, for `Strategy.explain`."""
         route = self._route(op, self._path(reducer, options), options.wire, self._in_place)
         ranks = reduced_precision.on(self._communicator, options.wire)
-        held = Counter(place.bucket for place in self._places)
         return [
-            replace(each, in_arena=sum(held[pack.members[0].index] for pack in each.packs))
+            replace(each, in_arena=sum(len(self._packs[pack.members[0].index].members) for pack in each.packs))
             for each in route.describe(ranks, self._mine)
         ]
 

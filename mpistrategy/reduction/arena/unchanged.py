@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import is_
 from typing import Any
-
-import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array
@@ -15,8 +14,8 @@ class UnchangedNest:
     """A nest that is handed out, and into which somebody may put other arrays.
 
     Python compares containers element by element, and takes an element for equal to itself without a closer look.  So
-    two nests with the same arrays are equal at once, and with others the arrays themselves are asked: those with more
-    or less than one element refuse to say whether they are equal.  Those with one element are looked at one by one.
+    two nests with the same arrays are equal at once, and with others the arrays themselves are asked.  Those with more
+    or less than one element refuse to say whether they are equal; of the others it is asked whether they are the same.
 
     Args:
         structure: the nest's.
@@ -31,16 +30,18 @@ class UnchangedNest:
         self._leaves = list(leaves)
         self.value: Any = structure.pack(self._leaves)
         self._twin = structure.pack(self._leaves)
-        self._single = [(path, _at(self.value, path)) for path in _single(self.value)]
-        self._is_plain = len(self._single) == sum(leaf.size == 1 for leaf in leaves)
+        self._may_be_equal = any(leaf.size == 1 for leaf in leaves)
+        self._where = nest.leaves_of(self.value)
 
     def is_unchanged(self) -> bool:
         """Return whether nobody has put other arrays into it."""
         if self._structure is nest.LEAF:
             return True
         try:
-            if self._is_plain and self.value == self._twin:
-                return all(_at(self.value, path) is leaf for path, leaf in self._single)
+            if not self._may_be_equal and self.value == self._twin:
+                return True
+            if self._where is not None and self.value == self._twin:
+                return all(map(is_, self._where.take(self.value), self._leaves))
         except (ValueError, Warning):
             pass  # two arrays were compared by their values
         return self.is_like(self.value)
@@ -51,24 +52,3 @@ class UnchangedNest:
         if structure.text != self._structure.text:
             return False
         return all(one is leaf for one, leaf in zip(leaves, self._leaves, strict=True))
-
-
-def _single(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys that lead to each array of one element through lists, tuples and dicts."""
-    if isinstance(value, dict):
-        items: Any = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    else:
-        return
-    for key, child in items:
-        if not isinstance(child, np.ndarray):
-            yield from _single(child, (*path, key))
-        elif child.size == 1:
-            yield (*path, key)
-
-
-def _at(value: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        value = value[key]
-    return value

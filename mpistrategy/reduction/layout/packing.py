@@ -130,6 +130,7 @@ def plan(
     num_packs: float = 0,
     wire: _Wire = wire_dtype,
     indices: tuple[int, ...] | None = None,
+    alignment: int = 1,
 ) -> tuple[Pack, ...]:
     """Return the packs of arrays with these layouts.
 
@@ -139,6 +140,7 @@ def plan(
         num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
         wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
         indices: which of the arrays; None for all.
+        alignment: each array begins at a multiple of so many bytes.
     """
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for index in range(len(layouts)) if indices is None else indices:
@@ -150,15 +152,16 @@ def plan(
             total = sum(prod(layouts[index][1]) for index in chosen) * dtype.itemsize
             limit = max(1, -(-total // int(num_packs)))
         members: list[Member] = []
-        size, converts = 0, False
+        size, converts, line = 0, False, max(1, alignment // dtype.itemsize)
         for index in chosen:
             own_dtype, shape = layouts[index]
             count = prod(shape)
             if members and (size + count) * dtype.itemsize > limit:
                 packs.append(Pack(dtype, size, tuple(members), converts))
                 members, size, converts = [], 0, False
-            members.append(Member(index, size, size + count, shape))
-            size += count
+            start = -(-size // line) * line
+            members.append(Member(index, start, start + count, shape))
+            size = start + count
             converts |= own_dtype != dtype
         packs.append(Pack(dtype, size, tuple(members), converts))
     return tuple(packs)

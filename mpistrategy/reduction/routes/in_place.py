@@ -11,7 +11,7 @@ array again before `communicator.node_barrier()`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.arrays.gpu import to_host, write_from_host
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
@@ -113,6 +113,10 @@ class InPlaceRoute:
     ) -> None:
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
         self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
+        # Of a bucket without elements nothing is prepared: nodes may have different numbers of ranks.
+        self._steps = [self._step(replicas) for replicas in buckets if replicas.mine.size]
+        self._results = [_result(replicas) if into_result else replicas.mine for replicas in buckets]
+        self._quiet = quiet_runner()
 
     def _pack(self, index: int, replicas: Replicas) -> Pack:
         mine, communicator = replicas.mine, self._communicator
@@ -127,32 +131,21 @@ class InPlaceRoute:
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
         # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
-        with np.errstate(all="ignore"):
-            for replicas in self._buckets:
-                if replicas.mine.size:  # else nothing is prepared, either: nodes may have different numbers of ranks
-                    self._reduce(replicas)
+        for step in self._steps:
+            self._quiet(step)
         self._communicator.node_barrier()
-        return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
+        return self._results
 
-    def _reduce(self, replicas: Replicas) -> None:
+    def _step(self, replicas: Replicas) -> Callable[[], None]:
+        """Return what combines a bucket."""
         communicator, op, mine = self._communicator, self._op._on_the_wire, replicas.mine
         divisor = self._op._divisor(mine.dtype, communicator.size)
         targets = (_result(replicas),) if self._into_result else replicas.arrays
         if is_in_place(communicator, replicas):
-            combine(replicas.arrays, targets, op, divisor, replicas.my_share)
-        elif is_seen_across(communicator, replicas, op):
-            ranks: Any = communicator
-            across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
-            within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
-            across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
-        elif not self._into_result:
-            _allreduce(communicator, mine, mine, op, divisor)
-        else:
-            if replicas.is_shared:
-                communicator.node_barrier()  # until the peers are here they may read the result of the call before
-            # All ranks take part in the exchange between nodes; the first of each shows its node what came out.
-            shown = replicas.local_rank == 0 or not replicas.is_shared
-            _allreduce(communicator, mine, _result(replicas) if shown else np.empty_like(mine), op, divisor)
+            return partial(combine, replicas.arrays, targets, op, divisor, replicas.my_share)
+        if is_seen_across(communicator, replicas, op):
+            return partial(_across, communicator, replicas, targets, op, divisor)
+        return partial(_allreduce, communicator, replicas, targets[0] if self._into_result else mine, op, divisor)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
@@ -251,8 +244,22 @@ def _combine_rounded(
             target[start:stop] = targets[0][start:stop]
 
 
-def _allreduce(communicator: Communicator, source: Array, target: Array, op: str, divisor: int) -> None:
-    """Write the combination of all ranks' `source` into `target`, which may be the same, through the communicator."""
+def _across(communicator: Communicator, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int) -> None:
+    """Combine a node's arrays where they are, and the sums of all nodes into `targets`."""
+    ranks: Any = communicator
+    mine = replicas.mine
+    across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
+    within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
+    across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
+
+
+def _allreduce(communicator: Communicator, replicas: Replicas, target: Array, op: str, divisor: int) -> None:
+    """Write the combination of all ranks' arrays into `target`, this rank's own or the node's result, by messages."""
+    source = replicas.mine
+    if target is not source and replicas.is_shared:
+        communicator.node_barrier()  # until the peers are here they may read the result of the call before
+        if replicas.local_rank != 0:  # all ranks take part; the first of each node shows it what came out
+            target = np.empty_like(source)
     if communicator.size == 1:
         if target is not source:
             target[...] = source

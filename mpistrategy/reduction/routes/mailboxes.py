@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, mean_dtype, quiet_runner
+from mpistrategy.arrays.nest import Leaves
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, sum_of_arrays_of_one, sum_of_numbers
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.layout.leaves import Leaves
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of, size_in_words
 

@@ -19,10 +19,9 @@ from mpistrategy import own_files
 from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import without_columns
+from mpistrategy.mpi.contract.call_sites import Signature, without_columns
 from mpistrategy.mpi.contract.flight_recorder import bytes_of, values_in_words
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.contract.signature import Signature
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.telemetry.own_rank import own_place
 from mpistrategy.telemetry.tracing import file_format

@@ -352,13 +352,13 @@ def test_arrays_lie_in_order_on_cache_lines(strategy: ms.Strategy) -> None:
     like = [np.zeros(3, np.float32), np.zeros((2, 2)), np.zeros((), np.float32), np.zeros((0, 4)), np.zeros(33)]
     arena = strategy.arena(like)
     assert [bucket.mine.dtype for bucket in arena._buckets] == [np.float32, np.float64]
-    assert [(place.bucket, place.start) for place in arena._places] == [(0, 0), (1, 0), (0, 16), (1, 8), (1, 8)]
-    for leaf, place in zip(arena._leaves, arena._places, strict=True):
+    assert [(bucket, place.start) for bucket, place in arena._places] == [(0, 0), (1, 0), (0, 16), (1, 8), (1, 8)]
+    for leaf, (bucket, _) in zip(arena._leaves, arena._places, strict=True):
         assert leaf.ctypes.data % 64 == 0
         assert leaf.flags.c_contiguous
         assert leaf.flags.writeable
         assert not leaf.any()
-        assert np.shares_memory(leaf, arena._buckets[place.bucket].mine) or not leaf.size
+        assert np.shares_memory(leaf, arena._buckets[bucket].mine) or not leaf.size
     arena._leaves[0][...] = RANK + 1
     strategy.barrier()
     if arena.is_shared:
