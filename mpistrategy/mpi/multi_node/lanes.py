@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
-
-#: More lanes of the pairwise exchange do not fill a network better, and their messages are short.
-MOST_PAIRWISE = 4
+from mpistrategy.mpi.tuning.costs import PAIRWISE_LANES
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ def every_rank(node_of: Sequence[int], rank: int) -> Lanes:
 
 
 def few_ranks(node_of: Sequence[int], rank: int) -> Lanes:
-    """Return the lanes of the pairwise exchange: as many as the smallest node has ranks, up to `MOST_PAIRWISE`."""
+    """Return the lanes of the pairwise exchange: as many as the smallest node has ranks, up to `PAIRWISE_LANES`."""
     nodes = _members(node_of)
-    slices = min(MOST_PAIRWISE, *map(len, nodes))
+    slices = min(PAIRWISE_LANES, *map(len, nodes))
     mine, me = nodes[node_of[rank]], nodes[node_of[rank]].index(rank)
     borders = tuple((min(i, slices), min(i + 1, slices)) for i in range(len(mine)))
     counterparts = tuple(tuple(members[each] for members in nodes) for each in range(*borders[me]))

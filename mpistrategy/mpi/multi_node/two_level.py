@@ -28,18 +28,22 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.communicator import NodeGroups
-from mpistrategy.mpi.multi_node.lanes import MOST_PAIRWISE, Lanes, every_rank, few_ranks
+from mpistrategy.mpi.multi_node.lanes import Lanes, every_rank, few_ranks
 from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, NodeStage, Piece
 from mpistrategy.mpi.multi_node.pairwise import Flight, Request, Space, Steps, Wire, reduce_pairwise
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
-from mpistrategy.mpi.tuning.costs import LANES_PIECE_BYTES, MOST_NODES_PAIRWISE
+from mpistrategy.mpi.tuning.costs import (
+    LANES_PIECE_BYTES,
+    MOST_NODES_PAIRWISE,
+    PAIRWISE_FLIGHTS,
+    PAIRWISE_LANES,
+    pairwise_piece_bytes,
+)
 from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 #: How counterparts combine what they have: by MPI's Allreduce, or pairwise.
 Way = Literal["lanes", "across"]
 
-_LEAST_BLOCK_BYTES = 32 * 2**10
-_LARGEST_PIECE_BYTES = 2**22
 #: All buffers of a node together take no more; with many ranks on a node the pieces become smaller.
 NODE_BYTES = 2**26
 _LEAST_PIECE_BYTES = 2**12
@@ -59,16 +63,12 @@ def buffers_for(way: Way, flights: int) -> int:
     return 2 if way == "lanes" else flights + 1
 
 
-def piece_bytes_for(way: Way, node_of: Sequence[int], thresholds: Thresholds, flights: int = 4) -> int:
-    """Return how much of a buffer is one piece; the same on all ranks.
-
-    In the pairwise exchange it is more than the threshold where blocks of it would be short.
-    """
+def piece_bytes_for(way: Way, node_of: Sequence[int], thresholds: Thresholds, flights: int = PAIRWISE_FLIGHTS) -> int:
+    """Return how much of a buffer is one piece; the same on all ranks."""
     buffers = buffers_for(way, flights)
     sizes, wanted = Counter(node_of).values(), LANES_PIECE_BYTES
     if way == "across":
-        lanes = min(MOST_PAIRWISE, *sizes)
-        wanted = max(thresholds.across_piece_bytes, min(lanes * len(sizes) * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
+        wanted = pairwise_piece_bytes(min(PAIRWISE_LANES, *sizes), len(sizes), thresholds)
     most = NODE_BYTES // (buffers * max(sizes)) // ALIGNMENT * ALIGNMENT
     return min(wanted, max(most, _LEAST_PIECE_BYTES))
 
@@ -126,7 +126,7 @@ class Manner:
 
     pause: Callable[[int], None] = eagerly
     nudges: int = 0
-    flights: int = 4
+    flights: int = PAIRWISE_FLIGHTS
     blocks: bool = True
 
 

@@ -36,11 +36,12 @@ MOST_NODES_PAIRWISE = 8
 #: and where MPI's Allreduce and the pairwise exchange were measured.
 CLEARLY_ASSUMED = 0.75
 CLEARLY_MEASURED = 0.95
-#: As in `multi_node.two_level`.
-_PAIRWISE_LANES = 4
+#: More lanes of the pairwise exchange do not fill a network better, and their messages are short.
+PAIRWISE_LANES = 4
 _LEAST_BLOCK_BYTES = 32 * 2**10
 _LARGEST_PIECE_BYTES = 4 * 2**20
-_FLIGHTS = 4
+#: How many of its pieces may be on the network while the node works on one.
+PAIRWISE_FLIGHTS = 4
 
 
 def between_nodes(nodes: int, ranks_per_node: int, nbytes: int, thresholds: Thresholds) -> Route:
@@ -107,12 +108,12 @@ def pairwise_seconds(nodes: int, ranks_per_node: int, nbytes: int, thresholds: T
     """Return how long the all-reduce takes with the pairwise exchange between up to four ranks of each node."""
     rates = thresholds.rates
     speed = _Speed.of(rates, ranks_per_node, rates.link_bytes_per_second)
-    lanes = min(_PAIRWISE_LANES, ranks_per_node)
-    pieces = _pieces(nbytes, _pairwise_piece(lanes, nodes, thresholds))
+    lanes = min(PAIRWISE_LANES, ranks_per_node)
+    pieces = _pieces(nbytes, pairwise_piece_bytes(lanes, nodes, thresholds))
     copies = 0.0 if ranks_per_node == 1 else 2 * nbytes / speed.copy
     additions = nbytes / lanes * (ranks_per_node - 1 + (nodes - 1) / nodes) / speed.add
     made = pieces * 2 * (nodes - 1) * rates.python_message_seconds
-    link = 2 * nbytes * (1 - 1 / nodes) / speed.link + 2 * ceil(pieces / _FLIGHTS) * rates.latency_seconds
+    link = 2 * nbytes * (1 - 1 / nodes) / speed.link + 2 * ceil(pieces / PAIRWISE_FLIGHTS) * rates.latency_seconds
     return _overlapped(copies + additions + made, link, pieces) * _correction("pairwise", nbytes, rates)
 
 
@@ -163,7 +164,8 @@ def _by_mpi(nodes: int, ranks: int, nbytes: float, speed: _Speed) -> float:
     return min(doubling, rabenseifner, ring)
 
 
-def _pairwise_piece(lanes: int, nodes: int, thresholds: Thresholds) -> int:
+def pairwise_piece_bytes(lanes: int, nodes: int, thresholds: Thresholds) -> int:
+    """Return how much of a buffer is one piece; more than the threshold where blocks of it would be short messages."""
     return max(thresholds.across_piece_bytes, min(lanes * nodes * _LEAST_BLOCK_BYTES, _LARGEST_PIECE_BYTES))
 
 

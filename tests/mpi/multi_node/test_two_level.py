@@ -24,6 +24,7 @@ from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import combined
 from mpistrategy.mpi.shared_memory.segments import private_memory
+from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.thresholds import DEFAULT
 
 pytestmark = pytest.mark.mpi
@@ -67,7 +68,7 @@ def on_nodes(node: int) -> MpiCommunicator:
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_level, "_LARGEST_PIECE_BYTES", 2**12)
+    monkeypatch.setattr(costs, "_LARGEST_PIECE_BYTES", 2**12)
     monkeypatch.setattr(two_level, "LANES_PIECE_BYTES", 2**14)
 
 
@@ -210,8 +211,8 @@ def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finis
 
 
 def test_pieces_are_as_long_on_ranks_without_counterparts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_level, "_LEAST_BLOCK_BYTES", 2**12)
-    monkeypatch.setattr(two_level, "_LARGEST_PIECE_BYTES", 2**15)
+    monkeypatch.setattr(costs, "_LEAST_BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(costs, "_LARGEST_PIECE_BYTES", 2**15)
     made = on_nodes(int(RANK == SIZE - 1))
     result = np.arange(30_000.0)
     allreduce_across(made, result)

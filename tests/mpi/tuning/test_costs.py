@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.costs import SECONDS, Route, between_nodes
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Rates, Thresholds, default_for
@@ -129,10 +128,3 @@ def test_corrections_are_interpolated_between_sizes() -> None:
     sizes = (8, 64 * KIB, 256 * KIB, MIB, 16 * MIB)
     ratios = [costs.flat_seconds(4, 4, n, corrected) / costs.flat_seconds(4, 4, n, FAST) for n in sizes]
     assert ratios == pytest.approx([1, 1, 2.5, 4, 4])
-
-
-def test_the_constants_of_the_pairwise_exchange_are_those_of_its_code() -> None:
-    assert costs._PAIRWISE_LANES == two_level.MOST_LANES
-    assert costs._FLIGHTS == two_level.FLIGHTS
-    for lanes, nodes in ((1, 2), (4, 16), (4, 1024)):
-        assert costs._pairwise_piece(lanes, nodes, DEFAULT) == two_level.piece_bytes_for(lanes, nodes, DEFAULT)
