@@ -178,7 +178,7 @@ def test_large_arenas_on_several_nodes_between_other_reductions(node_of: list[in
     strategy.close()
 
 
-@pytest.mark.mpi(min_size=3)
+@pytest.mark.mpi(min_size=4)
 def test_on_several_nodes_a_late_rank_is_waited_for() -> None:
     """Where calls are not compared, the exchange itself keeps rank 0 from what rank 1 has not written yet."""
     strategy = in_two_levels([r // 2 for r in RANKS])
