@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,3 +104,13 @@ def test_import_cost_is_printed_in_one_line(launch: Launch) -> None:
     assert "import mpistrategy: " in printed
     assert " ms beyond numpy" in printed
     assert len(printed.splitlines()) == 1
+
+
+def test_growth_prints_its_tables(launch: Launch) -> None:
+    command = [sys.executable, str(SCRIPTS / "growth"), "mismatch", "watchdog", "--real", "--pretended", "16", "64"]
+    environment = launching.environment()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    printed = done.stdout
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if re.match(r"\| \d", line)]
+    lines, files = [row[1] for row in rows[:2]], [row[3] for row in rows[2:]]
+    assert (lines, files) == (["5", "5"], ["3", "9"]), printed
