@@ -53,6 +53,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.contract.mpi_channel",
     "mpistrategy.mpi.over_mpi.operations",
     "mpistrategy.mpi.over_mpi.collectives",
+    "mpistrategy.mpi.over_mpi.gathering",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.gpu.loaded_mpi",
     "mpistrategy.cli.bench.measuring.raw",
