@@ -1,4 +1,4 @@
-"""The broadcast of large arrays: within a node through shared memory, between nodes from leader to leader in pieces."""
+"""The broadcast of large arrays: on one node through shared memory, else by one Bcast of MPI."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from counting import counted_calls
-from replicas import RANK, RANKS, SIZE, OnNodes, pieces_of, same_everywhere
+from replicas import RANK, RANKS, SIZE, OnNodes, same_everywhere
 
 import mpistrategy as ms
-from mpistrategy.mpi.over_mpi import broadcast
-from mpistrategy.mpi.over_mpi.broadcast import LEAST_BYTES, LargeBroadcast, piece_bytes_for
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory import memory_limits, node_broadcast
 from mpistrategy.mpi.shared_memory.memory_limits import Room
+from mpistrategy.mpi.shared_memory.node_broadcast import LEAST_BYTES, NodeBroadcast
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -57,18 +56,14 @@ def sent(ranks: Any, nbytes: int, root: int, seed: int) -> Any:
     return buffer
 
 
-def test_every_size_arrives_from_every_rank(
-    strategy: ms.Strategy, node_of: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(broadcast, "_PIECE_BYTES", 3 * 2**18)  # no multiple of a slot
+def test_every_size_arrives_from_every_rank(strategy: ms.Strategy, node_of: list[int]) -> None:
     ranks: Any = strategy.extended.communicator
     sizes = [0, 1, LEAST_BYTES - 1, LEAST_BYTES, SLOT - 1, SLOT + 1, 9 * 2**18 + 5, 2 * 2**20, 10 * SLOT + 3]
     for seed, nbytes in enumerate(sizes):
         for root in RANKS:
             found = sent(ranks, nbytes, root, seed)
             assert np.array_equal(found, content(nbytes, seed)), (nbytes, root)
-    made = ranks.once.made.get(LargeBroadcast)
-    assert (made is not None) == (max(node_of) + 1 < SIZE), "where ranks share memory it goes through it"
+    assert (ranks.once.made.get(NodeBroadcast) is not None) == (max(node_of) == 0)
 
 
 def test_many_in_turn_from_changing_ranks(strategy: ms.Strategy) -> None:
@@ -83,25 +78,11 @@ def test_many_in_turn_from_changing_ranks(strategy: ms.Strategy) -> None:
     assert same_everywhere(found)
 
 
-def test_mpi_is_called_by_leaders_alone(
-    strategy: ms.Strategy, node_of: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(broadcast, "_PIECE_BYTES", 2**20)
+def test_mpi_is_not_called_on_one_node(strategy: ms.Strategy, node_of: list[int]) -> None:
     ranks: Any = strategy.extended.communicator
-    sent(ranks, 2**20, 0, 0)  # what is made once
-    leaders = ranks.node().leaders
     with counted_calls(ranks) as calls:
-        if leaders is None:
-            sent(ranks, 5 * 2**20, SIZE - 1, 1)
-            between = {}
-        else:
-            with counted_calls(leaders) as between:
-                sent(ranks, 5 * 2**20, SIZE - 1, 1)
-    if max(node_of) + 1 == SIZE:
-        assert calls == {"Bcast": 1}
-    else:
-        assert calls == {}
-        assert between == ({"Ibcast": 5} if leaders is not None and max(node_of) else {})
+        sent(ranks, 5 * 2**20, SIZE - 1, 1)
+    assert calls == ({"Bcast": 1} if max(node_of) else {})
 
 
 def test_small_ones_and_crowded_nodes_take_one_bcast(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +90,7 @@ def test_small_ones_and_crowded_nodes_take_one_bcast(strategy: ms.Strategy, monk
     with counted_calls(ranks) as calls:
         sent(ranks, LEAST_BYTES - 1, 0, 0)
     assert calls == {"Bcast": 1}
-    monkeypatch.setattr(MpiCommunicator, "is_crowded", RANK == SIZE - 1)  # one node is enough
+    monkeypatch.setattr(MpiCommunicator, "is_crowded", True)
     with counted_calls(ranks) as calls:
         found = sent(ranks, 2**22, SIZE - 1, 1)
     assert calls == {"Bcast": 1}
@@ -127,21 +108,7 @@ def test_without_room_mpi_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(found, content(2**22, 1))
 
 
-def test_limits_of_mpi_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    with OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce()) as strategy, pieces_of(strategy, 2**16 + 3):
-        found = sent(strategy.extended.communicator, 2**20, SIZE - 1, 1)
-        assert np.array_equal(found, content(2**20, 1))
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 64, 128])
 def test_a_node_shares_a_few_mebibytes(ranks: int) -> None:
     assert 2**21 < ranks * node_broadcast.segment_bytes(ranks) <= 9 * 2**20
     assert node_broadcast.slot_bytes_for(ranks) % 64 == 0
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 128, 1024, 10_000])
-def test_pieces_between_nodes(nodes: int) -> None:
-    """100 MB take a bounded number of calls, and each node's part of a piece is worth a message."""
-    piece = piece_bytes_for(nodes, 2**30)
-    assert -(-(10**8) // piece) <= 24
-    assert piece // nodes >= 2**16

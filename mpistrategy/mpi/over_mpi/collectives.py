@@ -20,8 +20,9 @@ from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.multi_node import equal_bits
 from mpistrategy.mpi.multi_node.two_level import EAGER, Manner, allreduce_across, way_between
-from mpistrategy.mpi.over_mpi import broadcast, gathering
+from mpistrategy.mpi.over_mpi import gathering
 from mpistrategy.mpi.over_mpi.operations import operation
+from mpistrategy.mpi.shared_memory.node_broadcast import LEAST_BYTES, NodeBroadcast
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
 from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
@@ -48,7 +49,6 @@ class Collectives:
         local_rank, local_size: the same among the ranks of this node.
         node_of: the node of each rank.
         nodes: how many nodes there are.
-        shares_memory: whether ranks of one node see each other's memory.
         pipelined: the pipelined all-reduce of this node; None where its ranks share no memory.
         failures: tells the ranks of each other's failures; None on several nodes.
         thresholds: from how many bytes on which route is taken.
@@ -63,7 +63,7 @@ class Collectives:
     local_size: int
     node_of: tuple[int, ...]
     nodes: int
-    shares_memory: bool = False
+    shares_memory: bool
     library: str
     pipelined: PipelinedAllReduce | None = None
     failures: Failures | None = None
@@ -206,11 +206,15 @@ class Collectives:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
         self._meet()
         flat = buffers.as_bytes(buffer)
-        if flat.size >= broadcast.LEAST_BYTES and (large := broadcast.large_broadcast(self)) is not None:
-            large.run(flat, root)
+        if flat.size >= LEAST_BYTES and self.nodes == 1 and (slots := self.node_broadcast()) is not None:
+            slots.run(flat, root)
             return
         for piece in buffers.pieces(flat, self.max_count):
             self._comm.Bcast(piece, root)
+
+    def node_broadcast(self) -> NodeBroadcast | None:
+        """Return what sends large arrays through the node's shared memory; None where MPI does it."""
+        return None
 
     def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.

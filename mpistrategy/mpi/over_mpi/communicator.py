@@ -25,8 +25,9 @@ from mpistrategy.mpi.interface.communicator import NodeGroups, Once
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.over_mpi.collectives import Collectives
-from mpistrategy.mpi.shared_memory import setup
+from mpistrategy.mpi.shared_memory import node_broadcast, setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
+from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import Fence, NodePeers, SharedMemory, part, private_memory, share
@@ -190,12 +191,21 @@ class MpiCommunicator(Collectives):
         """Whether the ranks of this node outnumber the cores that they may use."""
         return self.local_size > self._cores
 
-    def waiting(self) -> Waiting:
-        """Return how this rank waits for those of its node, in a call on which all have agreed."""
-        assert self._control is not None
-        if self.failures is None:
-            return Waiting(self.local_size, self._control.progress, self._cores)
-        return Waiting(self.local_size, self._control.progress, self._cores, partial(self.failures.look, agreed=True))
+    def node_broadcast(self) -> NodeBroadcast | None:
+        """Return what sends large arrays through the shared memory of the only node; the first call is collective.
+
+        None where the ranks share no memory or too little, and where they outnumber the cores: those that wait would
+        take the cores of those that copy.
+        """
+        return self.once(NodeBroadcast, self._new_node_broadcast)
+
+    def _new_node_broadcast(self) -> NodeBroadcast | None:
+        if self._control is None or self.failures is None or self.is_crowded:
+            return None
+        memory = self._shared_if_there_is_room(node_broadcast.segment_bytes(self.size))
+        look = partial(self.failures.look, agreed=True)
+        wait = Waiting(self.size, self._control.progress, self._cores, look)
+        return None if memory is None else NodeBroadcast(memory, wait)
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
