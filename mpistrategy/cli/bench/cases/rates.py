@@ -51,8 +51,8 @@ class NodeRates:
     """
 
     def __init__(self, ranks: RawRanks, communicator: Any, tell: Callable[[str], None], effort: Effort) -> None:
-        self.ranks, self.tell, self.effort = ranks, tell, effort
-        self.communicator = communicator
+        self._ranks, self._tell, self._effort = ranks, tell, effort
+        self._communicator = communicator
         self.cases: list[dict[str, Any]] = []
         self._kept: dict[int, tuple[Array, Array]] = {}
         node_of = communicator.node_of
@@ -60,7 +60,7 @@ class NodeRates:
         on_node = Counter(node_of).values()
         #: Of the smallest node: what the formulas are asked for.
         self.lanes: int = min(on_node)
-        self.nodes = len(on_node)
+        self.nodes: int = len(on_node)
         self._most = max(on_node)
         self._local_rank = own_node.index(ranks.rank)
         self._has_lane = self._local_rank < self.lanes
@@ -86,7 +86,7 @@ class NodeRates:
         ]
         copy, add = (self._seconds(work, alone=True) for work in works)
         together = max(self._seconds(work) for work in works)
-        waits = self._seconds(lambda: [self.communicator.node_barrier() for _ in range(2 * MANY)]) / MANY
+        waits = self._seconds(lambda: [self._communicator.node_barrier() for _ in range(2 * MANY)]) / MANY
         rates = replace(
             thresholds.rates,
             latency_seconds=latency,
@@ -100,19 +100,19 @@ class NodeRates:
             measured_over_estimated=(),
         )
         for name, what in RATES.items():
-            self.tell(f"{what}: {rate_in_words(rates, name)}")
+            self._tell(f"{what}: {rate_in_words(rates, name)}")
         return replace(rates, measured_over_estimated=self._corrections(replace(thresholds, rates=rates)))
 
     def _corrections(self, thresholds: Thresholds) -> tuple[tuple[CostName, int, float], ...]:
         found: list[tuple[CostName, int, float]] = []
         for nbytes in SIZES:
             variants, counted = self._variants(nbytes)
-            case = measure(Case("rates", size_in_words(nbytes), nbytes, variants), self.ranks, self.effort)
+            case = measure(Case("rates", size_in_words(nbytes), nbytes, variants), self._ranks, self._effort)
             self.cases.append(case)
             for (name, size), row in zip(counted, case["variants"], strict=True):
                 ratio = row["median_us"] / 1e6 / ESTIMATES[name](self.nodes, self.lanes, size, thresholds)
                 found.append((name, size, float(f"{ratio:.3g}")))
-                self.tell(f"{name}, {size_in_words(size)}: {row['median_us']:.4g} us, {ratio:.2f} times the estimate")
+                self._tell(f"{name}, {size_in_words(size)}: {row['median_us']:.4g} us, {ratio:.2f} times the estimate")
         return tuple(found)
 
     def _variants(self, nbytes: int) -> tuple[list[Variant], list[tuple[CostName, int]]]:
@@ -122,12 +122,12 @@ class NodeRates:
         part, part_total = (array[: max(1, mine.size // self.lanes)] for array in (mine, total))
         between, check = partial(self._between, part, part_total), partial(self._is_right, part, part_total)
         variants = [
-            Variant("flat", partial(self.ranks.allreduce, mine, total), [mine], [total]),
+            Variant("flat", partial(self._ranks.allreduce, mine, total), [mine], [total]),
             Variant("counterparts", between, [part], [part_total], check=check),
         ]
         counted: list[tuple[CostName, int]] = [("flat", nbytes), ("counterparts", part.nbytes)]
         if nbytes in PAIRWISE_SIZES:
-            variants.append(Variant("pairwise", partial(allreduce_across, self.communicator, mine, way="across"), [mine]))
+            variants.append(Variant("pairwise", partial(allreduce_across, self._communicator, mine), [mine]))
             counted.append(("pairwise", nbytes))
         return variants, counted
 
@@ -173,7 +173,7 @@ class NodeRates:
         works = not alone or self._local_rank == 0
         times = np.zeros(TRIALS + 1)
         for trial in range(TRIALS + 1):
-            self.ranks.barrier()
+            self._ranks.barrier()
             start = time.perf_counter()
             if works:
                 work()
@@ -182,14 +182,14 @@ class NodeRates:
                 done = self._node.Ibarrier()
                 while not done.Test():
                     time.sleep(_REST_SECONDS)
-        return float(np.median(self.ranks.greatest(times)[1:]))
+        return float(np.median(self._ranks.greatest(times)[1:]))
 
     def _cores(self) -> int:
         """Return how many cores the ranks of a node may run on together; of the node with the fewest."""
         usable = np.zeros(_MOST_CORES, np.int32)
         usable[list(os.sched_getaffinity(0))] = 1
-        self._node.Allreduce(self.ranks.in_place, usable)
-        return int(-self.ranks.greatest(np.array([-float((usable > 0).sum())]))[0])
+        self._node.Allreduce(self._ranks.in_place, usable)
+        return int(-self._ranks.greatest(np.array([-float((usable > 0).sum())]))[0])
 
 
 ESTIMATES: dict[CostName, Callable[[int, int, int, Thresholds], float]] = {
