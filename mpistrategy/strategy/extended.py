@@ -140,7 +140,7 @@ class StrategyExtended(Placement, NotPickled):
             destinations: a value or a variable (result on every rank; a variable is not changed), a device string
                 such as ``"task:0"`` (result on that rank), or a list of device strings.
             options: hints.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A Mirrored; on ranks that are no destination, reading it raises PlacementError.
@@ -186,7 +186,7 @@ class StrategyExtended(Placement, NotPickled):
         Args:
             tensor: an array or a number, of equal shape and dtype on all ranks, or an `Arena`.
             destinations: as in `reduce_to`.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A Mirrored, as in `reduce_to`.

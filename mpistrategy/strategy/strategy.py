@@ -154,7 +154,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
                 reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
                 number of elements along it over all ranks.
             weight: for MEAN without axis, the weight of this rank's value.
-            name: is compared between the ranks instead of the place of the call; for branches that differ by rank.
+            name: is compared between the ranks instead of the call site; for branches that differ by rank.
 
         Returns:
             The result, equal on every rank; NumPy scalars for scalars.
@@ -209,7 +209,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
         Args:
             value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.
             axis: an int; negative counts from the end.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             The same on every rank.
@@ -245,7 +245,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
             value: arrays, numbers, variables or containers, alone or in any nest; structure, dtypes and shapes are
                 equal on all ranks.  Any dtype of fixed size, also bool and fixed-length strings.
             root: whose value it is.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A structure like `value`, equal on every rank, of plain values: a NumPy scalar for a number, an array for
