@@ -48,7 +48,7 @@ class MirroredStrategy(Strategy):
             COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
             communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  All calls are
             compared then.  A late collective raises RemoteError, too, where the rank that waits can leave it.
-        name: is compared between the ranks instead of the place of this call.
+        name: is compared between the ranks instead of the call site.
 
     Raises:
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;

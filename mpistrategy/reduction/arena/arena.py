@@ -304,7 +304,7 @@ class Arena(Generic[T]):
         Args:
             op: how.
             communicator: the ranks.
-            where: the public name of the call, and its place in the program.
+            where: the public name of the call, and its call site.
 
         Raises:
             DTypeError: for a dtype that `op` cannot reduce.
