@@ -1,4 +1,4 @@
-"""What is looked at before it is reduced or handed to a function: leaves, targets, arguments."""
+"""The checks of leaves, targets and arguments, before they are reduced or passed to a function."""
 
 from __future__ import annotations
 

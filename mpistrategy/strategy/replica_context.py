@@ -139,7 +139,7 @@ class ReplicaContext(NotPickled):
         """This replica's device: a tuple of one device string."""
         return self._strategy.extended.worker_devices
 
-    @overload  # of a mean this and the next one hold
+    @overload  # a MEAN matches this overload and the next one
     def all_reduce(  # type: ignore[overload-overlap]
         self, reduce_op: Mean, value: int, options: Hints = None, **more: Unpack[OutAndWeight]
     ) -> np.float64: ...
@@ -238,7 +238,7 @@ class ReplicaContext(NotPickled):
             )
         return structure.pack(results)
 
-    @overload  # of a mean this and the next one hold
+    @overload  # a MEAN matches this overload and the next one
     def all_reduce_async(  # type: ignore[overload-overlap]
         self, reduce_op: Mean, value: int, options: Hints = None, **more: Unpack[WithOut]
     ) -> AllReduceHandle[np.float64]: ...
