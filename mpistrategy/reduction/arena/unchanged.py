@@ -1,4 +1,4 @@
-"""Whether a nest of arrays still holds the arrays that it was made of, found out without a step of Python for each."""
+"""Checks that a nest still holds the arrays that it was made of, without a step of Python for each array."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpistrategy.arrays.dtypes import Array
 
 
 class UnchangedNest:
-    """A nest that is handed out, and into which somebody may put other arrays.
+    """A nest that is given to the program, which may put other arrays into it.
 
-    Python compares containers element by element, and takes an element for equal to itself without a closer look.  So
-    two nests with the same arrays are equal at once, and with others the arrays themselves are asked.  Those with more
-    or less than one element refuse to say whether they are equal; of the others it is asked whether they are the same.
+    Python compares containers element by element; an element that is the same object counts as equal without a call of
+    its `==`.  So two nests of the same arrays are equal at once.  For another array NumPy's `==` is called; its result
+    has no truth value unless there is one element.  Arrays of one element are therefore compared one by one, with `is`.
 
     Args:
         structure: the nest's.
@@ -35,7 +35,7 @@ class UnchangedNest:
         self._is_plain = len(self._single) == sum(leaf.size == 1 for leaf in leaves)
 
     def is_unchanged(self) -> bool:
-        """Return whether nobody has put other arrays into it."""
+        """Return whether it still holds its arrays."""
         if self._structure is nest.LEAF:
             return True
         try:
