@@ -172,7 +172,7 @@ def assert_took(route: Route, strategy: ms.Strategy, value: Any, op: str) -> Non
     lines = [line for line in strategy.explain(value, op).splitlines()[1:-1] if line[2] != " "]
     words = route.words or f"({route.kind}: "
     assert lines or all(not np.size(leaf) for leaf in nest.flatten(value)[0])
-    assert SIZE == 1 or all(words in line for line in lines if " 0 bytes:" not in line), lines
+    assert SIZE == 1 or all(words in line for line in lines if " 0 B:" not in line), lines
 
 
 # ------------------------------------------------------------------------------------- the values
