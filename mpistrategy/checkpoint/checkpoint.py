@@ -112,7 +112,7 @@ class Checkpoint:
             wait: False copies the state and returns while a thread writes.  The checkpoint is there after `wait()` of
                 the returned Saving, or after the next save or restore of this Checkpoint.
             overwrite: replace an existing checkpoint; without it, that is an error.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             The `Saving`.
@@ -172,7 +172,7 @@ class Checkpoint:
         Args:
             directory: the folder that `save` wrote.
             partial: restore the names that are on both sides, and leave the others.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             What was restored: a `Restored`.
@@ -205,7 +205,7 @@ class Checkpoint:
         """Finish a save with ``wait=False``, if there is one.  Collective.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None

@@ -101,7 +101,7 @@ class CheckpointManager(Settable):
             step: an int from 0 on without a checkpoint, or with one that `restore` found damaged.  The greatest step is
                 the newest.
             wait: as for `Checkpoint.save`.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             CheckpointExistsError: on every rank, if the step has a checkpoint, another job saves here, or another user
@@ -135,7 +135,7 @@ class CheckpointManager(Settable):
 
         Args:
             partial: as for `Checkpoint.restore`.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             CheckpointMismatchError, ContextError: on every rank.
@@ -167,7 +167,7 @@ class CheckpointManager(Settable):
         """Finish a save with ``wait=False``, and remove the oldest checkpoints beyond `keep`.  Collective.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
         """
         self.checkpoint.wait(name=name)
         self._remove_old()

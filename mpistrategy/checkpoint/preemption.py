@@ -213,7 +213,7 @@ class PreemptionCheckpointHandler:
         checkpoint, such as an evaluation.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             Exception: as `run`.

@@ -192,7 +192,7 @@ class Saving:
         Needed after ``save(wait=False)``; the next save or restore of that Checkpoint does it, too.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             CheckpointWriteError, CheckpointExistsError: on every rank; there is no new checkpoint then.

@@ -91,7 +91,7 @@ class CrossDeviceOps:
                 are equal on all ranks.
             destinations: where the result goes; see `mpistrategy.reduction.layout.destinations.resolve`.
             options: hints; None for the defaults.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A Mirrored; on ranks that are no destination, reading it raises PlacementError.
@@ -121,7 +121,7 @@ class CrossDeviceOps:
             reduce_op: a ReduceOp, or "SUM" / "MEAN".
             value_destination_pairs: a sequence or an iterator of (value, destinations) tuples.
             options: hints; None for the defaults.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A list of Mirrored, in the order of the pairs.
@@ -162,7 +162,7 @@ class CrossDeviceOps:
         Args:
             tensor: an array or a number, of equal shape and dtype on all ranks.
             destinations: where the result goes, as in `reduce`.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A Mirrored.

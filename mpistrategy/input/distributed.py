@@ -172,7 +172,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
         dataset: an iterable of this rank's batches.
         communicator: the ranks.
         drop_remainder: whether all ranks end with the first rank that has no more elements instead.
-        name: is compared between the ranks instead of the places where iterators are asked for elements.
+        name: is compared between the ranks instead of the call sites that ask iterators for elements.
     """
 
     _instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."

@@ -1,4 +1,4 @@
-"""Which of some names somebody may have meant."""
+"""Finds the known name that a misspelt one may stand for."""
 
 from __future__ import annotations
 

@@ -58,9 +58,9 @@ class Fixed(Setting[T]):
 
 
 class Settable:
-    """Base of objects with settings, which its `repr` shows: a misspelt one is refused.
+    """Base of objects with settings, which `repr` shows.  Setting a misspelt one raises.
 
-    Names of a user's own are free.  One that is nearly a setting's must be declared in the user's class.
+    A program may set attributes of its own.  One whose name is nearly a setting's must be declared in the class.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

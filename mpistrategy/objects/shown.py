@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import get_type_hints
 
 _MOST_RANGES = 8
+_UNITS = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 
 
 def in_words(made: object) -> str:
@@ -45,3 +46,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in ranges[:_MOST_RANGES]]
     more = f", ... ({len(ordered)} in all)" if len(ranges) > _MOST_RANGES else ""
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(texts)}{more}"
+
+
+def size_in_words(nbytes: float) -> str:
+    """Return a number of bytes as ``24 B`` or ``1.5 MiB``."""
+    unit, factor = next((each for each in _UNITS if nbytes >= each[1]), ("B", 1))
+    size = nbytes / factor
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"

@@ -64,8 +64,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
             MpiStrategyError: on every rank, for bad input on any rank; of the kind raised there.
         """
         engine, guard = self._engine, self._guard
-        # A peer that comes elsewhere may never start its part, which is found out where it does come.  Once all ranks
-        # have said how many they have started, each of these comes to an end.
+        # A peer in another collective may never start its part; this comparison finds that out.  Once all ranks have
+        # started equally many, each of these ends.
         if self._number > engine.known_to_all and not guard.closed:
             started = engine.submitted
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:

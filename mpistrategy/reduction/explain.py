@@ -17,6 +17,7 @@ from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contr
 from mpistrategy.errors import EmptyBatchError
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Rates
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena, Extended
 from mpistrategy.reduction.arena.layout import check_dtypes
@@ -24,7 +25,7 @@ from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_comp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.base import Description, nbytes_of, size_in_words
+from mpistrategy.reduction.routes.base import Description, nbytes_of
 
 _WHERE = "Strategy.explain"
 #: What is reduced by plans, and the lines about what is not.
@@ -56,8 +57,8 @@ class Explained:
 
         >>> import numpy as np, mpistrategy as ms
         >>> text = ms.OneDeviceStrategy("CPU:0").explain([np.ones(3), 2.0])
-        all_reduce SUM of 2 arrays, 32 bytes, on 1 rank of 1 node by MpiAllReduce; about 2.5 us
-          1 pack of 2 arrays, float64, 32 bytes: stays here, the only replica
+        all_reduce SUM of 2 arrays, 32 B, on 1 rank of 1 node by MpiAllReduce; about 2.5 us
+          1 pack of 2 arrays, float64, 32 B: stays here, the only replica
             1 copy: all into the pack
           thresholds: the defaults; rates: the defaults
         """

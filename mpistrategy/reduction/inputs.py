@@ -1,4 +1,4 @@
-"""What is looked at before it is reduced or handed to a function: leaves, targets, arguments."""
+"""The checks of leaves, targets and arguments, before they are reduced or passed to a function."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def direct_targets(
 ) -> list[Array | None] | None:
     """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
 
-    None in the place of a leaf means that its result must be copied there at the end (everywhere, unless `useful`);
-    None altogether, that `out` needs the checks of the general way.
+    None for a leaf means that its result must be copied there at the end; without `useful` that holds for all leaves.
+    None instead of a list means that `out` needs the checks of the general way.
     """
     if out is not value and not alike(value, out):
         return None

@@ -1,8 +1,8 @@
 """The plans of repeated all-reduces: checks, layout and digest are made once for each call site and kind of value.
 
-`Plans` serves ``ctx.all_reduce(op, value)`` and ``ctx.all_reduce(op, value, out=...)`` of ordinary arrays
-and numbers, alone or in nests.  Whatever is not so simple it leaves to the general way in `ReplicaContext.all_reduce`,
-before anything has been sent.  Both ways make the same messages: one rank may go this way and another one that way.
+`Plans` serves ``ctx.all_reduce(op, value)`` and ``ctx.all_reduce(op, value, out=...)`` of ordinary arrays and numbers,
+alone or in nests.  It leaves everything else to the general way in `ReplicaContext.all_reduce`, before anything is
+sent.  Both ways make the same messages: ranks that go different ways fit together.
 """
 
 from __future__ import annotations

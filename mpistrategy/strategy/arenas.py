@@ -30,8 +30,8 @@ class Arenas:
 
         Args:
             like: arrays, numbers or variables in any nest; only structure, shapes and dtypes count.
-            shared_result: give all ranks of a node one result, read-only, and leave what they bring as it is.
-            name: is compared between the ranks instead of the place of the call.
+            shared_result: give all ranks of a node one read-only result, and leave `values` as they are.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             An `Arena`: fill its `values` in place, then ``context.all_reduce(op, arena)``.

@@ -96,7 +96,10 @@ class StrategyExtended(Placement, NotPickled):
     def cross_device_ops(self, algorithm: CrossDeviceOps) -> None:
         if not isinstance(algorithm, CrossDeviceOps):
             raise OptionTypeError.at(
-                "StrategyExtended.cross_device_ops", found=f"{algorithm!r}", expected="a CrossDeviceOps"
+                "StrategyExtended.cross_device_ops",
+                found=f"{algorithm!r}",
+                expected="a CrossDeviceOps",
+                fix="Assign an instance, such as MpiAllReduce().",
             )
         self._reducer.algorithm = algorithm
 
@@ -115,7 +118,10 @@ class StrategyExtended(Placement, NotPickled):
     def options(self, options: CommunicationOptions) -> None:
         if not isinstance(options, CommunicationOptions):
             raise OptionTypeError.at(
-                "StrategyExtended.options", found=f"{options!r}", expected="a CommunicationOptions"
+                "StrategyExtended.options",
+                found=f"{options!r}",
+                expected="a CommunicationOptions",
+                fix="Assign an instance; CommunicationOptions() has the defaults.",
             )
         self._reducer.options = options
 
@@ -140,7 +146,7 @@ class StrategyExtended(Placement, NotPickled):
             destinations: a value or a variable (result on every rank; a variable is not changed), a device string
                 such as ``"task:0"`` (result on that rank), or a list of device strings.
             options: hints.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A Mirrored; on ranks that are no destination, reading it raises PlacementError.
@@ -186,7 +192,7 @@ class StrategyExtended(Placement, NotPickled):
         Args:
             tensor: an array or a number, of equal shape and dtype on all ranks, or an `Arena`.
             destinations: as in `reduce_to`.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A Mirrored, as in `reduce_to`.
@@ -241,7 +247,10 @@ class StrategyExtended(Placement, NotPickled):
         context.check_call("StrategyExtended.update", fn, args, kwargs)
         if not self.variable_created_in_scope(var):
             raise OptionTypeError.at(
-                "StrategyExtended.update", found=f"var={var!r}", expected="a variable created in this strategy's scope"
+                "StrategyExtended.update",
+                found=f"var={var!r}",
+                expected="a variable created in this strategy's scope",
+                fix="Create the variable inside `with strategy.scope():`.",
             )
         return self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
 
@@ -267,6 +276,7 @@ class StrategyExtended(Placement, NotPickled):
                 "StrategyExtended.update_non_slot",
                 found=f"colocate_with={colocate_with!r}",
                 expected=f"what non_slot_devices returned, {self.worker_devices}",
+                fix="Pass extended.non_slot_devices(var_list).",
             )
         return self._in_update(fn, args, kwargs, group)
 

@@ -58,7 +58,7 @@ class InputMethods:
                 iterator is collective with the former two.  Of a large batch the first and the last rows of each
                 array are compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
                 out.
-            name: is compared between the ranks instead of the place of the call, and of those of the iterators.
+            name: is compared between the ranks instead of the call site, for this call and for the iterators.
 
         Returns:
             An iterable of this rank's contiguous parts, a `DistributedDataset`; for the default strategy `dataset`
@@ -105,7 +105,7 @@ class InputMethods:
             dataset_fn: gets an `InputContext`, returns an iterable of batches.
             options: accepted for TensorFlow's sake.
             drop_remainder: end with the first rank that has no more batches; otherwise it goes on with empty ones.
-            name: is compared between the ranks instead of the place of the call, and of those of the iterators.
+            name: is compared between the ranks instead of the call site, for this call and for the iterators.
 
         Raises:
             OptionTypeError: on every rank, when `dataset_fn` is no function, or returns nothing that can be iterated.
@@ -134,7 +134,7 @@ class InputMethods:
 
         Args:
             dataset: as in `distribute_dataset`.
-            name: is compared between the ranks instead of the place of the call, and of the iterator.
+            name: is compared between the ranks instead of the call site, for this call and for the iterator.
 
         Returns:
             An iterator with `initialize()`, which starts again, and `get_next()`, which raises OutOfRangeError after
@@ -157,7 +157,7 @@ class InputMethods:
         Args:
             input_fn: as `dataset_fn` of `distribute_datasets_from_function`.
             replication_mode: PER_WORKER.
-            name: is compared between the ranks instead of the place of the call, and of the iterator.
+            name: is compared between the ranks instead of the call site, for this call and for the iterator.
 
         Returns:
             An iterator as that of `make_dataset_iterator`.

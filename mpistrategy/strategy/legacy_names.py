@@ -64,11 +64,11 @@ class OldNames(NotPickled):
         return self.run(fn, (element,))
 
     def experimental_initialize(self) -> list[Any]:
-        """Do what must be done before the first step: nothing.  Return a list of nothing to run."""
+        """Return an empty list: nothing must run before the first step."""
         return []
 
     def experimental_finalize(self) -> list[Any]:
-        """Do what must be done after the last step: nothing.  Return a list of nothing to run."""
+        """Return an empty list: nothing must run after the last step."""
         return []
 
     def update_config_proto(self, config_proto: T) -> T:

@@ -30,25 +30,25 @@ class MirroredStrategy(Strategy):
     Started without a launcher (plain ``python``), it has one replica.
 
     Args:
-        devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": GPUs, for each rank one of its own, the one
-            that is nearest to its cores; who else uses it, outside the communicator, is not looked at.  "shared": the
-            same, and where there are not enough, ranks share.  "auto": GPUs where "gpu" finds one for each rank, else
-            CPUs.  A list: one device string for each rank of this node, in order.  CuPy and the NVIDIA driver are
-            looked for where the words "auto", "gpu", "shared" or a string of a GPU ask for it, never otherwise.  On
-            GPUs variables are CuPy arrays, and the rank's GPU becomes CuPy's current device.
+        devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": each rank gets a GPU of its own, the one
+            nearest to its cores; use by processes outside the communicator is not checked.  "shared": as "gpu", but
+            ranks share GPUs where there are too few.  "auto": GPUs where "gpu" finds one for each rank, else CPUs.
+            A list: one device string for each rank of this node, in order.  CuPy and the NVIDIA driver are loaded
+            only for "auto", "gpu", "shared" and the device string of a GPU.  On GPUs variables are CuPy arrays, and
+            the rank's GPU becomes CuPy's current device.
         cross_device_ops: the reduction algorithm; None means `MpiAllReduce`.
         communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
             Dup of it.  Disjoint sub-communicators give independent groups.
         communication_options: the default options of every collective.
         check: how often calls are compared between nodes, before their data moves: "always"; "first", when a call is
             new, and at every 32nd call; "off".  None means what MPISTRATEGY_CHECK says, else "first".  Under "first"
-            calls in the wrong order are found at the next comparison, late, and an error on one rank only ends the
-            job.  Within a node the comparison rides with the data, and is always made.
-        on_error: what becomes of an error that a rank's program does not catch.  "abort" ends the whole job: all of
+            calls in the wrong order are found late, at the next comparison, and an error on only one rank ends the
+            job.  Within a node calls are always compared, in the message that carries the data.
+        on_error: what happens after an error that a rank's program does not catch.  "abort" ends the whole job: all of
             COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
             communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  All calls are
             compared then.  A late collective raises RemoteError, too, where the rank that waits can leave it.
-        name: is compared between the ranks instead of the place of this call.
+        name: is compared between the ranks instead of the call site.
 
     Raises:
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;

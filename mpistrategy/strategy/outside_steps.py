@@ -1,6 +1,7 @@
-"""Warns of a collective outside every step: it works on this rank alone, as in TensorFlow.
+"""Warns of a collective of the default strategy outside steps: it works on this rank alone.
 
-There it is harmless, in one process.  Here every rank would go on with a value of its own, without an error.
+TensorFlow does the same, which is harmless in its one process.  Here each rank would go on with its own value, without
+an error.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
 
-#: Said of a method of the default strategy, and what to write instead.
+#: The mistake of calling a method of the default strategy, and what to write instead.
 OF_DEFAULT = "was called on the default strategy", "Outside its scope, call the method on your own strategy object."
 
 
@@ -27,7 +28,7 @@ _process_has_peers = False
 
 
 def note_ranks(communicator: Communicator) -> None:
-    """Remember that a strategy of these ranks was made; also after it was closed: the other ranks are still there."""
+    """Remember that a strategy of these ranks was made, also after it is closed: the other ranks are still there."""
     global _process_has_peers
     if communicator.size == 1:
         return
@@ -38,9 +39,9 @@ def note_ranks(communicator: Communicator) -> None:
 
 
 def warn_if_alone(strategy: Strategy, where: str, how: str, cure: str) -> None:
-    """Warn, once a place in the program, where a collective of the default strategy leaves other ranks out.
+    """Warn, once for each call site, of a collective of the default strategy that leaves out the other ranks.
 
-    In a step of the default strategy, and inside another collective, nothing is said.
+    In a step of the default strategy and inside another collective there is no warning.
 
     Args:
         strategy: whose collective it is.

@@ -139,7 +139,7 @@ class ReplicaContext(NotPickled):
         """This replica's device: a tuple of one device string."""
         return self._strategy.extended.worker_devices
 
-    @overload  # of a mean this and the next one hold
+    @overload  # a MEAN matches this overload and the next one
     def all_reduce(  # type: ignore[overload-overlap]
         self, reduce_op: Mean, value: int, options: Hints = None, **more: Unpack[OutAndWeight]
     ) -> np.float64: ...
@@ -185,7 +185,7 @@ class ReplicaContext(NotPickled):
             value: arrays, numbers, variables or IndexedSlices, alone or in any nest of dict, list, tuple, namedtuple
                 and dataclass; structure, dtypes and shapes are equal on all ranks.
             options: hints; None for the strategy's own.
-            name: is compared between the ranks instead of the place of the call; for branches that differ by rank.
+            name: is compared between the ranks instead of the call site; for branches that differ by rank.
             weight: for MEAN, the weight of this replica's values, e.g. its number of rows; the result is
                 sum(weight * value) / sum(weight).
             out: a structure like `value` of arrays to write the result into; may be `value` itself.  An array in GPU
@@ -238,7 +238,7 @@ class ReplicaContext(NotPickled):
             )
         return structure.pack(results)
 
-    @overload  # of a mean this and the next one hold
+    @overload  # a MEAN matches this overload and the next one
     def all_reduce_async(  # type: ignore[overload-overlap]
         self, reduce_op: Mean, value: int, options: Hints = None, **more: Unpack[WithOut]
     ) -> AllReduceHandle[np.float64]: ...
@@ -290,7 +290,7 @@ class ReplicaContext(NotPickled):
             reduce_op: as in `all_reduce`.
             value: as in `all_reduce`; leave its arrays and variables as they are until `wait` has returned.
             options: hints; None for the strategy's own.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
             out: a structure like `value` of arrays to write the result into; may be `value` itself.  Not to be read
                 before `wait` has returned.
 
@@ -329,7 +329,7 @@ class ReplicaContext(NotPickled):
             value: an array or a nest of arrays; the length along `axis` may differ between ranks, and may be 0.
             axis: an int; negative counts from the end.
             options: hints; None for the strategy's own.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A structure like `value`; the same on every rank.

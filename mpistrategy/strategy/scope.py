@@ -40,9 +40,9 @@ class Scope(Generic[S]):
 
     @property
     def is_entered(self) -> bool:
-        """Whether somebody has entered it, and not left it."""
+        """Whether it is entered."""
         return bool(self._entered)
 
     def _copy_for(self, strategy: S) -> Scope[S]:
-        """Return that of another strategy, which nobody has entered."""
+        """Return a scope of another strategy, not entered."""
         return Scope(strategy)

@@ -66,7 +66,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The number of this rank's replica, in any context; ours, for printing on one rank only and the like."""
+        """The number of this rank's replica, in any context.  Not in tf.distribute."""
         return self.extended.communicator.rank
 
     @property
@@ -124,7 +124,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
         context.require_cross_replica(self, "Strategy.run")
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
-    @overload  # of a mean this and the next one hold
+    @overload  # a MEAN matches this overload and the next one
     def reduce(self, reduce_op: Mean, value: int, axis: Axis = None, **more: Unpack[WithWeight]) -> np.float64: ...  # type: ignore[overload-overlap]
     @overload
     def reduce(self, reduce_op: Mean, value: Integers, axis: Axis = None, **more: Unpack[WithWeight]) -> Floats: ...
@@ -154,7 +154,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
                 reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
                 number of elements along it over all ranks.
             weight: for MEAN without axis, the weight of this rank's value.
-            name: is compared between the ranks instead of the place of the call; for branches that differ by rank.
+            name: is compared between the ranks instead of the call site; for branches that differ by rank.
 
         Returns:
             The result, equal on every rank; NumPy scalars for scalars.
@@ -209,7 +209,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
         Args:
             value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.
             axis: an int; negative counts from the end.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             The same on every rank.
@@ -245,7 +245,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
             value: arrays, numbers, variables or containers, alone or in any nest; structure, dtypes and shapes are
                 equal on all ranks.  Any dtype of fixed size, also bool and fixed-length strings.
             root: whose value it is.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             A structure like `value`, equal on every rank, of plain values: a NumPy scalar for a number, an array for
@@ -300,10 +300,10 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
         self.extended.barrier(name)
 
     def expect_long(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Say that this rank is about to work for so long that the others must wait; rank-local, sends nothing.
+        """Announce that this rank will work for a long time while the others wait.  Rank-local; sends nothing.
 
-        A rank that waits in a collective ends the job after `CommunicationOptions.timeout_seconds`.  While some rank is
-        in this block they wait as many seconds longer.
+        A rank that waits in a collective ends the job after `CommunicationOptions.timeout_seconds`.  While any rank is
+        in this block, the others wait `seconds` longer.
 
         Args:
             seconds: how long the work may take.
@@ -361,7 +361,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
 
 
 class _DefaultStrategy(Strategy):
-    """The strategy of a thread that has entered none: one replica, here."""
+    """The strategy of a thread that has entered none: one replica, on this rank."""
 
     _is_default = True
 

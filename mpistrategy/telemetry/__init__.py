@@ -1,6 +1,6 @@
 """What a job says and shows of itself: log lines, progress, and a timeline of what all ranks did.
 
-Nothing here sends anything, and nothing of it runs until it is asked for.
+Nothing here sends anything.  Nothing runs until the program asks for it.
 """
 
 from mpistrategy.objects.shown import show_as as _show_as

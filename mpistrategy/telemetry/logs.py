@@ -1,4 +1,4 @@
-"""Python's `logging` on many ranks: one rank speaks, the others when it matters, and everybody says who it is.
+"""Python's `logging` on many ranks: one rank logs everything, the others what matters, each with its number.
 
 `setup_logging` does it in one call; a filter, a formatter and a handler do the same in a configuration of your own.
 """
@@ -34,7 +34,7 @@ class RankFilter(logging.Filter):
         ranks: who logs from `level` on: a rank, several, or "all".
         level: a level or its name.
         others: from which level on the other ranks log; None for never.
-        levels: levels of single ranks, which take the place of the above.
+        levels: levels of single ranks, which override the above.
 
     Raises:
         OptionError, OptionTypeError: for unknown levels, and for what is no rank.
@@ -123,7 +123,7 @@ def setup_logging(
     """Make Python's `logging` speak on rank 0, on the other ranks from `others` on, and say who speaks.
 
     In place of `logging.basicConfig`: the program goes on with ``logging.getLogger(__name__)``.  It may be called
-    before there is a strategy, and again: the second call takes the place of the first.  Rank-local.
+    before there is a strategy, and again: the second call replaces the first.  Rank-local.
 
     A single record is logged by all ranks with ``extra=ms.telemetry.ALL_RANKS``, by some with
     ``extra={"ranks": [0, 3]}``.

@@ -1,6 +1,6 @@
 """NVTX ranges: NVIDIA's profilers show collectives, steps and spans beside what the GPU does.
 
-No package is needed for it: whichever of those that can do it is here is used.  NVIDIA's own shared library for it
+No package is required: the first that is installed and can make ranges is used.  NVIDIA's own shared library for it
 (libnvToolsExt) is no part of CUDA from 12.9 on.
 """
 
@@ -48,7 +48,7 @@ def find() -> Ways | None:
     if "nvtx" in sys.modules or importlib.util.find_spec("nvtx") is not None:
         module: Any = importlib.import_module("nvtx")
         return Ways(module.push_range, module.pop_range, "the package nvtx")
-    import ctypes  # here: few want it
+    import ctypes  # here: it is rarely used
 
     try:
         library = ctypes.CDLL(_LIBRARY)

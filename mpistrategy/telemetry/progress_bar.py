@@ -1,4 +1,4 @@
-"""A progress bar on rank 0, for who sits at a terminal; nothing, or a line now and then, for a log file."""
+"""A progress bar on rank 0 at a terminal; in a log file nothing, or a line now and then."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class Progress(Generic[T]):
-    """How far something has come; `progress` makes it.
+    """The progress of a loop; `progress` makes it.
 
     Args:
-        iterable: what is gone through; None where `update` counts.
+        iterable: what to iterate over; None where `update` counts.
         total: how much there is; None for not known.
         title: what stands in front.
         every: write a line every so many seconds, where there is no terminal; None for none.
@@ -61,7 +61,7 @@ class Progress(Generic[T]):
                 self.update()
 
     def update(self, count: int = 1) -> None:
-        """Say that it has come so much further."""
+        """Add to the count."""
         self.count += count
         now = monotonic()
         if now - self._told >= self._period:

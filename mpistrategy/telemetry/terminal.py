@@ -1,4 +1,4 @@
-"""Who looks at stderr: a person at a terminal, or a file; and how lines and a progress bar share it."""
+"""Whether stderr is a terminal or a file, and how lines and a progress bar share a terminal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def end_bar(text: str) -> None:
 def is_watched() -> bool:
     """Return whether what this process writes to stderr is shown on a terminal.
 
-    Under mpiexec stderr is a pipe; the launcher's own says whether somebody is there.
+    Under mpiexec stderr is a pipe; the launcher's own stderr decides.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty():

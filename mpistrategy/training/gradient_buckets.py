@@ -233,7 +233,7 @@ class GradientArenas:
 
         Args:
             variables: variables of one strategy.  The same ones in the same order always have the same arena.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             An Arena whose `values` are a list like the variables.
@@ -256,7 +256,7 @@ class GradientArenas:
         Args:
             variables: as in `gradient_arena`; in the order of the model's layers.
             bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Returns:
             GradientBuckets, for `apply_gradients` instead of pairs.

@@ -53,7 +53,7 @@ class Sum:
         """Return the sum over all replicas.  Collective in cross-replica context.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
         """
         return float(self._total.numpy(name=name))
 
@@ -61,7 +61,7 @@ class Sum:
         """Set the sum to 0.  Collective in cross-replica context.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
         """
         self._total.assign(0.0, name=name)
 
@@ -107,7 +107,7 @@ class Mean:
         """Return the weighted mean over all replicas; NaN when nothing was added.  Collective.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
         """
         total, count = float(self._total.numpy(name=name)), float(self._count.numpy(name=name))
         return total / count if count else float("nan")
@@ -116,7 +116,7 @@ class Mean:
         """Forget everything that was added.  Collective in cross-replica context.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
         """
         self._total.assign(0.0, name=name)
         self._count.assign(0.0, name=name)

@@ -127,7 +127,7 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
 
         Args:
             variables: variables of the strategy.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             ContextError: outside the scope of the variables' strategy.
@@ -182,7 +182,7 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
         Args:
             grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
                 None to leave the variable as it is) and the variable; or GradientBuckets.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             ContextError: in cross-replica context.

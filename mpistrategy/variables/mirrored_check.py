@@ -49,7 +49,7 @@ class MirroredCheck:
                 checks all variables of this strategy that are still in use on every rank, with slots and step
                 counters of optimizers.  The copies of ON_READ variables may differ: they are skipped, and refused
                 where the nest names them.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             ReplicasDivergedError: on every rank, with a table of the variables that differ, and the ranks that differ

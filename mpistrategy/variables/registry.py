@@ -165,7 +165,7 @@ class Placement:
 
         Args:
             v: the variable.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             OptionTypeError: when `v` is no variable.

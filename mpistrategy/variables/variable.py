@@ -201,7 +201,7 @@ class Variable(ArrayLike):
         Local, except for an ON_READ variable in cross-replica context: its copies are combined, which is collective.
 
         Args:
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             AggregationError: for an ON_READ variable with aggregation NONE in cross-replica context.
@@ -251,7 +251,7 @@ class Variable(ArrayLike):
         Args:
             value: an array of the variable's dtype and shape, or a number or list that fits without loss.
             read_value: False returns None.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             AggregationError: in a step function, for an ON_WRITE variable with aggregation NONE.
@@ -290,7 +290,7 @@ class Variable(ArrayLike):
 
         Args:
             sparse_delta: IndexedSlices.
-            name: is compared between the ranks instead of the place of the call.
+            name: is compared between the ranks instead of the call site.
 
         Raises:
             UnsupportedError: for an ON_READ variable.

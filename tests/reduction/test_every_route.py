@@ -176,7 +176,7 @@ def assert_took(route: Route, strategy: ms.Strategy, value: Any, op: str) -> Non
     words = (route.words,) if isinstance(route.words, str) else route.words
     words = words if route.words else (f"({route.kind}: ",)
     assert lines or all(not np.size(leaf) for leaf in nest.flatten(value)[0])
-    assert SIZE == 1 or all(any(word in line for word in words) for line in lines if " 0 bytes:" not in line), lines
+    assert SIZE == 1 or all(any(word in line for word in words) for line in lines if " 0 B:" not in line), lines
 
 
 # ------------------------------------------------------------------------------------- the values

@@ -47,17 +47,15 @@ def two_nodes() -> Iterator[ms.Strategy]:
 @several
 def test_a_number_goes_in_the_mailboxes(one_node: ms.Strategy) -> None:
     text = one_node.explain(1.0)
-    assert f"SUM of 1 array, 8 bytes, on {SIZE} ranks of 1 node by MpiAllReduce; about 2.5 us" in text
-    assert (
-        "1 array by itself, float64, 8 bytes: in the ranks' mailboxes, with the check of the call\n    1 copy" in text
-    )
+    assert f"SUM of 1 array, 8 B, on {SIZE} ranks of 1 node by MpiAllReduce; about 2.5 us" in text
+    assert "1 array by itself, float64, 8 B: in the ranks' mailboxes, with the check of the call\n    1 copy" in text
     assert text.endswith("thresholds: this test; rates: the defaults")
 
 
 @several
 def test_small_arrays_are_packed_and_large_ones_are_not(one_node: ms.Strategy) -> None:
     lines = one_node.explain([SMALL] * 9 + [LARGE, LARGE], "mean").splitlines()
-    assert lines[0].startswith("all_reduce MEAN of 11 arrays, 8 MiB, ")
+    assert lines[0].startswith("all_reduce MEAN of 11 arrays, 8.04 MiB, ")
     pack, large = lines.index(_line(lines, "1 pack of 9")), lines.index(_line(lines, "2 arrays by themselves"))
     where = f"in result buffers that the node shares, each rank 1/{SIZE} of them"
     assert f"float32, 36 KiB: {where}" in lines[pack]
@@ -98,7 +96,7 @@ def test_an_arena_is_reduced_where_it_is(one_node: ms.Strategy, shared_result: b
     assert lines[bucket].endswith(f": where the arrays are, each rank 1/{SIZE} of them")
     assert lines[bucket + 1].strip() == "no copies"
     assert lines[bucket + 2].endswith("into the node's one result" if shared_result else "into every one")
-    assert _line(lines, "1 bucket of 1 array, int64, 8 bytes: ")
+    assert _line(lines, "1 bucket of 1 array, int64, 8 B: ")
     assert "result buffers" in one_node.explain(arena.values)  # they are ordinary arrays without the arena
     arena.close()
     with pytest.raises(ms.errors.ContextError, match="close"):
@@ -116,7 +114,7 @@ def test_without_shared_memory_mpi_does_it() -> None:
 def test_slices_and_mirrored_values(one_node: ms.Strategy) -> None:
     slices = ms.IndexedSlices(np.zeros((4, 2)), np.arange(4))
     text = one_node.explain([slices, LARGE, ms.Mirrored((1.0,))], "MEAN")
-    assert "1 IndexedSlices, 96 bytes: gathered on all ranks by MPI" in text
+    assert "1 IndexedSlices, 96 B: gathered on all ranks by MPI" in text
     assert "1 Mirrored: the same everywhere, nothing is sent" in text
     assert "1 array by itself, float32, 4 MiB" in text
 

@@ -70,7 +70,7 @@ def bind(
 def bind_if_possible(sights: Sequence[Sight], node_of: Sequence[int]) -> tuple[tuple[Gpu, ...], str]:
     """Return the GPU of each rank, or none at all and why not.
 
-    The reason is "" where nobody would have expected GPUs: no rank sees one, and nothing is broken.
+    The reason is "" where no GPUs were expected: no rank sees one, and nothing is broken.
     """
     try:
         return bind(sights, node_of), ""
@@ -147,7 +147,7 @@ def _distribute(offers: Mapping[int, Sequence[_Choice]], capacity: int) -> tuple
     Returns:
         What each rank takes; and the GPUs that too many ranks want, none when all ranks have one.
     """
-    holder: dict[tuple[str, int], int] = {}  # of each place on a GPU
+    holder: dict[tuple[str, int], int] = {}  # of each rank's share of a GPU
     taken: dict[int, Gpu] = {}
 
     def take(rank: int, reach: int, tried: set[tuple[str, int]]) -> bool:

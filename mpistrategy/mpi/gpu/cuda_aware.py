@@ -1,4 +1,4 @@
-"""Does this MPI take pointers to GPU memory?  A decision over evidence, and the weakest answer of all ranks.
+"""Decides whether this MPI takes pointers to GPU memory: from evidence, by the weakest answer of all ranks.
 
 A wrong yes is a segmentation fault, a wrong no costs a copy: in doubt the answer is "unverified", and everything is
 staged through the host, as after a no.  The ladder: the word of the user; what the library's own functions say,
@@ -76,7 +76,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Switch:
-    """What turns the GPU support of a library on, which is off else, whatever its functions say.
+    """What turns on the GPU support of a library that is off by default, whatever the library's functions say.
 
     Attributes:
         version: a pattern in what the library says about itself.

@@ -1,6 +1,6 @@
 """The GPUs that NVIDIA's driver shows this process, in CUDA's order; without CuPy, and without a context on any.
 
-What is visible (CUDA_VISIBLE_DEVICES, a container, a Slurm cgroup) is the driver's business.
+What is visible (CUDA_VISIBLE_DEVICES, a container, a Slurm cgroup) is decided by the driver.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class NoGpus(Exception):  # noqa: N818  (no mistake of anybody's)
 
     Args:
         reason: in words.
-        fix: what somebody who wants GPUs would do; the beginning of a sentence.
-        is_strange: whether something is there and does not work, so that going on without needs a word.
+        fix: what a user who wants GPUs should do; the beginning of a sentence.
+        is_strange: whether something is installed and does not work, so that a fallback needs a warning.
     """
 
     def __init__(self, reason: str, fix: str, *, is_strange: bool = False) -> None:
@@ -73,7 +73,7 @@ class CudaDriver:
         return f"{'GPU' if whole in (None, part) else 'MIG'}-{part}"
 
     def pci_bus_id(self, index: int) -> str:
-        """Return the place of a GPU on the PCI bus: ``0000:3b:00.0``; "" if unknown."""
+        """Return the address of a GPU on the PCI bus: ``0000:3b:00.0``; "" if unknown."""
         text = ctypes.create_string_buffer(32)
         code = self._cuda.cuDeviceGetPCIBusId(text, len(text), self._device(index))
         return "" if code else text.value.decode().lower()

@@ -25,10 +25,10 @@ class Gpus(Protocol):
         """Return how many they are."""
 
     def uuid(self, index: int) -> str:
-        """Return what tells one from all others: ``GPU-...`` or ``MIG-...``; "" if unknown."""
+        """Return the unique identity of a GPU: ``GPU-...`` or ``MIG-...``; "" if unknown."""
 
     def pci_bus_id(self, index: int) -> str:
-        """Return its place on the PCI bus: ``0000:3b:00.0``; "" if unknown."""
+        """Return its address on the PCI bus: ``0000:3b:00.0``; "" if unknown."""
 
     def numa_node(self, index: int) -> int | None:
         """Return the NUMA node that it is attached to; None if unknown."""
@@ -108,7 +108,7 @@ def look() -> Sight:
 
 
 def identity(index: int) -> str:
-    """Return what tells the GPU with this number from all others of the cluster; "" if unknown.  Never raises."""
+    """Return the identity of the GPU with this number, unique in the cluster; "" if unknown.  Never raises."""
     sight = look()
     found = next((gpu for gpu in sight.gpus if gpu.index == index), None)
     if found is None:
@@ -149,7 +149,7 @@ _seen_through: list[Callable[[], Gpus]] = []
 
 @contextmanager
 def seen_through(gpus: Callable[[], Gpus]) -> Iterator[None]:
-    """Let `look` see these GPUs meanwhile: for tests, on machines that have none."""
+    """Let `look` see these GPUs in the block: for tests on machines without GPUs."""
     _seen_through.append(gpus)
     try:
         yield

@@ -62,7 +62,7 @@ class _Watch:
     def abort(self, status: int) -> NoReturn:
         if failed := reports.failed_tests():
             self.say(failed)
-        # MPI_Abort kills the launcher's helpers, and with them whatever they have not yet read from our pipes.
+        # MPI_Abort kills the launcher's helpers: output that they have not yet read from our pipes is lost.
         reports.wait_until_read()
         time.sleep(_FORWARDING_SECONDS)
         if not self.mpi_is_over():
@@ -139,7 +139,7 @@ def watch(
 
 
 def note_end(status: int, last_words: str = "") -> None:
-    """Say with which status the program ends, where somebody knows: `mpistrategy run` does."""
+    """Set the status with which the program ends; `mpistrategy run` knows it."""
     child_exit.note(status)
     if _watch is not None:
         _watch.known_status = status

@@ -1,4 +1,4 @@
-"""The variables of the environment that this package reads; one that nobody reads is told of."""
+"""The environment variables that this package reads, and a warning for one that looks like them and is not read."""
 
 from __future__ import annotations
 

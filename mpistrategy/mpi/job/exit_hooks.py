@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK
 
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 INTERRUPTED = 130
-#: How long the traceback of another rank has to come first.
+#: How long this rank waits for the traceback of another rank to come first.
 _FIRST_SECONDS = 0.7
 
 
@@ -74,7 +74,7 @@ def exit_that_notes(note: Callable[[Any], None], previous: Callable[[Any], objec
 
 
 class ExitHooks:
-    """Makes an uncaught exception, in any thread, and `sys.exit` known to what ends the job.
+    """Reports uncaught exceptions, in any thread, and `sys.exit` to the code that ends the job.
 
     Args:
         ending: it.
@@ -121,7 +121,7 @@ class ExitHooks:
                 previous(kind, error, trace)
             if not alone:
                 if OF_ANOTHER_RANK in getattr(error, "__dict__", ()):
-                    time.sleep(_FIRST_SECONDS)  # that rank's traceback is the one that tells
+                    time.sleep(_FIRST_SECONDS)  # that rank's traceback shows the cause
                 self._ending.end_job(error, kind, trace, "")
 
         return uncaught

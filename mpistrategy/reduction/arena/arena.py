@@ -34,7 +34,6 @@ from mpistrategy.reduction.arena.unchanged import UnchangedNest
 from mpistrategy.reduction.inputs import checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
-from mpistrategy.reduction.layout.packing import Member
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.base import Description, Route
 from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, is_in_place
@@ -69,7 +68,7 @@ class Arena(Generic[T]):
         like: a nest of arrays, numbers and variables: their structure, shapes and dtypes count.
         shared_result: all ranks of a node get the same memory as result, read-only, and `values` stay as they are;
             it holds until the next reduction of this arena.  Else the result is written over `values`.
-        name: is compared between the ranks instead of the place of the call.
+        name: is compared between the ranks instead of the call site.
 
     Attributes:
         strategy: the strategy.
@@ -105,14 +104,11 @@ class Arena(Generic[T]):
                 options=f"shared_result={shared_result}{', on a GPU' if self._on_device else ''}",
             )
             call.expect_more()
-            #: For each dtype, where its arrays lie; in the order of the first array of each.
-            self._packs = laid_out(layouts)
-            #: Of these, one flat array of every rank of the node.
+            #: For each dtype a bucket, in the order of the first array of each; and where each array lies, in order.
+            self._packs, self._places = laid_out(layouts)
+            #: Of each bucket, one flat array of every rank of the node.
             self._buckets: tuple[Replicas, ...] = buckets_for(communicator, self._packs, shared_result, self._on_device)
             call.agree("use an arena")  # no rank has run out of memory
-        places = {m.index: (number, m) for number, pack in enumerate(self._packs) for m in pack.members}
-        #: For each array the number of its bucket, and where it lies there; in the order of the leaves.
-        self._places: list[tuple[int, Member]] = [places[index] for index in range(len(given))]
         self._number = next(reducer.arena_numbers)
         self._summary = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
         #: What each bucket holds of this rank.
@@ -211,7 +207,8 @@ class Arena(Generic[T]):
         """Raise unless a strategy can reduce the arena as it is.
 
         Raises:
-            ContextError, OptionTypeError, StructureError: see `all_reduce`.
+            ContextError, OptionTypeError, StructureError: when it is closed, belongs to another strategy, or its nest
+                has been given other arrays.
         """
         self._require_open(where)
         if reducer.communicator is not self._communicator:
@@ -252,8 +249,7 @@ class Arena(Generic[T]):
             `values`, which hold the result, or with shared_result read-only views of the node's one result.
 
         Raises:
-            ContextError, OptionTypeError, StructureError: for an arena that is closed, of other ranks, or whose nest
-                has been given other arrays.
+            ContextError, OptionTypeError, StructureError: see `_check`.
             DTypeError: for a MEAN of integers, which has another dtype than they, and MIN and MAX of complex numbers.
         """
         op = ReduceOp._parse(reduce_op, call.where)
@@ -268,14 +264,9 @@ class Arena(Generic[T]):
         if in_place or not ordinary:
             check_dtypes(self._buckets, op, call.where)
         if ordinary:
+            targets, paths = self._leaves if in_place else None, partial(nest.leaf_paths, self._values)
             results = reducer.all_reduce_leaves(
-                call,
-                op,
-                self._leaves,
-                lambda: nest.leaf_paths(self._values),
-                options=options,
-                weight=weight,
-                targets=self._leaves if in_place else None,
+                call, op, self._leaves, paths, options=options, weight=weight, targets=targets
             )
             return self._values if in_place else self._structure.pack(results)
         chosen = reducer.options.merge(options)
@@ -313,7 +304,7 @@ class Arena(Generic[T]):
         Args:
             op: how.
             communicator: the ranks.
-            where: the public name of the call, and its place in the program.
+            where: the public name of the call, and its call site.
 
         Raises:
             DTypeError: for a dtype that `op` cannot reduce.
@@ -322,12 +313,11 @@ class Arena(Generic[T]):
         if self._closed or self._communicator is not communicator or not is_served:
             return None
         check_dtypes(self._buckets, op, where[0])
-        guard, in_place = communicator.guard, self._in_place
+        guard, in_place, key = communicator.guard, self._in_place, (op, None, self._in_place)
         signature = self._signature(op, *where, in_place, None)
         digest = guard.digest(signature)
         self._route(op, "", None, in_place)
-        # The flight record holds the function below, which must not hold the arena's memory after its close().
-        routes, key = self._routes, (op, None, in_place)
+        routes = self._routes  # the flight record keeps `run`, which must not keep the memory after `close`
 
         def run(arena: Any, out: Any) -> Any:
             if not arena._is_unchanged() or (out is not None and not (out is arena and in_place)):

@@ -18,16 +18,18 @@ from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_m
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import check_order
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.packing import Layout, Pack
+from mpistrategy.reduction.layout.packing import Layout, Member, Pack
 from mpistrategy.reduction.routes.in_place import Replicas, joined, typed
 
 #: More than any arena has: all arrays of a dtype lie in one bucket.
 _NO_LIMIT = 2**62
 
 
-def laid_out(layouts: Sequence[Layout]) -> tuple[Pack, ...]:
-    """Return the buckets of arrays with these layouts."""
-    return packing.plan(tuple(layouts), _NO_LIMIT, 0, _itself, None, ALIGNMENT)
+def laid_out(layouts: tuple[Layout, ...]) -> tuple[tuple[Pack, ...], list[tuple[int, Member]]]:
+    """Return the buckets of arrays with these layouts; and for each array the number of its bucket, and its place."""
+    packs = packing.plan(layouts, _NO_LIMIT, 0, _itself, None, ALIGNMENT)
+    places = {m.index: (number, m) for number, pack in enumerate(packs) for m in pack.members}
+    return packs, [places[index] for index in range(len(layouts))]
 
 
 def _itself(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -1,9 +1,10 @@
-"""Whether a nest of arrays still holds the arrays that it was made of, found out without a step of Python for each."""
+"""Checks that a nest still holds the arrays that it was made of, without a step of Python for each array."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import is_
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from mpistrategy.arrays import nest
@@ -11,11 +12,11 @@ from mpistrategy.arrays.dtypes import Array
 
 
 class UnchangedNest:
-    """A nest that is handed out, and into which somebody may put other arrays.
+    """A nest that is given to the program, which may put other arrays into it.
 
-    Python compares containers element by element, and takes an element for equal to itself without a closer look.  So
-    two nests with the same arrays are equal at once, and with others the arrays themselves are asked.  Those with more
-    or less than one element refuse to say whether they are equal; of the others it is asked whether they are the same.
+    Python compares containers element by element; an element that is the same object counts as equal without a call of
+    its `==`.  So two nests of the same arrays are equal at once.  For another array NumPy's `==` is called; its result
+    has no truth value unless there is one element.  Arrays of one element are therefore compared one by one, with `is`.
 
     Args:
         structure: the nest's.
@@ -30,18 +31,16 @@ class UnchangedNest:
         self._leaves = list(leaves)
         self.value: Any = structure.pack(self._leaves)
         self._twin = structure.pack(self._leaves)
-        self._may_be_equal = any(leaf.size == 1 for leaf in leaves)
-        self._where = nest.leaves_of(self.value)
+        self._single = [(path, leaf) for path, leaf in _paths(self.value) if getattr(leaf, "size", 0) == 1]
+        self._is_plain = len(self._single) == sum(leaf.size == 1 for leaf in leaves)
 
     def is_unchanged(self) -> bool:
-        """Return whether nobody has put other arrays into it."""
+        """Return whether it still holds its arrays."""
         if self._structure is nest.LEAF:
             return True
         try:
-            if not self._may_be_equal and self.value == self._twin:
-                return True
-            if self._where is not None and self.value == self._twin:
-                return all(map(is_, self._where.take(self.value), self._leaves))
+            if self._is_plain and self.value == self._twin:
+                return all(reduce(getitem, path, self.value) is leaf for path, leaf in self._single)
         except (ValueError, Warning):
             pass  # two arrays were compared by their values
         return self.is_like(self.value)
@@ -52,3 +51,12 @@ class UnchangedNest:
         if structure.text != self._structure.text:
             return False
         return all(one is leaf for one, leaf in zip(leaves, self._leaves, strict=True))
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what lists, tuples and dicts hold, with the keys that lead there."""
+    if not isinstance(value, (dict, list, tuple)):
+        yield path, value
+        return
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _paths(child, (*path, key))

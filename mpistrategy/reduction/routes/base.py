@@ -78,11 +78,3 @@ def grouped(
 def nbytes_of(packs: Sequence[Pack]) -> int:
     """Return how many bytes travel."""
     return sum(pack.nbytes for pack in packs)
-
-
-def size_in_words(nbytes: float) -> str:
-    """Return a number of bytes in a unit that fits."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{nbytes:.0f} bytes"

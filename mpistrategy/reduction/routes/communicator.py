@@ -15,10 +15,11 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.shared_memory import pipelined
 from mpistrategy.mpi.tuning.thresholds import RouteName
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of, size_in_words
+from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]

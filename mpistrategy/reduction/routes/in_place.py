@@ -25,9 +25,10 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets, size_in_words
+from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.communicator import described
 
 #: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.

@@ -22,11 +22,12 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, sum_of_arrays_of_one, sum_of_numbers
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of, size_in_words
+from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of
 
 #: Returned for a value that the plan was not made for; nothing has been sent then.
 MISFIT: Any = object()

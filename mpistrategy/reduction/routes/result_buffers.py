@@ -17,9 +17,10 @@ from mpistrategy.arrays.dtypes import Array, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import aligned
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Pack
-from mpistrategy.reduction.routes.base import Description, Route, Targets, grouped, nbytes_of, size_in_words
+from mpistrategy.reduction.routes.base import Description, Route, Targets, grouped, nbytes_of
 
 #: `mpistrategy.reduction.routes.in_place.combine`, or what does the same in another order.
 Combination = Callable[[Sequence[Array], Sequence[Array], str, int, tuple[int, int]], None]

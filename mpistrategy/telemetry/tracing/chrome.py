@@ -11,6 +11,7 @@ from typing import IO, Any
 from mpistrategy import own_files
 from mpistrategy.errors import TraceError
 from mpistrategy.mpi.job.launcher import version
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.telemetry.tracing.recordings import Interval
 from mpistrategy.telemetry.tracing.timeline import Timeline
 
@@ -62,15 +63,6 @@ def title(each: Interval) -> str:
         parts = [each.name.rpartition(".")[2], each.what.get("op", ""), size_in_words(nbytes) if nbytes else ""]
         text = " ".join(filter(None, parts))
     return f"{text} (not left)" if each.is_open else text
-
-
-def size_in_words(nbytes: int) -> str:
-    """Return ``24 B``, ``1.5 MiB``."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.3g} {units[0]}"
 
 
 def _args(each: Interval) -> dict[str, Any]:

@@ -18,10 +18,10 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.telemetry.tracing.recordings import Interval, Recording
 
-#: Clocks drift apart by no more than this: 1 ms a second.
+#: The most that clocks drift apart: 1 ms a second.
 _GREATEST_DRIFT = 1e-3
 _ROUNDS = 60
-#: So often the clocks are fitted to each other at most, and by so many collectives.
+#: How often clocks are fitted to each other at most, and by how many collectives.
 _REFINEMENTS, _MOST_MEETINGS = 20, 20_000
 #: A drift is believed in when without it the bounds leave so much less room.
 _WORTH = 0.75

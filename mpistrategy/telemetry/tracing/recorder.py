@@ -30,14 +30,14 @@ from mpistrategy.telemetry.tracing import file_format
 SECONDS_BETWEEN_WRITES = 0.1
 #: So many events may wait to be written, where the file system is slow; further ones are lost, and counted.
 MOST_WAITING = 200_000
-#: A rank writes so much, and then no more.
+#: The most that a rank writes.
 MOST_BYTES = 2**28
-#: What has lasted for so long is written down before it ends.
+#: An interval that lasts longer is written before it ends.
 _LONG_NS = 300_000_000
-#: While nothing else happens, a rank says so often that it is there.
+#: How often a rank writes a sign of life while nothing else happens.
 _ALIVE_NS = 1_000_000_000
 _REMEMBERED = 4096
-#: At the end of the program a file system that hangs is waited for so long.
+#: How long the end of the program waits for a file system that hangs.
 _PATIENCE_SECONDS = 5.0
 
 _now = time.monotonic_ns
@@ -144,7 +144,7 @@ class Recorder:
             ends = self._wake.wait(SECONDS_BETWEEN_WRITES)
             try:
                 self._write_out(self._events())
-            except Exception as error:  # a mistake in here must not end the job
+            except Exception as error:  # an error of the recorder must not end the job
                 self._give_up(f"has failed: {error!r}")
 
     def _events(self) -> list[dict[str, Any]]:
@@ -257,7 +257,7 @@ class _Lines:
         if kind == "call":
             group, number, signature, where, name, place = what
             line["what"] = self._what(found, signature, where, name, place)
-            if group is not None and signature is not None:  # what was never compared has met nobody
+            if group is not None and signature is not None:  # ranks did not meet in a call that was never compared
                 if group.group not in self._told:
                     self._told.add(group.group)
                     found.append({"kind": "group", **group._asdict()})

@@ -1,4 +1,4 @@
-"""`name=` of every collective: it is compared instead of the place of the call, and messages show it."""
+"""`name=` of every collective: it is compared instead of the call site, and messages show it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Case, Variant
-from mpistrategy.cli.bench.cases.sums import Bench, size_in_words
+from mpistrategy.cli.bench.cases.sums import Bench
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions
 
 SIZES = (64 * 2**10, 2**20, 16 * 2**20)

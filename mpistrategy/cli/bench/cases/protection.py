@@ -2,7 +2,7 @@
 
 All variants enter where `ReplicaContext.all_reduce` has found its context; every one has a communicator of its own.
 On one node the check rides with the data; the variant without it looks up what it has worked out by dtype and shape
-alone, and leaves out the place of the call, the digests and what tells threads apart.  For the levels of
+alone, and leaves out the call site, the digests and what tells threads apart.  For the levels of
 checks between nodes every rank poses as a node of its own, so that everything goes through MPI.
 """
 
@@ -19,12 +19,13 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Case, Variant
-from mpistrategy.cli.bench.cases.sums import Bench, size_in_words
+from mpistrategy.cli.bench.cases.sums import Bench
 from mpistrategy.cross_device_ops import MpiAllReduce
 from mpistrategy.mpi.contract import check_level
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.watchdog import watchdog
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans

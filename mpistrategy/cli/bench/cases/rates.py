@@ -127,7 +127,9 @@ class NodeRates:
         ]
         counted: list[tuple[CostName, int]] = [("flat", nbytes), ("counterparts", part.nbytes)]
         if nbytes in PAIRWISE_SIZES:
-            variants.append(Variant("pairwise", partial(allreduce_across, self._communicator, mine), [mine]))
+            variants.append(
+                Variant("pairwise", partial(allreduce_across, self._communicator, mine, way="across"), [mine])
+            )
             counted.append(("pairwise", nbytes))
         return variants, counted
 

@@ -13,6 +13,7 @@ from mpistrategy.cli.bench.cases.case import Case, Variant
 from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS, elements
 from mpistrategy.cli.bench.measuring.raw import PIECE, RawRanks
 from mpistrategy.cli.bench.peers import Peer
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 
@@ -46,14 +47,6 @@ class Bench:
     sizes: Sequence[int] = SIZES
     lists: Sequence[str] = tuple(LISTS)
     networks: Sequence[str] = tuple(NETWORKS)
-
-
-def size_in_words(nbytes: int) -> str:
-    """Return a size as tables show it."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.4g} {unit}"
-    return f"{nbytes} B"
 
 
 def one_array(bench: Bench) -> Iterator[Case]:

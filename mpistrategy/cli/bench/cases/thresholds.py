@@ -15,10 +15,10 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Case, Ranks, Variant
-from mpistrategy.cli.bench.cases.sums import size_in_words
 from mpistrategy.cli.bench.measuring.timing import Effort, measure
 from mpistrategy.mpi.tuning.files import trying
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Rates, Thresholds
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy

@@ -24,7 +24,7 @@ class Abilities:
     """What one rank has.
 
     Attributes:
-        gpu: what tells its GPU from all others; "" if unknown.
+        gpu: the unique identity of its GPU; "" if unknown.
         node: the number of its node.
         nccl: the version of CuPy's NCCL; 0 without one.
         verdict: whether its MPI takes GPU memory: "yes", "no" or "unverified".
@@ -98,7 +98,7 @@ def choose(
     skipped = "; ".join(f"{other} ({obstacles[other]})" for other in open_to[: open_to.index(first)])
     asked = f"{word} cannot be: {obstacles[word]}" if named else ""
     reason = asked or (f"not {skipped}" if skipped else "the fastest")
-    # An NCCL that is there and does not work is worth a word; ranks that cannot open each other's memory are common.
+    # An NCCL that is installed and does not work deserves a warning; ranks that cannot open each other's memory do not.
     return Choice(_NAMES[first], reason, is_second_best=bool(asked) or "nccl" in failed)
 
 

@@ -19,7 +19,7 @@ class DirectPath:
         self._staged = StagedPath()
 
     def make_room(self, nbytes: int) -> None:
-        """Have what the staged path needs, which takes some of the operations; else MPI works where the buffer is."""
+        """Take what the staged path needs, which serves some operations; for all others MPI works in the buffer."""
         self._staged.make_room(nbytes)
 
     def allreduce(self, ranks: Any, buffer: DeviceArray, op: str) -> None:

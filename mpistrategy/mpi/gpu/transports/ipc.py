@@ -54,7 +54,7 @@ class IpcPath:
         self._slot_bytes = slot_bytes
         self._runtime = self._cupy.cuda.runtime
         self._device = self._runtime.getDevice()
-        # What CUDA makes comes later, in `offer`, whose failure the peers hear of.
+        # CUDA's objects are made later, in `offer`: the peers are told if that fails.
         self._staged: Any = None
         self._written: Any = None
         self._read: Any = None
@@ -170,7 +170,7 @@ class IpcPath:
         return first_error(self._ranks, error_of(write)) or first_error(self._ranks, error_of(combine))
 
     def free(self) -> None:
-        """Give the memory back: when no kernel reads it, and no peer has it open."""
+        """Free the memory, once no kernel reads it and no peer has it open."""
         with self._cupy.cuda.Device(self._device):
             self._free()
 

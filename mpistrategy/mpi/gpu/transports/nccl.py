@@ -32,7 +32,7 @@ from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 _TRIAL_SECONDS = 60.0
 _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
-#: Kept for ever: the GPU may still write there how far it has come.
+#: Never freed: the GPU may still write its progress there.
 _left: list[GpuProgress] = []
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
@@ -43,7 +43,7 @@ def version(cupy: Any) -> int:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy warns where it finds none; who asked for NCCL hears it from us
+            warnings.simplefilter("ignore")  # CuPy warns without one; a user who asked for NCCL gets our warning
             from cupy.cuda import nccl
 
             return int(nccl.get_version()) if nccl.available else 0
@@ -91,7 +91,7 @@ class NcclPath:
         self._check()
 
     def _ask(self) -> None:
-        """Raise what NCCL has met since; in any thread, and never waits."""
+        """Raise the error that NCCL has reported since, if any; in any thread, and without waiting."""
         if self._asking.acquire(blocking=False):
             try:
                 if not self._is_gone:
@@ -113,7 +113,7 @@ class NcclPath:
             )
 
     def _give_up(self, why: str) -> None:
-        """Make NCCL stop what it is at, so that nothing waits for it."""
+        """Abort NCCL's work under way, so that nothing waits for it."""
         if not self._failure:
             self._failure = why
             self._let_go(self._nccl.abort)
@@ -164,7 +164,7 @@ class NcclPath:
             DeviceError: when NCCL has failed, or that takes too long; it is given up then.
         """
         end = math.inf
-        with self._ranks.guard.own_gpu():  # the watchdog sees what the GPU is at
+        with self._ranks.guard.own_gpu():  # the watchdog sees what the GPU is doing
             for pause in growing_pauses():
                 if self._progress.is_over:
                     return
@@ -186,7 +186,7 @@ class NcclPath:
         return "" if found.tolist() == [right] else f"a wrong sum: {found[:3].tolist()} for {right}"
 
     def free(self) -> None:
-        """Give NCCL's communicator back: when all GPUs are done with it."""
+        """Free NCCL's communicator, once all GPUs are done with it."""
         with self._cupy.cuda.Device(self._device):
             self._staged.free()
             trouble = error_of(self._wait_for_all) or self._failure

@@ -40,7 +40,7 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
     if known is not None:
         return known
     with Call(ranks.guard, _WHERE) as call:
-        call.expect_more()  # whoever fails from here on must tell the others
+        call.expect_more()  # a rank that fails from here on must tell the others
         mine = _abilities(ranks)
         call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
         everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
@@ -52,7 +52,7 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
             if not isinstance(path, str):
                 break
             failed[choice.name] = path
-        paths.by_name[choice.name] = path  # it is there, whatever comes of this call
+        paths.by_name[choice.name] = path  # the path exists, whether or not this call succeeds
         path.make_room(nbytes)
         if choice.is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
             warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)

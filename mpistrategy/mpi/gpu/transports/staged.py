@@ -49,7 +49,7 @@ class StagedPath:
         self._slots = [_Slot(min(self._chunk_bytes, 1 << (most - 1).bit_length())) for _ in range(count)]
 
     def make_room_for_all(self) -> None:
-        """Have what buffers of any size need, for those who cannot say in time how large they will be."""
+        """Take what buffers of any size need, for callers that do not know the size in time."""
         self.make_room(_SLOTS * self._chunk_bytes)
 
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
