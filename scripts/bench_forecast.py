@@ -18,11 +18,11 @@ import numpy as np
 from mpi4py import MPI
 
 import mpistrategy as ms
-from mpistrategy.cli.bench.cases.sums import size_in_words
 from mpistrategy.cli.bench.forecast.tables import call_seconds
 from mpistrategy.cli.bench.forecast.units import Shape
 from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.files import load, trying
+from mpistrategy.objects.shown import size_in_words
 
 #: Between the sizes that `mpistrategy bench --save` measures, and two of them.
 SIZES = (16 * 2**10, 128 * 2**10, 512 * 2**10, 2**20, 2 * 2**20, 4 * 2**20, 8 * 2**20, 12 * 2**20)

@@ -16,10 +16,11 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory import memory_limits
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped, size_in_words
+from mpistrategy.reduction.routes.base import Description, Targets, grouped
 from mpistrategy.reduction.routes.communicator import described
 
 #: The copies of several values that are gathered together take no more.

@@ -16,10 +16,11 @@ from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype, quiet_ru
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of, size_in_words
+from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of
 
 _LOW, _HALF = 0xFFFFFFFF, 32
 

@@ -19,13 +19,13 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Case, Variant
-from mpistrategy.cli.bench.cases.sums import size_in_words
 from mpistrategy.cli.bench.forecast.tables import RATES, rate_in_words
 from mpistrategy.cli.bench.measuring.raw import RawRanks
 from mpistrategy.cli.bench.measuring.timing import Effort, measure
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.thresholds import CostName, Rates, Thresholds
+from mpistrategy.objects.shown import size_in_words
 
 _KIB, _MIB = 2**10, 2**20
 SIZES = (8, 4 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpistrategy.cli.bench.forecast.tables import NODES, ROUTES, Table, efficiency
-from mpistrategy.reduction.routes.base import size_in_words
+from mpistrategy.objects.shown import size_in_words
 
 
 def draw(tables: Sequence[Table], compute_seconds: float, file: str) -> str:

@@ -14,7 +14,7 @@ from mpistrategy.cli.bench.measuring.report import time_in_words
 from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.costs import Route
 from mpistrategy.mpi.tuning.thresholds import Rates, Thresholds
-from mpistrategy.reduction.routes.base import size_in_words
+from mpistrategy.objects.shown import size_in_words
 
 NODES = tuple(2**power for power in range(1, 11))
 SIZES = (64 * 2**10, 2**20, 100 * 2**20)
