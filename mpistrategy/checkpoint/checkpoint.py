@@ -153,7 +153,7 @@ class Checkpoint:
             state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
-            state.check_generators(communicator)
+            state.check_generators(communicator, call)
             saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
             cleaning.enter_context(saving._cleaned_up())
             saving._begin(state, call, prepare, wait=bool(wait))
@@ -198,7 +198,7 @@ class Checkpoint:
             state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("restore", destination=path, options=f"{partial=}")
-            state.check_generators(communicator)
+            state.check_generators(communicator, call)
             return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
 
     def wait(self, *, name: str | None = None) -> None:

@@ -206,6 +206,11 @@ class SimulatedCommunicator:
         if blocks is not None:
             _fill(blocks, everything)
 
+    def scatterv(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`."""
+        mine = None if blocks is None else [each.copy() for each in blocks]
+        block[...] = self._meeting.allgather(self.rank, f"scatterv from {root}", mine)[root][self.rank]
+
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on every rank."""
         _fill(blocks, self._meeting.allgather(self.rank, "allgatherv", block.copy()))

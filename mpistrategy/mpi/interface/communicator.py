@@ -111,6 +111,9 @@ class Communicator(Protocol):
     def gatherv(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`; any dtype, sizes may differ."""
 
+    def scatterv(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
+
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on every rank; any dtype, sizes may differ."""
 
@@ -201,6 +204,11 @@ class SingleCommunicator:
         """Copy `block`."""
         if blocks is not None:
             blocks[0][...] = block
+
+    def scatterv(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy the only block."""
+        if blocks is not None:
+            block[...] = blocks[0]
 
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
         """Copy `block`."""

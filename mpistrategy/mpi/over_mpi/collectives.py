@@ -147,6 +147,21 @@ class Collectives:
             for piece in buffers.pieces(buffers.as_bytes(target), self.max_count):
                 self._comm.Recv(piece, rank)
 
+    def scatterv(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
+        self._meet()
+        if self.rank != root:
+            for piece in buffers.pieces(buffers.as_bytes(block), self.max_count):
+                self._comm.Recv(piece, root)
+            return
+        assert blocks is not None
+        for rank, source in enumerate(blocks):
+            if rank == root:
+                block[...] = source
+                continue
+            for piece in buffers.pieces(buffers.as_bytes(source), self.max_count):
+                self._comm.Send(piece, rank)
+
     def allgatherv(self, block: Array, blocks: list[Array]) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on every rank; any dtype, sizes may differ."""
         counts = [target.nbytes for target in blocks]
