@@ -107,6 +107,8 @@ class Checkpoint:
     ) -> Saving:
         """Write a checkpoint: the folder `directory`, which appears when it is complete.  Collective.
 
+        A small checkpoint is written by one rank, a large one by some ranks of each node.
+
         Args:
             directory: the folder, equal on all ranks, on a file system that they share.
             wait: False copies the state and returns while a thread writes.  The checkpoint is there after `wait()` of
@@ -232,6 +234,7 @@ class Checkpoint:
         """Return the arrays in a checkpoint, or in a ``.safetensors``, ``.npz`` or ``.npy`` file, by name.
 
         Rank-local.  Copies with an aggregation are combined; per-rank arrays are named ``name@rank``.
+        An array that is split among the files of a checkpoint is copied into memory.
 
         The file is mapped into memory and read when the arrays are: copy them before the file is overwritten in place
         or, on a network file system, removed.  Writing into an array does not change the file.  Compressed arrays of a
