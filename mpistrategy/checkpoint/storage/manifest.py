@@ -4,9 +4,9 @@ It is one JSON object on two lines.  The first line has the format and the check
 rest.  Everything is checked before it is used.  Names of files are made from numbers, so that a forged manifest cannot
 name other files.
 
-Its size does not grow with the number of ranks.  What each rank has for itself is in the shards: of an array, one row
-for each rank; of plain values, a line of JSON for each rank.  A large array that was saved once may have parts in
-several shards.  In format 1 each rank wrote a shard, and the manifest had the plain values of all ranks.
+Of each rank it has only the number of its node, in `layout`.  What each rank has for itself is in the shards: of an
+array, one row for each rank; of plain values, a line of JSON for each rank.  A large array that was saved once may have
+parts in several shards.  In format 1 each rank wrote a shard, and the manifest had the plain values of all ranks.
 """
 
 from __future__ import annotations
