@@ -11,7 +11,7 @@ import numpy as np
 from replicas import gather_texts
 
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage import files
+from mpistrategy.checkpoint.storage import files, writers
 
 
 def shared_folder(tmp_path: Path) -> Path:
@@ -27,6 +27,17 @@ def watched(watcher: Callable[[str, str], None]) -> Iterator[None]:
         yield
     finally:
         files.watcher = None
+
+
+@contextmanager
+def many_writers() -> Iterator[None]:
+    """Have each rank write a shard, whatever there is to write, and split what can be split."""
+    before = writers.BYTES_A_WRITER, writers.LEAST_CUT_BYTES
+    writers.BYTES_A_WRITER = writers.LEAST_CUT_BYTES = 1
+    try:
+        yield
+    finally:
+        writers.BYTES_A_WRITER, writers.LEAST_CUT_BYTES = before
 
 
 class Counting:

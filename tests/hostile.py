@@ -25,7 +25,9 @@ import numpy as np
 
 import mpistrategy as ms
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import ABSENT, NAME, NOT_PLAIN, shard_name
+from mpistrategy.checkpoint.storage.manifest import NAME, VERSION
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN
+from mpistrategy.checkpoint.storage.shards import shard_name
 
 #: Nothing may take longer: a second, with slack for a busy machine.
 MOST_SECONDS = 5.0
@@ -272,7 +274,7 @@ def body_of(path: Path) -> Any:
 def write_body(path: Path, content: Any) -> None:
     """Write a manifest whose checksum is right: what somebody with a purpose would do."""
     inner = b'"body":' + text_of(content) + b"}\n"
-    head = {"format": "mpistrategy checkpoint", "version": 1, "checksum": checksum_of(inner).hexdigest()}
+    head = {"format": "mpistrategy checkpoint", "version": VERSION, "checksum": checksum_of(inner).hexdigest()}
     (path / NAME).write_bytes(json.dumps(head, separators=(",", ":")).encode()[:-1] + b",\n" + inner)
 
 
@@ -280,7 +282,7 @@ def sign(path: Path, content: Any) -> None:
     """Write a manifest that has the sizes and the checksums of the shards as they are."""
     for number, shard in enumerate(content["shards"]):
         data = (path / shard_name(number)).read_bytes()
-        shard[:] = [len(data), checksum_of(data).hexdigest()]
+        shard[:2] = [len(data), checksum_of(data).hexdigest()]
     write_body(path, content)
 
 

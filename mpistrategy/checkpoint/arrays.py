@@ -13,24 +13,25 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.checkpoint.storage.files import Folder, OpenFile, check_is_trusted, reading
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Manifest, open_shard, parse, read_text
+from mpistrategy.checkpoint.storage.manifest import OWN, Item, Manifest, parse, read_text
 from mpistrategy.checkpoint.storage.shards import (
     MOST_AXES,
     MOST_BYTES,
     NAMES,
     Stored,
     byte_count,
-    combined,
     dtype_of,
+    open_shard,
     parsed,
+    part_name,
     shown,
 )
 from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiStrategyError, OptionError
@@ -63,7 +64,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def arrays_of(path: str) -> dict[str, Array]:
-    """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
+    """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined.
+
+    An array that is split among shards is copied into memory.
+    """
     name = os.path.basename(path)
     with (
         reading(_WHERE, path),
@@ -72,30 +76,48 @@ def arrays_of(path: str) -> dict[str, Array]:
         _sound(path),
     ):
         manifest, shards = parse(read_text(folder), path), {}
-        for number in range(manifest.ranks):
-            with open_shard(folder, manifest, number) as shard:
+        for number, each in enumerate(manifest.shards):
+            lines = 0 if manifest.is_old else each.members
+            entries = manifest.entries_of(number, each.members)
+            with open_shard(folder, number, each.nbytes, each.checksum, entries, lines) as shard:
                 shard.check()
-                if shard.items:
+                if shard.entries:
                     shards[number] = Map(shard.file), shard.stored
         return dict(_arrays_in(manifest, shards))
 
 
 def _arrays_in(manifest: Manifest, shards: dict[int, tuple[Map, dict[str, Stored]]]) -> Iterator[tuple[str, Array]]:
-    def copy(name: str, number: int) -> Array:
+    def found(name: str, number: int, item: Item, shape: tuple[int, ...]) -> Array:
         memory, stored = shards[number]
-        return memory.array(dtype_of(manifest.items[name].dtype), manifest.items[name].shape, stored[name].start)
+        return memory.array(dtype_of(item.dtype), shape, stored[name].start)
 
-    for name, item in manifest.items.items():
+    def only(path: str, item: Item) -> Array:
+        if not item.parts:
+            return found(path, item.shard, item, item.shape)
+        parts = [found(part_name(path, start), number, item, (count,)) for number, start, count in item.places]
+        return np.concatenate(parts).reshape(item.shape)
+
+    def rows(path: str, item: Item) -> Iterator[Array]:
+        """Yield the rows in the order of the ranks."""
+        stacks = {
+            number: iter(found(path, number, item, (shard.members, item.elements)))
+            for number, shard in enumerate(manifest.shards)
+            if shard.members
+        }
+        for number in manifest.shard_of.tolist():
+            yield next(stacks[number]).reshape(item.shape)
+
+    for path, item in manifest.items.items():
         if not item.is_array:
             continue
-        if item.copies in (ONE, "ONLY_FIRST_REPLICA"):
-            yield name, copy(name, item.shard if item.copies == ONE else 0)
-            continue
-        copies = [copy(name, rank) for rank in range(manifest.ranks)]
-        if item.copies == OWN:
-            yield from ((f"{name}@{rank}", array) for rank, array in enumerate(copies))
+        if not item.has_rows:
+            yield path, only(path, item)
+        elif item.copies == OWN:
+            yield from ((f"{path}@{rank}", array) for rank, array in enumerate(rows(path, item)))
+        elif item.copies == "ONLY_FIRST_REPLICA":
+            yield path, next(rows(path, item))
         else:
-            yield name, _combined(copies, item.copies)
+            yield path, _combined(list(rows(path, item)), item.copies)
 
 
 def _combined(copies: list[Array], how: str) -> Array:
@@ -106,6 +128,20 @@ def _combined(copies: list[Array], how: str) -> Array:
         piece = slice(start, start + _PIECE_ELEMENTS)
         flat[piece] = combined((part[piece] for part in parts), how, len(parts))
     return found
+
+
+def combined(copies: Iterable[Array], how: str, count: int) -> Array:
+    """Return the combined copies of a variable, added in rank order; integers wrap around, as everywhere."""
+    total, dtype = None, np.dtype(bool)
+    for copy in copies:
+        if total is None:
+            total, dtype = copy.astype(wire_dtype(copy.dtype)), copy.dtype
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(total, copy, out=total)
+    assert total is not None
+    with np.errstate(over="ignore"):
+        return np.asarray(total / count if how == "MEAN" else total).astype(dtype)
 
 
 def arrays_of_file(path: str) -> dict[str, Array]:

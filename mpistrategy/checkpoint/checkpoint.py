@@ -107,6 +107,8 @@ class Checkpoint:
     ) -> Saving:
         """Write a checkpoint: the folder `directory`, which appears when it is complete.  Collective.
 
+        A small checkpoint is written by one rank, a large one by some ranks of each node.
+
         Args:
             directory: the folder, equal on all ranks, on a file system that they share.
             wait: False copies the state and returns while a thread writes.  The checkpoint is there after `wait()` of
@@ -153,7 +155,7 @@ class Checkpoint:
             state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
-            state.check_generators(communicator)
+            state.check_generators(communicator, call)
             saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
             cleaning.enter_context(saving._cleaned_up())
             saving._begin(state, call, prepare, wait=bool(wait))
@@ -198,7 +200,7 @@ class Checkpoint:
             state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
             call.structure = state.structure()
             call.agree("restore", destination=path, options=f"{partial=}")
-            state.check_generators(communicator)
+            state.check_generators(communicator, call)
             return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
 
     def wait(self, *, name: str | None = None) -> None:
@@ -232,6 +234,7 @@ class Checkpoint:
         """Return the arrays in a checkpoint, or in a ``.safetensors``, ``.npz`` or ``.npy`` file, by name.
 
         Rank-local.  Copies with an aggregation are combined; per-rank arrays are named ``name@rank``.
+        An array that is split among the files of a checkpoint is copied into memory.
 
         The file is mapped into memory and read when the arrays are: copy them before the file is overwritten in place
         or, on a network file system, removed.  Writing into an array does not change the file.  Compressed arrays of a

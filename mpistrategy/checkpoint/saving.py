@@ -1,9 +1,10 @@
 """Writing a checkpoint: it is complete or absent, whatever ends the job and whichever rank fails.
 
 1. Rank 0 makes a folder with a unique name beside the final one.
-2. Every rank writes its shard there and syncs it to the disk.  This may run in a thread, from copies.
-3. The ranks exchange results and checksums.  Rank 0 writes the manifest, last, syncs it, and renames the folder.
-   Before the rename there is no new checkpoint, after it there is a complete one.
+2. What each rank has for itself goes to the writers (`storage.writers`).  Each of them writes one shard there and
+   syncs it to the disk.  This may run in a thread, from copies.
+3. Rank 0 gets the sizes and checksums from the writers.  It writes the manifest, last, syncs it, and renames the
+   folder.  Before the rename there is no new checkpoint, after it there is a complete one.
 
 An error on one rank raises on all, and the folder is removed; an older checkpoint is not touched before step 3.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import re
 import sys
@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.state import State, summary
-from mpistrategy.checkpoint.storage.files import Folder, make_folders, writing
-from mpistrategy.checkpoint.storage.manifest import NAME, ONE, OWN, Item, Manifest, Shard, shard_name
-from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of
+from mpistrategy.checkpoint.collecting import Collected
+from mpistrategy.checkpoint.state import State
+from mpistrategy.checkpoint.storage.files import CHECKSUM_BYTES, TOKEN_LETTERS, Folder, make_folders, writing
+from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard
+from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of, shard_name
 from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import Interval
@@ -37,6 +38,8 @@ from mpistrategy.mpi.job.launcher import version
 
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
+#: What a writer tells rank 0: a size and a checksum.
+REPORT = np.dtype([("nbytes", np.int64), ("checksum", np.uint8, CHECKSUM_BYTES)])
 
 
 class Saving:
@@ -65,10 +68,9 @@ class Saving:
         self._temporary = ""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._shard = Shard(0, "")
-        self._items: dict[str, Item] = {}
+        self._report = np.zeros(1, REPORT)
         self._values: dict[str, Any] = {}
-        self._arrays: dict[str, Array] = {}
+        self._collected: Collected | None = None
         self._layout = layout
 
     # ------------------------------------------------------------------------------------------- the steps
@@ -85,36 +87,26 @@ class Saving:
                 prepare()
                 self._make_folder(call.where)
         call.agree("make a folder")
-        told = self._communicator.allgather_text(f"{summary(digests)} {self._temporary}")
-        self._temporary = told[0].partition(" ")[2]
-        is_equal = len({text.partition(" ")[0] for text in told}) == 1
-        state.decide(digests, self._communicator, is_equal=is_equal)
+        token = np.frombuffer(bytearray(self._temporary[-TOKEN_LETTERS:].encode() or TOKEN_LETTERS), np.uint8)
+        self._communicator.bcast(token, 0)
+        self._temporary = SAVING.format(os.path.basename(self.path)) + token.tobytes().decode()
+        state.decide(digests, self._communicator)
+        collected, self._values = Collected(state, self._communicator, call), state.values
+        self._collected = collected
         call.expect_more()
-        self._take(state)
-        with writing(call.where, self.path):
-            self._open(call.where)
+        if collected.shard is not None:
+            with writing(call.where, self.path):
+                self._open(call.where)
         if wait:
-            self._write()
+            self._write(collected)
             return
-        self._arrays = {path: np.array(array, copy=True) for path, array in self._arrays.items()}
+        collected.arrays = {name: np.array(array, copy=True) for name, array in collected.arrays.items()}
         call.agree("begin to write")  # no rank starts to write if another cannot
-        self._thread = threading.Thread(target=self._write, name=f"checkpoint {self.path}")
-        self._thread.start()
+        if collected.shard is not None:
+            self._thread = threading.Thread(target=self._write, args=(collected,), name=f"checkpoint {self.path}")
+            self._thread.start()
         if self._communicator.rank == 0:
             self._reminder: Any = weakref.finalize(self, _remind, self.path, os.getpid())
-
-    def _take(self, state: State) -> None:
-        """Take what this rank writes; an array that is saved once goes to the rank that has least to write."""
-        self._items, self._values = dict(state.items), state.values
-        rank, loads = self._communicator.rank, [0] * self._communicator.size
-        for path, array in state.arrays.items():
-            item, writer = self._items[path], rank
-            if item.copies == ONE:
-                writer = loads.index(min(loads))
-                loads[writer] += array.nbytes
-                self._items[path] = dataclasses.replace(item, shard=writer)
-            if writer == rank:
-                self._arrays[path] = array
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
@@ -167,19 +159,22 @@ class Saving:
                 expected="a file system that the nodes of all ranks share",
             ) from error
 
-    def _write(self) -> None:
-        """Write this rank's shard; keep an error for `commit`."""
+    def _write(self, collected: Collected) -> None:
+        """Write this rank's shard, if it writes one; keep an error for `commit`."""
+        if collected.shard is None:
+            return
         assert self._folder is not None
-        name = shard_name(self._communicator.rank)
+        name = shard_name(collected.shard)
         try:
             with (
                 Interval("span", "write a checkpoint"),
                 writing("Checkpoint.save", os.path.join(self._folder.path, name)),
             ):
-                self._shard = Shard(*self._folder.write(name, pieces_of(self._arrays)))
+                nbytes, checksum = self._folder.write(name, pieces_of(collected.arrays))
+            self._report[0] = nbytes, np.frombuffer(bytes.fromhex(checksum), np.uint8)
         except BaseException as error:
             self._error = error
-        self._arrays = {}
+        collected.arrays = {}
 
     @property
     def is_written(self) -> bool:
@@ -212,28 +207,42 @@ class Saving:
         if self._error is not None:
             raise self._error
         call.agree("write a checkpoint", destination=self.path, patiently=True)
-        own = {path: self._values[path] for path in self._values if self._items[path].copies == OWN}
-        reports = self._communicator.allgather_text(json.dumps([self._shard.nbytes, self._shard.checksum, own]))
+        reports = self._gather_reports()
         call.expect_more()
         if self._communicator.rank == 0:
             with writing(call.where, self.path):
-                self._finish(call.where, [json.loads(report) for report in reports])
+                self._finish(call.where, reports)
         call.agree("commit a checkpoint", patiently=True)
         self._end(committed=True)
 
-    def _finish(self, where: str, reports: list[Any]) -> None:
+    def _gather_reports(self) -> Array:
+        """Return the reports of the writers, on rank 0."""
+        assert self._collected is not None
+        rank, writers = self._communicator.rank, self._collected.writers
+        reports = np.zeros(len(writers), REPORT)
+        blocks = None
+        if rank == 0:
+            blocks = [reports[:0]] * self._communicator.size
+            for number, writer in enumerate(writers):
+                blocks[writer] = reports[number : number + 1]
+        self._communicator.gather_blocks(self._report if rank in writers else self._report[:0], blocks, 0)
+        return reports
+
+    def _finish(self, where: str, reports: Array) -> None:
         assert self._parent is not None
         assert self._folder is not None
-        items = {}
-        for path, item in self._items.items():
-            if path in self._values:
-                own = item.copies == OWN
-                values = [report[2][path] for report in reports] if own else [self._values[path]]
-                item = dataclasses.replace(item, values=tuple(values))
-            items[path] = item
-        shards = tuple(Shard(nbytes, checksum) for nbytes, checksum, _ in reports)
+        assert self._collected is not None
+        values = self._values
+        items = {
+            path: item if item.is_array or item.copies != ONE else dataclasses.replace(item, values=(values[path],))
+            for path, item in self._collected.items.items()
+        }
+        shards = tuple(
+            Shard(int(nbytes), checksum.tobytes().hex(), runs)
+            for (nbytes, checksum), runs in zip(reports, self._collected.runs(), strict=True)
+        )
         names = tuple(path for path in items if "/" not in path)
-        text = Manifest(len(shards), shards, items, names, self._layout, version()).text()
+        text = Manifest(self._communicator.size, shards, items, names, self._layout, version()).text()
         check_can_be_read(text, where)
         self._folder.write(NAME, [text])
         self._folder.let_group_in(NAME)
@@ -295,6 +304,7 @@ class Saving:
 
     def _end(self, *, committed: bool) -> None:
         self.is_committed, self.has_failed = committed, not committed
+        self._collected, self._values = None, {}
         reminder = getattr(self, "_reminder", None)
         if reminder is not None:
             reminder.detach()

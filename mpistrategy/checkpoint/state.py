@@ -11,7 +11,6 @@ To keep something new in checkpoints, write one Kind and enter it in the table i
 from __future__ import annotations
 
 import dataclasses
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -23,6 +22,7 @@ from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, Manifest
 from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import Created
 from mpistrategy.strategy.strategy import Strategy
@@ -67,6 +67,8 @@ class Fitting(Protocol):
     def has_layout(self, item: Item, array: Array) -> bool: ...
     def knows_own(self, path: str, item: Item) -> bool: ...
     def own_value(self, path: str, item: Item) -> Any: ...
+    def first_value(self, path: str, item: Item) -> Any: ...
+    def nearest_value(self, path: str, item: Item) -> Any: ...
     def of_its_own(self, item: Item) -> str: ...
     def is_replaceable(self, path: str, value: Any) -> bool: ...
     def is_lasting(self, path: str) -> bool: ...
@@ -205,21 +207,17 @@ class State:
         """Return a digest of each item that may be equal on all ranks."""
         return {path: self._digest(path) for path, item in self.items.items() if item.copies == UNDECIDED}
 
-    def decide(self, mine: Mapping[str, int], communicator: Communicator, *, is_equal: bool) -> None:
+    def decide(self, mine: Mapping[str, int], communicator: Communicator) -> None:
         """Decide which items are saved once.  Collective.
 
         Args:
             mine: this rank's `digests`.
             communicator: the ranks.
-            is_equal: whether `summary(mine)` is the same on all ranks.
         """
-        equal = np.ones(len(mine), bool)
-        if not is_equal:
-            digests = list(mine.values())
-            greatest = np.array([digests, [~number & 2**64 - 1 for number in digests]], np.uint64).reshape(-1)
-            communicator.allreduce(greatest, "MAX")
-            first, second = greatest.reshape(2, -1)
-            equal = first == ~second  # max(d) == ~max(~d) means max(d) == min(d)
+        digests = list(mine.values())
+        equal = np.ones(len(digests), bool)
+        if not _are_equal([_summary(digests)], communicator).all():
+            equal = _are_equal(digests, communicator)
         for path, one in zip(mine, equal.tolist(), strict=True):
             self.items[path] = dataclasses.replace(self.items[path], copies=ONE if one else OWN)
 
@@ -266,7 +264,7 @@ class State:
         }
         return {path: text for path, text in found.items() if text}
 
-    def check_generators(self, communicator: Communicator) -> None:
+    def check_generators(self, communicator: Communicator, call: Call) -> None:
         """Raise on every rank if a rank has rank 0's generators under other names.  Collective, in an agreed call.
 
         Generators may differ between ranks, but no rank has the states of another by chance.
@@ -277,25 +275,38 @@ class State:
         states = {path: self._digest(path) for path, item in self.items.items() if item.kind == "rng"}
         if communicator.size == 1 or len(states) < 2:
             return
-        first, *others = map(json.loads, communicator.allgather_text(json.dumps(list(states.values()))))
-        for rank, numbers in enumerate(others, 1):
-            if numbers != first and sorted(numbers) == sorted(first):
-                swapped = [
-                    f"{path!r} on rank {rank} is {list(states)[first.index(number)]!r} on rank 0"
-                    for path, number, there in zip(states, numbers, first, strict=True)
-                    if number != there
-                ]
-                raise CollectiveMismatchError.at(
-                    self.where,
-                    found=f"random generators under other names than on rank 0: {'; '.join(swapped[:_MOST_NAMED])}",
-                    expected="the same objects under the same names on all ranks",
-                    fix="Where each rank has its own on purpose, keep generator.bit_generator.state.",
-                )
+        mine = list(states.values())
+        theirs = np.array(mine, np.uint64)
+        communicator.bcast(theirs, 0)
+        call.expect_more()
+        first: list[int] = theirs.tolist()
+        if mine != first and sorted(mine) == sorted(first):
+            swapped = [
+                f"{path!r} on rank {communicator.rank} is {list(states)[first.index(number)]!r} on rank 0"
+                for path, number, there in zip(states, mine, first, strict=True)
+                if number != there
+            ]
+            raise CollectiveMismatchError.at(
+                self.where,
+                found=f"random generators under other names than on rank 0: {'; '.join(swapped[:_MOST_NAMED])}",
+                expected="the same objects under the same names on all ranks",
+                fix="Where each rank has its own on purpose, keep generator.bit_generator.state.",
+            )
+        call.agree("compare random generators")
 
 
-def summary(digests: Mapping[str, int]) -> str:
-    """Return a short text for `State.digests`, equal on ranks on which they are all equal."""
-    return str(checksum_of(json.dumps(list(digests.values())).encode()).hexdigest())
+def _summary(digests: Sequence[int]) -> int:
+    """Return a digest of digests."""
+    return int.from_bytes(checksum_of(np.array(digests, np.uint64).tobytes()).digest()[:8], "little")
+
+
+def _are_equal(digests: Sequence[int], communicator: Communicator) -> Array:
+    """Return which of the digests are equal on all ranks.  Collective."""
+    numbers = np.array(digests, np.uint64)
+    greatest = np.concatenate([numbers, ~numbers])
+    communicator.allreduce(greatest, "MAX")
+    first, second = greatest.reshape(2, -1)
+    return np.asarray(first == ~second)  # max(d) == ~max(~d) means max(d) == min(d)
 
 
 def kind_of(value: Any, kinds: Sequence[Kind]) -> Kind | None:

@@ -208,6 +208,18 @@ class SimulatedCommunicator:
         if together is not None:
             np.concatenate(everything, axis=None, out=together.reshape(-1))
 
+    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
+        everything = self._meeting.allgather(self.rank, f"gather blocks to {root}", block.copy())
+        if blocks is not None:
+            for place, theirs in zip(blocks, everything, strict=True):
+                place[...] = theirs
+
+    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`."""
+        mine = None if blocks is None else [each.copy() for each in blocks]
+        block[...] = self._meeting.allgather(self.rank, f"scatter_blocks from {root}", mine)[root][self.rank]
+
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank."""
         everything = self._meeting.allgather(self.rank, "allgatherv", block.copy())

@@ -6,12 +6,12 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import launching
 import pytest
-from checkpoints import Counting, shared_folder, watched
+from checkpoints import Counting, many_writers, shared_folder, watched
 from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
@@ -26,10 +26,11 @@ KILLS = """
 import itertools, os, signal, sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage import files as checkpoint_files
+from mpistrategy.checkpoint.storage import files as checkpoint_files, writers
 from mpistrategy.testing import run_replicas
 
 folder, kind = sys.argv[1:]
+writers.BYTES_A_WRITER = 1  # both write
 
 
 def program(value, save):
@@ -104,8 +105,9 @@ REAL = """
 import itertools, os, sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage import files as checkpoint_files
+from mpistrategy.checkpoint.storage import files as checkpoint_files, writers
 
+writers.BYTES_A_WRITER = 1  # both write
 folder, rank_to_kill, at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 strategy = ms.MirroredStrategy()
 with strategy.scope():
@@ -151,6 +153,13 @@ def test_one_rank_is_killed_while_it_saves(launch: Launch, tmp_path: Path, rank:
 # ------------------------------------------------------------------------------------------------ failures
 
 
+@pytest.fixture
+def _many_writers() -> Iterator[None]:
+    with many_writers():
+        yield
+
+
+@pytest.mark.usefixtures("_many_writers")
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("rank", [0, SIZE - 1])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EIO])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import shared_folder
+from checkpoints import many_writers, shared_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import RANK, SIZE, outcomes, still_works
@@ -21,8 +21,9 @@ from replicas import RANK, SIZE, outcomes, still_works
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.checkpoint.storage.files import Folder, checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, NOT_PLAIN, from_json, parse, shard_name, to_json
-from mpistrategy.checkpoint.storage.shards import Stored, parsed, pieces_of
+from mpistrategy.checkpoint.storage.manifest import NAME, VERSION, parse
+from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
+from mpistrategy.checkpoint.storage.shards import Stored, parsed, pieces_of, shard_name
 
 
 class Saved:
@@ -35,7 +36,8 @@ class Saved:
             total = ms.Variable(1, synchronization="ON_READ", aggregation="SUM")
             rng = np.random.default_rng(1)
             self.checkpoint = ms.Checkpoint(x=self.x, total=total, rng=rng, plain=[1, {"a": 2.5}], kept=[np.ones(2), 1])
-        self.checkpoint.save(self.path)
+        with many_writers():
+            self.checkpoint.save(self.path)
         self.x.assign(np.zeros(6))
 
     def refused_after(self, damage: Callable[[Path], Any]) -> str:
@@ -128,10 +130,17 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "no ranks": lambda c: c.update(ranks=0),
     "negative ranks": lambda c: c.update(ranks=-1),
     "many ranks": lambda c: c.update(ranks=10**9, shards=c["shards"] * 2),
+    "more ranks": lambda c: c.update(ranks=SIZE + 1),
+    "shards twice": lambda c: c.update(shards=c["shards"] * 2),
+    "a rank of which there is nothing": lambda c: c["shards"][0].__setitem__(2, []),
+    "a rank that is none": lambda c: c["shards"][0].__setitem__(2, [[SIZE, 1, 1]]),
+    "ranks without end": lambda c: c["shards"][0].__setitem__(2, [[0, 10**8, 1]]),
+    "ranks that stand still": lambda c: c["shards"][0].__setitem__(2, [[0, SIZE, 0]]),
+    "words for runs": lambda c: c["shards"][0].__setitem__(2, ["abc"]),
     "words for ranks": lambda c: c.update(ranks="1"),
     "no shards": lambda c: c.update(shards=[]),
-    "a huge shard": lambda c: c.update(shards=[[2**60, "0" * 32]] * SIZE),
-    "a path for a checksum": lambda c: c.update(shards=[[10, "../../etc/passwd"]] * SIZE),
+    "a huge shard": lambda c: c.update(shards=[[2**60, "0" * 32, [[0, SIZE, 1]]]]),
+    "a path for a checksum": lambda c: c.update(shards=[[10, "../../etc/passwd", [[0, SIZE, 1]]]]),
     "items that are none": lambda c: c.update(items=[1, 2]),
     "an item of numbers": lambda c: c["items"].update(x=5),
     "a shape that overflows": lambda c: item(c, "x", 3, [2**40, 2**40]),
@@ -141,6 +150,10 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "a shard that is none": lambda c: item(c, "x", 4, 10**6),
     "another way of copying": lambda c: item(c, "x", 1, "product"),
     "no values": lambda c: item(c, "plain", 6, []),
+    "values of a rank": lambda c: item(c, "plain", 1, "own"),
+    "parts of more": lambda c: item(c, "x", 7, [6, 6]),
+    "parts beyond the last shard": lambda c: item(c, "x", 7, [1] * 6),
+    "negative parts": lambda c: item(c, "x", 7, [7, -1]),
     "deep JSON": lambda c: None,
 }
 
@@ -151,7 +164,7 @@ def test_manifests_that_lie(saved: Saved, lie: str) -> None:
         if lie == "deep JSON":
             inner = b'"body":' + b"[" * 10**6 + b"]" * 10**6 + b"}\n"
             checksum = checksum_of(inner).hexdigest().encode()
-            head = b'{"format":"mpistrategy checkpoint","version":1,"checksum":"' + checksum + b'",\n'
+            head = b'{"format":"mpistrategy checkpoint","version":%d,"checksum":"' % VERSION + checksum + b'",\n'
             (path / NAME).write_bytes(head + inner)
         else:
             rewritten(path, LIES[lie])
@@ -191,9 +204,9 @@ def test_manifests_that_do_not_fit(saved: Saved, misfit: str) -> None:
 
 def test_formats_of_others_and_of_the_future(saved: Saved) -> None:
     def of_version(path: Path, version: bytes) -> None:
-        changed(path / NAME, lambda data: data.replace(b'"version":1', b'"version":' + version))
+        changed(path / NAME, lambda data: data.replace(b'"version":%d' % VERSION, b'"version":' + version))
 
-    assert "version 2" in saved.refused_after(lambda path: of_version(path, b"2"))
+    assert "version 3" in saved.refused_after(lambda path: of_version(path, b"3"))
     assert "another format" in saved.refused_after(lambda path: of_version(path, b'"x"'))
     foreign = b'{"format": "orbax", "version": 1}'
     assert "another format" in saved.refused_after(lambda path: (path / NAME).write_bytes(foreign))

@@ -22,8 +22,9 @@ from mpistrategy.checkpoint import arrays as checkpoint_arrays
 from mpistrategy.checkpoint.kinds import generators
 from mpistrategy.checkpoint.storage import shards
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, Item, Manifest, Shard, parse, shard_name, to_json
-from mpistrategy.checkpoint.storage.shards import loads, pieces_of
+from mpistrategy.checkpoint.storage.manifest import NAME, Item, Manifest, Run, Shard, parse
+from mpistrategy.checkpoint.storage.plain_values import to_json
+from mpistrategy.checkpoint.storage.shards import VALUES, loads, pieces_of, shard_name
 
 pytestmark = pytest.mark.one_rank
 
@@ -57,12 +58,13 @@ def peak_of(call: Callable[[], object]) -> int:
 
 
 def forged(folder: Path, items: dict[str, Item], arrays: dict[str, Any] | None = None, ranks: int = 1) -> Path:
-    """Write a checkpoint with these items, and the same arrays in each shard."""
+    """Write a checkpoint with these items, and the same arrays in each shard, which has the rows of one rank."""
     folder.mkdir()
-    data = b"".join(bytes(piece) for piece in pieces_of(arrays or {}))
+    lines = {VALUES: np.frombuffer(b"{}\n", np.uint8)}
+    data = b"".join(bytes(piece) for piece in pieces_of({**(arrays or {}), **lines}))
     for rank in range(ranks):
         (folder / shard_name(rank)).write_bytes(data)
-    shards = (Shard(len(data), checksum_of(data).hexdigest()),) * ranks
+    shards = tuple(Shard(len(data), checksum_of(data).hexdigest(), (Run(rank, 1, 1),)) for rank in range(ranks))
     names = tuple(path for path in items if "/" not in path)
     (folder / NAME).write_bytes(Manifest(ranks, shards, items, names, {}, "x").text())
     return folder
@@ -125,7 +127,7 @@ def test_streams_that_point_elsewhere() -> None:
     state["replica"] = generators.state_of(np.random.RandomState(0))
     state["replica"]["state"]["pos"] = 10**8
     with pytest.raises(ValueError, match="pos"):
-        generators.set_streams(streams, [state], 0)
+        generators.set_streams(streams, state["shared"], state["replica"], 0)
     with pytest.raises(ValueError, match="pos"):
         generators.jumped(state["replica"], 1)
 
@@ -294,10 +296,11 @@ def test_large_checkpoints_that_are_as_they_should_be() -> None:
     assert loads(json.dumps(header, separators=(",", ":")).encode(), "x") == header
     ranks, floats = 1000, np.random.default_rng(0).random(500_000).tolist()
     state = to_json(generators.state_of(np.random.RandomState(1)))
-    items = {"rng": Item("rng", "own", values=(state,) * ranks), "a": Item("plain", "one", values=(to_json(floats),))}
+    items = {"rng": Item("rng", "one", values=(state,)), "a": Item("plain", "one", values=(to_json(floats),))}
     items |= {f"{number}": Item("variable", "one", "<f4", (128, 64)) for number in range(20_000)}
-    text = Manifest(ranks, (Shard(10**6, "0" * 32),) * ranks, items, ("rng", "a"), {}, "x").text()
-    assert parse(text, "x").items["rng"].values[999] == state
+    shards = tuple(Shard(10**6, "0" * 32, (Run(rank, 1, 1),)) for rank in range(ranks))
+    text = Manifest(ranks, shards, items, ("rng", "a"), {}, "x").text()
+    assert parse(text, "x").items["rng"].values[0] == state
 
 
 # ------------------------------------------------------------------------------------------------ what is shown

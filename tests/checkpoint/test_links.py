@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import Counting, watched
+from checkpoints import Counting, many_writers, watched
 from replicas import ALL, SIZE
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage.manifest import NAME, shard_name
-from mpistrategy.checkpoint.storage.shards import pieces_of
+from mpistrategy.checkpoint.storage.manifest import NAME
+from mpistrategy.checkpoint.storage.shards import pieces_of, shard_name
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="has ranks of its own: runs in the session on 1 rank")
@@ -39,6 +39,12 @@ while True:
     for name in names:
         exchange(-100, f"link-{name}".encode(), -100, name.encode(), 2)
 """
+
+
+@pytest.fixture(autouse=True)
+def _many_writers() -> Iterator[None]:
+    with many_writers():
+        yield
 
 
 def program(kind: str, folder: Path, value: float, save: bool) -> float:

@@ -26,8 +26,8 @@ MOST_FILES = {
     "general": 12,
     "assign_add": 12,
     "apply_gradients": 14,
-    "save": 24,
-    "restore": 25,
+    "save": 28,
+    "restore": 29,
 }
 
 #: The same for the first call, which makes the plan.

@@ -27,7 +27,8 @@ from replicas import RANK, SIZE, outcomes, part_of
 
 import mpistrategy as ms
 from mpistrategy.checkpoint import arrays as checkpoint_arrays
-from mpistrategy.checkpoint.storage.manifest import NAME, shard_name
+from mpistrategy.checkpoint.storage.manifest import NAME
+from mpistrategy.checkpoint.storage.shards import shard_name
 
 one_rank = pytest.mark.one_rank
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, members_of
-from mpistrategy.checkpoint.storage.manifest import ABSENT, NOT_PLAIN, Item, below, to_json
+from mpistrategy.checkpoint.storage.manifest import Item
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN, below, to_json
 from mpistrategy.checkpoint.storage.shards import shown
 from mpistrategy.errors import OptionTypeError
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, from_json, to_json
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
+from mpistrategy.checkpoint.storage.plain_values import to_json
 from mpistrategy.checkpoint.storage.shards import shown
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.input.iterators import DistributedIterator
@@ -46,12 +47,9 @@ class Generator(Kind):
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(self.owns(value), path, item, value):
             return lambda: None
-        if item.copies == ONE:
-            state = from_json(item.values[0])
-        else:
-            times, rank = divmod(fit.rank, fit.manifest.ranks)
-            state = from_json(item.values[rank])
-            state = jumped(state, times) if times else state
+        state, times = fit.nearest_value(path, item), fit.rank // fit.manifest.ranks
+        if item.copies != ONE and times:
+            state = jumped(state, times)
         check_state(value, state)
 
         def restore() -> Any:
@@ -73,13 +71,14 @@ class RankStreams(Kind):
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(self.owns(value), path, item, value):
             return lambda: None
-        states = [from_json(one) for one in item.values]
-        if states[0]["seed"] != value.seed:
-            return fit.problem(path, f"seed {states[0]['seed']} in the checkpoint, {value.seed} here")
-        set_streams(Streams(value.seed, fit.rank), states, fit.rank)  # raises for states that are none
+        first = fit.first_value(path, item)
+        if first["seed"] != value.seed:
+            return fit.problem(path, f"seed {first['seed']} in the checkpoint, {value.seed} here")
+        own = fit.nearest_value(path, item)["replica"] if fit.rank < fit.manifest.ranks else None
+        set_streams(Streams(value.seed, fit.rank), first["shared"], own, fit.rank)  # raises for states that are none
 
         def restore() -> Any:
-            set_streams(value, states, fit.rank)
+            set_streams(value, first["shared"], own, fit.rank)
             return value
 
         return restore
@@ -174,17 +173,17 @@ def state_of_streams(streams: Streams) -> Any:
     return {"seed": streams.seed, "shared": state_of(streams.shared), "replica": state_of(streams.replica)}
 
 
-def set_streams(streams: Streams, states: list[Any], rank: int) -> None:
+def set_streams(streams: Streams, shared: Any, own: Any, rank: int) -> None:
     """Restore the states of streams.
 
     Args:
         streams: of the same seed.
-        states: what `state_of_streams` returned on each rank that saved.
-        rank: this rank; if it was not there then, its own stream begins anew.
+        shared: the state of the stream that all ranks share.
+        own: the state of this rank's stream; None for a rank that was not there: its stream begins anew.
+        rank: this rank.
     """
-    set_state(streams.shared, states[0]["shared"])
-    own = states[rank]["replica"] if rank < len(states) else state_of(Streams(streams.seed, rank).replica)
-    set_state(streams.replica, own)
+    set_state(streams.shared, shared)
+    set_state(streams.replica, state_of(Streams(streams.seed, rank).replica) if own is None else own)
 
 
 def _plain(value: Any) -> Any:

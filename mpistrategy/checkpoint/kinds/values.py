@@ -8,7 +8,8 @@ import numpy as np
 
 from mpistrategy.arrays.convert import host_array, is_on_device, placed_as
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
-from mpistrategy.checkpoint.storage.manifest import ABSENT, Item, to_json
+from mpistrategy.checkpoint.storage.manifest import Item
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, to_json
 
 
 class Plain(Kind):

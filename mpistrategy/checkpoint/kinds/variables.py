@@ -15,7 +15,8 @@ from mpistrategy import context
 from mpistrategy.arrays.convert import host_array, on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
-from mpistrategy.checkpoint.storage.manifest import ABSENT, COMBINED, ONE, Item, below, from_json, to_json
+from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, Item
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, to_json
 from mpistrategy.checkpoint.storage.shards import dtype_of, dtype_text, is_numeric
 from mpistrategy.errors import AggregationError, OptionError
 from mpistrategy.options import VariableAggregation, VariableSynchronization
@@ -186,7 +187,7 @@ class _OptimizerFit:
 
     def _settings(self) -> tuple[float, int] | None:
         path = below(self._path, "settings")
-        found = from_json(self._fit.manifest.items[path].values[0])
+        found = self._fit.first_value(path, self._fit.manifest.items[path])
         rate, skipped = found["learning_rate"], found["skipped_steps"]
         if not (type(rate) is float and 0 < rate < float("inf") and type(skipped) is int):
             self._fit.problem(path, f"{found!r:.80} in the checkpoint")

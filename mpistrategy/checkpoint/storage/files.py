@@ -31,6 +31,9 @@ from mpistrategy.mpi.watchdog import watchdog
 #: Called before each change to the file system, with the operation and the name; tests end the process or raise there.
 watcher: Callable[[str, str], None] | None = None
 
+CHECKSUM_BYTES = 16
+#: How many letters make the name of a new folder unique.
+TOKEN_LETTERS = 16
 _PIECE_BYTES = 2**24
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -42,8 +45,8 @@ def _before(what: str, name: str) -> None:
 
 
 def checksum_of(data: Any = b"") -> Any:
-    """Return a running checksum of 16 bytes."""
-    return hashlib.blake2b(data, digest_size=16)
+    """Return a running checksum of `CHECKSUM_BYTES`."""
+    return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES)
 
 
 @contextlib.contextmanager
@@ -113,7 +116,7 @@ class Folder:
 
     def new_folder(self, prefix: str) -> str:
         """Make a folder with a unique name; return its name."""
-        name = f"{prefix}{secrets.token_hex(8)}"
+        name = f"{prefix}{secrets.token_hex(TOKEN_LETTERS // 2)}"
         _before("mkdir", name)
         # Until it is complete, only the user may open it, also in a group's folder: who can open it can lock it.
         os.mkdir(name, 0o700, dir_fd=self.descriptor)

@@ -4,63 +4,81 @@ It is one JSON object on two lines.  The first line has the format and the check
 rest.  Everything is checked before it is used.  Names of files are made from numbers, so that a forged manifest cannot
 name other files.
 
-Plain values are restored exactly: ints of any size, all bits of floats, tuples as tuples.  A type that JSON does not
-have is an object with one key, which names the type; a dict is a list of pairs, so that its keys cannot be mistaken for
-such a name.
+Of each rank it has only the number of its node, in `layout`.  What each rank has for itself is in the shards: of an
+array, one row for each rank; of plain values, a line of JSON for each rank.  A large array that was saved once may have
+parts in several shards.  In format 1 each rank wrote a shard, and the manifest had the plain values of all ranks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.storage.files import Folder, OpenFile, checksum_of
+from mpistrategy.checkpoint.storage.files import Folder, checksum_of
 from mpistrategy.checkpoint.storage.shards import (
+    LEAST_LINE,
     LONGEST_TEXT,
     MOST_AXES,
     MOST_BYTES,
-    Stored,
+    Entry,
     byte_count,
     dtype_of,
     is_numeric,
     is_possible,
     loads,
-    parsed,
+    part_name,
 )
-from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError
+from mpistrategy.errors import CheckpointDamagedError
 from mpistrategy.own_files import printable
 
-#: Returned for a value that is not plain; None is plain.
-NOT_PLAIN = object()
-#: Stands for an object that is not there; None is a value.
-ABSENT = object()
-#: The deepest nest of plain values.
-_DEEPEST = 100
 NAME = "manifest.json"
-FORMAT, VERSION = "mpistrategy checkpoint", 1
+FORMAT, VERSION = "mpistrategy checkpoint", 2
+#: The version in which each rank wrote a shard.
+_OLD_VERSION = 1
 #: How copies are saved: one for all ranks; one for each rank; one for each rank, combined on another number of ranks.
 ONE, OWN = "one", "own"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
-MOST_RANKS = 10_000_000
+MOST_RANKS = 1_000_000
 _LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
 _BODY, _END = b'"body":', b"}\n"
 
 
+class Run(NamedTuple):
+    """Ranks at equal distances: `first`, ``first + step``, and so on."""
+
+    first: int
+    length: int
+    step: int
+
+
 @dataclass(frozen=True)
 class Shard:
-    """The file of one rank: its size in bytes and its checksum."""
+    """One file of arrays.
+
+    Attributes:
+        nbytes: its size in bytes.
+        checksum: of all its bytes.
+        runs: the ranks of which it has rows and lines, in ascending order.
+    """
 
     nbytes: int
     checksum: str
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def members(self) -> int:
+        """Of how many ranks it has rows and lines."""
+        return sum(run.length for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -71,9 +89,10 @@ class Item:
         kind: the name of its `mpistrategy.checkpoint.state.Kind`.
         copies: `ONE`, `OWN` or one of `COMBINED`; "" for an object that only holds others.
         dtype, shape: of an array.
-        shard: the shard that has the only copy of an array.
+        shard: the shard that has the only copy of an array, or its first part.
         more: further data of its kind, equal on all ranks.
-        values: of a value: one, or one for each rank.
+        values: of a value that was saved once: this one.  In format 1, also one for each rank.
+        parts: how many elements of the only copy are in `shard` and in those after it; () for a whole one in `shard`.
     """
 
     kind: str
@@ -83,15 +102,39 @@ class Item:
     shard: int = 0
     more: Any = None
     values: tuple[Any, ...] = ()
+    parts: tuple[int, ...] = ()
 
     @property
     def is_array(self) -> bool:
         """Whether it is an array, in the shards."""
         return self.dtype != ""
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is an array with a row for each rank."""
+        return self.is_array and self.copies != ONE
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether it is a value of each rank."""
+        return not self.is_array and self.copies == OWN
+
+    @property
+    def elements(self) -> int:
+        """How many elements an array has."""
+        return math.prod(self.shape)
+
+    @property
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """The parts of the only copy of an array: the shard, the first element, and how many."""
+        counts = self.parts or (self.elements,)
+        starts = [sum(counts[:number]) for number in range(len(counts))]
+        return tuple((self.shard + number, starts[number], count) for number, count in enumerate(counts))
+
     def packed(self) -> list[Any]:
         """Return it as JSON."""
-        return [self.kind, self.copies, self.dtype, list(self.shape), self.shard, self.more, list(self.values)]
+        packed = [self.kind, self.copies, self.dtype, list(self.shape), self.shard, self.more, list(self.values)]
+        return [*packed, list(self.parts)]
 
 
 @dataclass(frozen=True)
@@ -99,12 +142,13 @@ class Manifest:
     """The contents of a checkpoint.
 
     Attributes:
-        ranks: how many ranks saved it, one shard each.
-        shards: their files, in rank order.
+        ranks: how many ranks saved it.
+        shards: its files.
         items: the items, by path.
         names: the names of the objects.
         layout: `Strategy.layout()` of the job that wrote it.
         written_by: the version of this package.
+        version: of the format.
     """
 
     ranks: int
@@ -113,41 +157,89 @@ class Manifest:
     names: tuple[str, ...]
     layout: dict[str, Any] = field(default_factory=dict)
     written_by: str = ""
+    version: int = VERSION
 
-    def arrays_in(self, shard: int) -> dict[str, Item]:
-        """Return the items that are arrays in a shard."""
-        everywhere, only_there = self._arrays
-        return everywhere | only_there.get(shard, {})
+    @property
+    def is_old(self) -> bool:
+        """Whether the plain values of all ranks are in the manifest."""
+        return self.version == _OLD_VERSION
 
     @functools.cached_property
-    def _arrays(self) -> tuple[dict[str, Item], dict[int, dict[str, Item]]]:
-        """The arrays in all shards, and those in one shard only."""
-        everywhere: dict[str, Item] = {}
-        only_there: dict[int, dict[str, Item]] = {}
+    def rows(self) -> dict[str, Item]:
+        """The arrays with a row for each rank."""
+        return {path: item for path, item in self.items.items() if item.has_rows}
+
+    @functools.cached_property
+    def lines(self) -> dict[str, Item]:
+        """The plain values of each rank."""
+        return {path: item for path, item in self.items.items() if item.has_lines}
+
+    @functools.cached_property
+    def shard_of(self) -> Array:
+        """The shard that has the rows of each rank; in it they are in the order of the ranks."""
+        found = np.full(self.ranks, -1, np.int32)
+        for number, shard in enumerate(self.shards):
+            for first, count, step in shard.runs:
+                found[first : first + count * step : step] = number
+        return found
+
+    def entries_of(self, number: int, members: int) -> dict[str, Entry]:
+        """Return the arrays in a shard, which has the rows of so many ranks, by the name that they have there."""
+        rows = {path: Entry(path, 0, (members, item.elements), item.dtype) for path, item in self.rows.items()}
+        return (rows if members else {}) | self._parts.get(number, {})
+
+    @functools.cached_property
+    def _parts(self) -> dict[int, dict[str, Entry]]:
+        """The arrays that were saved once, and parts of them, by shard."""
+        found: dict[int, dict[str, Entry]] = {}
         for path, item in self.items.items():
-            if item.is_array:
-                into = everywhere if item.copies != ONE else only_there.setdefault(item.shard, {})
-                into[path] = item
-        return everywhere, only_there
+            if item.is_array and not item.has_rows:
+                for shard, start, count in item.places:
+                    name, shape = (part_name(path, start), (count,)) if item.parts else (path, item.shape)
+                    found.setdefault(shard, {})[name] = Entry(path, start, shape, item.dtype)
+        return found
 
     def text(self) -> bytes:
         """Return the bytes of the file."""
-        body = {
-            "ranks": self.ranks,
-            "shards": [[shard.nbytes, shard.checksum] for shard in self.shards],
-            "names": list(self.names),
-            "items": {path: item.packed() for path, item in self.items.items()},
-            "layout": self.layout,
-            "written_by": self.written_by,
-        }
+        body = self.contents() | {"shards": [[s.nbytes, s.checksum, [list(r) for r in s.runs]] for s in self.shards]}
         inner = _BODY + json.dumps(body, separators=(",", ":")).encode() + _END
         head = {"format": FORMAT, "version": VERSION, "checksum": checksum_of(inner).hexdigest()}
         return json.dumps(head, separators=(",", ":")).encode()[:-1] + b",\n" + inner
 
+    def contents(self) -> dict[str, Any]:
+        """Return what every rank needs that restores, as JSON: all but the files and what each rank has for itself."""
+        items = {p: dataclasses.replace(i, values=()) if i.has_lines else i for p, i in self.items.items()}
+        return {
+            "ranks": self.ranks,
+            "names": list(self.names),
+            "items": {path: item.packed() for path, item in items.items()},
+            "layout": self.layout,
+            "written_by": self.written_by,
+        }
 
-def shard_name(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"shard-{rank:05}.safetensors"
+
+def of_contents(contents: dict[str, Any]) -> Manifest:
+    """Return a manifest from `Manifest.contents` of one that was checked."""
+    items = {
+        path: Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values), tuple(parts))
+        for path, (kind, copies, dtype, shape, shard, more, values, parts) in contents["items"].items()
+    }
+    names, layout = tuple(contents["names"]), contents["layout"]
+    return Manifest(contents["ranks"], (), items, names, layout, contents["written_by"])
+
+
+def runs_of(ranks: Iterable[int]) -> tuple[Run, ...]:
+    """Return ascending ranks as runs."""
+    runs: list[Run] = []
+    for rank in ranks:
+        first, count, step = runs[-1] if runs else Run(0, 0, 0)
+        if count == 1:
+            runs[-1] = Run(first, 2, rank - first)
+        elif count and rank == first + count * step:
+            runs[-1] = Run(first, count + 1, step)
+        else:
+            runs.append(Run(rank, 1, 1))
+    return tuple(runs)
 
 
 def read_text(folder: Folder) -> bytes:
@@ -171,11 +263,12 @@ def parse(data: bytes, where: str) -> Manifest:
     head = _HEAD.match(data)
     if head is None:
         raise bad(where, "a manifest of another format, or a damaged one")
-    if int(head[1]) != VERSION:
+    version = int(head[1])
+    if version not in (_OLD_VERSION, VERSION):
         raise CheckpointDamagedError.at(
             "a checkpoint",
-            found=f"format version {int(head[1])} in {where!r}",
-            expected=f"version {VERSION}",
+            found=f"format version {version} in {where!r}",
+            expected=f"version {_OLD_VERSION} or {VERSION}",
             fix="Read it with the version of mpistrategy that wrote it, or a later one.",
         )
     inner = data[head.end() :]
@@ -183,42 +276,83 @@ def parse(data: bytes, where: str) -> Manifest:
         raise bad(where, "a manifest with another checksum than it was written with")
     body = loads(inner[len(_BODY) : -len(_END)], where)
     try:
-        return _checked(body, where)
+        return _checked(body, version)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         if isinstance(error, CheckpointDamagedError):
             raise
         raise bad(where, f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]})") from error
 
 
-def _checked(body: Any, where: str) -> Manifest:
-    ranks, layout, names = body["ranks"], body["layout"], body["names"]
+def _checked(body: Any, version: int) -> Manifest:
+    ranks, layout, names, is_old = body["ranks"], body["layout"], body["names"], version == _OLD_VERSION
     _require(_is_count(ranks) and 1 <= ranks <= MOST_RANKS, "ranks")
-    shards = tuple(Shard(nbytes, checksum) for nbytes, checksum in body["shards"])
-    _require(len(shards) == ranks and all(_is_count(s.nbytes) and s.nbytes <= MOST_BYTES for s in shards), "shards")
+    if is_old:
+        shards = tuple(Shard(size, text, (Run(rank, 1, 1),)) for rank, (size, text) in enumerate(body["shards"]))
+        _require(len(shards) == ranks, "shards")
+    else:
+        shards = tuple(Shard(size, text, tuple(Run(*run) for run in runs)) for size, text, runs in body["shards"])
+        _require(len(shards) >= 1, "shards")
+    _require(all(_is_count(s.nbytes) and s.nbytes <= MOST_BYTES for s in shards), "shards")
     _require(all(re.fullmatch(r"[0-9a-f]{32}", s.checksum) for s in shards), "checksums")
     _require(isinstance(layout, dict) and all(isinstance(name, str) for name in names), "names")
-    items = {path: _item(ranks, *packed) for path, packed in body["items"].items()}
+    items = {path: _item(ranks, len(shards), is_old, *packed) for path, packed in body["items"].items()}
     _require(all(name in items for name in names) and len(set(names)) == len(names), "names")
+    _require(not any(path.startswith("_") for path, item in items.items() if item.is_array), "paths")
     written_by = body["written_by"]
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
-    return Manifest(ranks, shards, items, tuple(names), layout, printable(written_by, ""))
+    manifest = Manifest(ranks, shards, items, tuple(names), layout, printable(written_by, ""), version)
+    if not is_old:
+        _check_runs(manifest)
+    return manifest
+
+
+def _check_runs(manifest: Manifest) -> None:
+    """Raise ValueError unless each rank has its rows in one shard, if there are any."""
+    for shard in manifest.shards:
+        _require(all(_is_count(number) for run in shard.runs for number in run), "runs")
+        _require(all(count and step for _, count, step in shard.runs), "runs")
+        _require(all(first + (count - 1) * step < manifest.ranks for first, count, step in shard.runs), "runs")
+        last = -1
+        for first, count, step in shard.runs:
+            _require(first > last, "runs")
+            last = first + (count - 1) * step
+        _require(shard.members * LEAST_LINE <= shard.nbytes, "runs")  # so that a small file cannot speak of many
+    members = sum(shard.members for shard in manifest.shards)
+    _require(members in (0, manifest.ranks), "runs")
+    _require(bool(members) or not (manifest.rows or manifest.lines), "runs")
+    _require(not members or bool((manifest.shard_of >= 0).all()), "runs")
 
 
 def _item(
-    ranks: int, kind: Any, copies: Any, dtype: Any, shape: list[Any], shard: Any, more: Any, values: list[Any]
+    ranks: int,
+    shards: int,
+    is_old: bool,
+    kind: Any,
+    copies: Any,
+    dtype: Any,
+    shape: list[Any],
+    shard: Any,
+    more: Any,
+    values: list[Any],
+    parts: Any = (),
 ) -> Item:
     _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, *COMBINED), "copies")
     _require(type(shape) is list and type(values) is list and len(shape) <= MOST_AXES, "lists")
     _require(all(_is_count(count) and count <= MOST_BYTES for count in shape), "shapes")
-    _require(_is_count(shard) and shard < ranks and len(values) in (0, 1, ranks), "numbers")
+    _require(_is_count(shard) and shard < shards and len(values) in (0, 1, ranks), "numbers")
+    item = Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values), tuple(parts))
     if dtype:
         elements = dtype_of(dtype)
-        _require(byte_count(tuple(shape), elements) <= MOST_BYTES and is_possible(shape, elements), "sizes")
+        _require(byte_count(item.shape, elements) <= MOST_BYTES and is_possible(shape, elements), "sizes")
         _require(copies != "", "copies")
         _require(copies not in COMBINED or is_numeric(elements), "copies")
+        _require(not parts or (copies == ONE and shard + len(parts) <= shards), "parts")
+        _require(all(_is_count(count) for count in parts) and sum(parts) in (0, item.elements), "parts")
+        _require(not parts or sum(parts) > 0, "parts")
     elif copies:
-        _require(len(values) == (1 if copies == ONE else ranks), "values")
-    return Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values))
+        count = ranks if is_old and copies != ONE else int(copies == ONE)
+        _require(copies in (ONE, OWN) and len(values) == count and not parts, "values")
+    return item
 
 
 def _is_count(number: Any) -> bool:
@@ -233,151 +367,3 @@ def _require(holds: bool, what: str) -> None:
 def bad(where: str, found: str) -> CheckpointDamagedError:
     """Return the error for a damaged checkpoint."""
     return CheckpointDamagedError.at("a checkpoint", found=f"{found}, at {where!r}", expected="a whole checkpoint")
-
-
-# ------------------------------------------------------------------------------------------------ plain values
-
-
-def to_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else `NOT_PLAIN`.
-
-    Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would lose their class.
-    `inside` has the ids of the containers around the value.
-    """
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if type(value) is float:
-        return {"float": value.hex()}
-    if type(value) is complex:
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if type(value) is bytes:
-        return {"bytes": value.hex()}
-    if len(inside) > _DEEPEST or id(value) in inside:
-        return NOT_PLAIN
-    inside = (*inside, id(value))
-    if type(value) in (list, tuple):
-        items = [to_json(item, inside) for item in value]
-        if any(item is NOT_PLAIN for item in items):
-            return NOT_PLAIN
-        return items if type(value) is list else {"tuple": items}
-    if type(value) is dict and all(type(key) in (str, int) for key in value):
-        pairs = [[key, to_json(item, inside)] for key, item in value.items()]
-        return NOT_PLAIN if any(item is NOT_PLAIN for _, item in pairs) else {"dict": pairs}
-    return NOT_PLAIN
-
-
-def from_json(value: Any) -> Any:
-    """Return the value that `to_json` was given.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError, RecursionError: for JSON that it does not return.
-    """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    ((kind, inner),) = value.items()
-    if kind == "float":
-        return float.fromhex(inner)
-    if kind == "complex":
-        real, imaginary = inner
-        return complex(float.fromhex(real), float.fromhex(imaginary))
-    if kind == "bytes":
-        return bytes.fromhex(inner)
-    if kind == "tuple":
-        return tuple(from_json(item) for item in inner)
-    if kind == "dict":
-        return {key: from_json(item) for key, item in inner}
-    raise ValueError(f"a value of kind {kind!r}")
-
-
-def below(path: str, key: Any) -> str:
-    """Return the path of the element `key` of the object at `path`."""
-    return f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}"
-
-
-# ------------------------------------------------------------------------------------------------ reading a checkpoint
-
-
-class OpenShard:
-    """An open shard with the arrays that the manifest names; its checksum is compared later.
-
-    Args:
-        file: the open file.
-        checksum: of all its bytes, as the manifest says.
-        items: the arrays in it, as the manifest says.
-
-    Attributes:
-        items: as given.
-        stored: their entries in the header.
-
-    Raises:
-        CheckpointDamagedError: if one is missing or has another size.
-    """
-
-    def __init__(self, file: OpenFile, checksum: str, items: Mapping[str, Item]) -> None:
-        self.file = file
-        self.stored: dict[str, Stored] = parsed(file.read, file.size, file.path)
-        self._checksum = checksum
-        self.items = items
-        for path, item in items.items():
-            nbytes = byte_count(item.shape, dtype_of(item.dtype))
-            if path not in self.stored or self.stored[path].nbytes != nbytes:
-                raise bad(file.path, f"no {nbytes} bytes for {path[:80]!r}")
-
-    def check(self) -> None:
-        """Read all bytes; raise CheckpointDamagedError if the checksum is wrong."""
-        self.read(())
-
-    def read(self, wanted: Iterable[str]) -> dict[str, Array]:
-        """Return arrays in native byte order, and do `check`; other arrays take no memory.
-
-        Raises:
-            CheckpointDamagedError: as `check`.
-            CheckpointReadError: if there is not enough memory.
-        """
-        places = sorted((self.stored[path].start, path) for path in wanted)
-        arrays = {path: self._room_for(path) for _, path in places}
-        buffers = [(start, arrays[path].reshape(-1).view(np.uint8)) for start, path in places if arrays[path].nbytes]
-        checksum, begin, place = checksum_of(), 0, 0
-        for piece in self.file.pieces(0, self.file.size):
-            checksum.update(piece)
-            end, data = begin + len(piece), np.frombuffer(piece, np.uint8)
-            while place < len(buffers) and buffers[place][0] < end:
-                start, buffer = buffers[place]
-                first, last = max(start, begin), min(start + buffer.size, end)
-                buffer[first - start : last - start] = data[first - begin : last - begin]
-                if start + buffer.size > end:
-                    break  # the rest is in the next piece
-                place += 1
-            begin = end
-        if checksum.hexdigest() != self._checksum:
-            raise bad(self.file.path, "a file with another checksum than it was written with")
-        return {path: array.astype(array.dtype.newbyteorder("="), copy=False) for path, array in arrays.items()}
-
-    def _room_for(self, path: str) -> Array:
-        item = self.items[path]
-        try:
-            return np.empty(item.shape, dtype_of(item.dtype))
-        except MemoryError as error:
-            raise CheckpointReadError.at(
-                "a checkpoint",
-                found=f"no memory for {path[:80]!r}, {item.dtype}{list(item.shape)}",
-                expected="enough memory",
-            ) from error
-
-
-@contextmanager
-def open_shard(folder: Folder, manifest: Manifest, rank: int) -> Iterator[OpenShard]:
-    """Open one shard.
-
-    Raises:
-        CheckpointDamagedError: if the file has another size or other arrays than the manifest says.
-    """
-    name, shard = shard_name(rank), manifest.shards[rank]
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(folder.file(name, shard.nbytes, MOST_BYTES))
-        except FileNotFoundError as error:
-            raise bad(f"{folder.path}/{name}", "a missing file") from error
-        yield OpenShard(file, shard.checksum, manifest.arrays_in(rank))

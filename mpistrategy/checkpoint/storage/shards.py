@@ -1,4 +1,4 @@
-"""Shards: the arrays that one rank writes, in the format safetensors, which many programs read.
+"""Shards: files of arrays in the format safetensors, which many programs read.
 
 Eight bytes have the length of a JSON header.  The header has the dtype, shape and offsets of each array.  The bytes of
 the arrays follow.  Nothing in it is executed.  An array of a dtype that safetensors does not have is stored as bytes;
@@ -16,12 +16,14 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.errors import CheckpointDamagedError, DTypeError, OptionError
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.checkpoint.storage.files import Folder, OpenFile, checksum_of
+from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, DTypeError, OptionError
 
 #: The largest array, in bytes, and the most axes of a NumPy array.
 MOST_BYTES, MOST_AXES = 2**46, 32 if np.__version__.startswith("1.") else 64
@@ -58,6 +60,10 @@ _LENGTH_BYTES = 8
 #: The arrays begin at a multiple of this.  Those of the widest dtypes come first, so that each is aligned.
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
+#: The entry of a shard with the plain values of ranks: a line of JSON for each.
+VALUES = "_values"
+#: The shortest line, in bytes.
+LEAST_LINE = len(b"{}\n")
 
 
 class Stored(NamedTuple):
@@ -145,6 +151,138 @@ def _stored(where: str, path: str, entry: Any, begin: int) -> Stored:
 
 def _damaged(where: str, found: str) -> CheckpointDamagedError:
     return CheckpointDamagedError.at("a checkpoint", found=f"{found} in {where!r}", expected="a file as it was written")
+
+
+# ------------------------------------------------------------------------------------------------ open shards
+
+
+class Entry(NamedTuple):
+    """An array in a shard.
+
+    Attributes:
+        path: of the item.
+        start: the first element, of a part of an array.
+        shape: its shape; of rows: their number, and the elements of each.
+        dtype: its dtype.
+    """
+
+    path: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def part_name(path: str, start: int) -> str:
+    """Return the name of a part of an array in a shard.  No path begins with an underscore."""
+    return f"_from {start}/{path}"
+
+
+def shard_name(number: int) -> str:
+    """Return the name of a shard."""
+    return f"shard-{number:05}.safetensors"
+
+
+class OpenShard:
+    """An open shard with the arrays that the manifest names; its checksum is compared later.
+
+    Args:
+        file: the open file.
+        checksum: of all its bytes, as the manifest says.
+        entries: the arrays in it by name, as the manifest says.
+        lines: how many lines of plain values it has, as the manifest says.
+
+    Attributes:
+        entries: as given.
+        stored: their entries in the header.
+
+    Raises:
+        CheckpointDamagedError: if one is missing or has another size.
+    """
+
+    def __init__(self, file: OpenFile, checksum: str, entries: Mapping[str, Entry], lines: int) -> None:
+        self.file = file
+        self._head = bytearray()
+        self.stored: dict[str, Stored] = parsed(self._read_head, file.size, file.path)
+        self._checksum = checksum
+        self.entries = entries
+        self._lines = lines
+        for name, entry in entries.items():
+            nbytes = byte_count(entry.shape, dtype_of(entry.dtype))
+            if name not in self.stored or self.stored[name].nbytes != nbytes:
+                raise _damaged(file.path, f"no {nbytes} bytes for {name[:80]!r}")
+        if lines and (VALUES not in self.stored or self.stored[VALUES].nbytes < lines * LEAST_LINE):
+            raise _damaged(file.path, f"no plain values of {lines} ranks")
+
+    def check(self) -> None:
+        """Read all bytes; raise CheckpointDamagedError if the checksum is wrong."""
+        self.read(())
+
+    def read(self, wanted: Iterable[str]) -> dict[str, Array]:
+        """Return arrays in native byte order, by name, and do `check`; other arrays take no memory.
+
+        Raises:
+            CheckpointDamagedError: as `check`.
+            CheckpointReadError: if there is not enough memory.
+        """
+        places = sorted((self.stored[name].start, name) for name in wanted)
+        arrays = {name: self._room_for(name) for _, name in places}
+        buffers = [(start, arrays[name].reshape(-1).view(np.uint8)) for start, name in places if arrays[name].nbytes]
+        checksum, begin, place = checksum_of(self._head), len(self._head), 0
+        for piece in self.file.pieces(begin, self.file.size):
+            checksum.update(piece)
+            end, data = begin + len(piece), np.frombuffer(piece, np.uint8)
+            while place < len(buffers) and buffers[place][0] < end:
+                start, buffer = buffers[place]
+                first, last = max(start, begin), min(start + buffer.size, end)
+                buffer[first - start : last - start] = data[first - begin : last - begin]
+                if start + buffer.size > end:
+                    break  # the rest is in the next piece
+                place += 1
+            begin = end
+        if checksum.hexdigest() != self._checksum:
+            raise _damaged(self.file.path, "a file with another checksum than it was written with")
+        return {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
+
+    def _read_head(self, start: int, count: int) -> bytes:
+        """Read the header, whose bytes are not read again."""
+        data = self.file.read(start, count)
+        self._head += data
+        return data
+
+    def lines_in(self, values: Array) -> list[bytes]:
+        """Return the lines of the ranks in the entry `VALUES`; CheckpointDamagedError for another number of them."""
+        lines = values.tobytes().split(b"\n")
+        if len(lines) != self._lines + 1 or lines[-1] or not all(lines[:-1]):
+            raise _damaged(self.file.path, f"other plain values than of {self._lines} ranks")
+        return lines[:-1]
+
+    def _room_for(self, name: str) -> Array:
+        values = Entry("", 0, (self.stored[name].nbytes,), "|u1")
+        _, _, shape, dtype = values if name == VALUES else self.entries[name]
+        try:
+            return np.empty(shape, dtype_of(dtype))
+        except MemoryError as error:
+            raise CheckpointReadError.at(
+                "a checkpoint", found=f"no memory for {name[:80]!r}, {dtype}{list(shape)}", expected="enough memory"
+            ) from error
+
+
+@contextmanager
+def open_shard(
+    folder: Folder, number: int, nbytes: int, checksum: str, entries: Mapping[str, Entry], lines: int
+) -> Iterator[OpenShard]:
+    """Open a shard of `nbytes`; the rest as of `OpenShard`.
+
+    Raises:
+        CheckpointDamagedError: if the file has another size or other arrays than the manifest says.
+    """
+    name = shard_name(number)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(folder.file(name, nbytes, MOST_BYTES))
+        except FileNotFoundError as error:
+            raise _damaged(f"{folder.path}/{name}", "a missing file") from error
+        yield OpenShard(file, checksum, entries, lines)
 
 
 # ------------------------------------------------------------------------------------------------ JSON text
@@ -259,20 +397,3 @@ def is_possible(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
     """Return whether NumPy can make such an array; an axis of length 0 does not lift the limit for the others."""
     elements = math.prod(max(count, 1) for count in shape)
     return len(shape) <= MOST_AXES and elements * max(dtype.itemsize, 1) <= sys.maxsize
-
-
-# ------------------------------------------------------------------------------------------------ copies
-
-
-def combined(copies: Iterable[Array], how: str, count: int) -> Array:
-    """Return the combined copies of a variable, added in rank order; integers wrap around, as everywhere."""
-    total, dtype = None, np.dtype(bool)
-    for copy in copies:
-        if total is None:
-            total, dtype = copy.astype(wire_dtype(copy.dtype)), copy.dtype
-        else:
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.add(total, copy, out=total)
-    assert total is not None
-    with np.errstate(over="ignore"):
-        return np.asarray(total / count if how == "MEAN" else total).astype(dtype)

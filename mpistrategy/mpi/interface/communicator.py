@@ -118,6 +118,12 @@ class Communicator(Protocol):
         `together`, which is None on the other ranks.
         """
 
+    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
+
+    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
+
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
 
@@ -209,6 +215,16 @@ class SingleCommunicator:
         """Copy `block`."""
         if together is not None:
             together[...] = block.reshape(together.shape)
+
+    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy the only block."""
+        if blocks is not None:
+            blocks[0][...] = block
+
+    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy the only block."""
+        if blocks is not None:
+            block[...] = blocks[0]
 
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Copy `block`."""

@@ -225,6 +225,36 @@ class Collectives:
         self._meet()
         gathering.gather(self._comm, block, counts, together, root, self.max_count)
 
+    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
+        self._meet()
+        if self.rank != root:
+            for piece in buffers.pieces(buffers.as_bytes(block), self.max_count):
+                self._comm.Send(piece, root)
+            return
+        assert blocks is not None
+        for rank, target in enumerate(blocks):
+            if rank == root:
+                target[...] = block
+                continue
+            for piece in buffers.pieces(buffers.as_bytes(target), self.max_count):
+                self._comm.Recv(piece, rank)
+
+    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
+        self._meet()
+        if self.rank != root:
+            for piece in buffers.pieces(buffers.as_bytes(block), self.max_count):
+                self._comm.Recv(piece, root)
+            return
+        assert blocks is not None
+        for rank, source in enumerate(blocks):
+            if rank == root:
+                block[...] = source
+                continue
+            for piece in buffers.pieces(buffers.as_bytes(source), self.max_count):
+                self._comm.Send(piece, rank)
+
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
         self._meet()

@@ -1,0 +1,215 @@
+"""Which ranks write a checkpoint, and who reads it: counts, which do not grow with the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from checkpoints import many_writers, shared_folder
+from hypothesis import given
+from hypothesis import strategies as st
+from replicas import RANK, SIZE, outcomes
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.checkpoint.storage import writers
+from mpistrategy.checkpoint.storage.manifest import Item, Manifest, Shard, parse, runs_of
+from mpistrategy.checkpoint.storage.writers import plan
+from mpistrategy.testing import run_replicas
+
+Launch = Callable[..., launching.Finished]
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "count_checkpoint"
+MIB = 2**20
+
+
+def sized(nbytes: int) -> Any:
+    """Return an array of zeros that takes no memory."""
+    return np.broadcast_to(np.float32(0), nbytes // 4)
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=40),
+    st.lists(st.integers(0, 400 * MIB), max_size=6),
+    st.integers(0, 4000 * MIB),
+)
+def test_everything_is_written_once(nodes: list[int], sizes: list[int], own: int) -> None:
+    node_of = [list(dict.fromkeys(nodes)).index(node) for node in nodes]
+    arrays = {str(number): sized(size) for number, size in enumerate(sizes)}
+    found = plan(node_of, arrays, own)
+    assert found.writers[0] == 0
+    assert found.writers == [group[0] for group in found.groups]
+    assert sorted(np.concatenate(found.groups).tolist()) == list(range(len(node_of)))
+    for group in found.groups:
+        assert np.all(np.diff(group) > 0)
+        within = {node_of[rank] for rank in group}
+        whole = {rank for rank, node in enumerate(node_of) if node in within}
+        assert len(within) == 1 or set(group.tolist()) == whole
+    loads = [0] * len(found.writers)
+    for path, (shard, parts) in found.places.items():
+        counts = parts or (arrays[path].size,)
+        assert sum(counts) == arrays[path].size
+        assert all(count >= 0 for count in counts)
+        for number, count in enumerate(counts):
+            loads[shard + number] += 4 * count
+    even = sum(sizes) / len(loads)
+    assert max(loads) <= even + 3 * writers.LEAST_CUT_BYTES * len(sizes)
+
+
+PLANS = {
+    "nothing": (64, 0, 0, 1, 1), "little": (10_000, MIB, 0, 1, 1), "one for some nodes": (1024, 640 * MIB, 0, 10, 10),
+    "one a node": (32, 256 * MIB, 0, 4, 4), "some a node": (32, 1000 * MIB, 0, 16, 4),
+    "not more of one": (64, 2**40, 0, 64, 8), "nor of the job": (10_000, 2**40, 0, 1250, 1250),
+    "states of generators": (10_000, MIB, 6900, 2, 2), "much of each": (32, MIB, 100 * MIB, 32, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_the_bytes_say_how_many_write(what: str) -> None:
+    ranks, once, own, count, nodes = PLANS[what]
+    node_of = [rank // 8 for rank in range(ranks)]
+    found = plan(node_of, {"a": sized(once)}, own * ranks)
+    assert len(found.writers) == count
+    assert len({node_of[rank] for rank in found.writers}) == nodes
+
+
+@given(st.sets(st.integers(0, 200)))
+def test_runs_of_ranks(ranks: set[int]) -> None:
+    runs = runs_of(sorted(ranks))
+    assert [first + step * number for first, count, step in runs for number in range(count)] == sorted(ranks)
+
+
+@pytest.mark.parametrize("node_of", ["blocks", "in turns"])
+def test_the_manifest_does_not_grow_with_the_ranks(node_of: str) -> None:
+    def length(ranks: int) -> int:
+        nodes = [rank // 8 if node_of == "blocks" else rank % (ranks // 8) for rank in range(ranks)]
+        groups = plan(nodes, {}, 6900 * 16).groups
+        shards = tuple(Shard(ranks * 6900, "0" * 32, runs_of(group.tolist())) for group in groups)
+        text = Manifest(ranks, shards, {"mine": Item("rng", "own")}, ("mine",), {}, "x").text()
+        assert parse(text, "x").shard_of.tolist() == [0] * ranks
+        return len(text)
+
+    assert length(10_000) < length(16) + 20
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def objects(strategy: ms.Strategy, on: float, rank: int) -> dict[str, Any]:
+    with strategy.scope():
+        total = ms.Variable(np.int64(0), synchronization="ON_READ", aggregation="SUM")
+        if on:
+            strategy.run(lambda: total.assign(np.int64(rank + 1)))
+        return {
+            "large": ms.Variable(np.arange(1000.0) * on),
+            "odd": ms.Variable(np.arange(7, dtype=np.int16) * np.int16(on)),
+            "empty": np.zeros((0, 3)),
+            "total": total,
+            "words": {"step": on},
+        }
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_large_arrays_are_split(strategy: ms.MirroredStrategy, tmp_path: Path, wait: bool) -> None:
+    folder = shared_folder(tmp_path)
+    with many_writers(), strategy.scope():
+        ms.Checkpoint(**objects(strategy, 1, RANK)).save(folder / "c", wait=wait).wait()
+    with strategy.scope():
+        again = ms.Checkpoint(**objects(strategy, 0, RANK))
+    again.restore(folder / "c")
+    assert again.objects["large"].numpy().tolist() == list(range(1000))
+    assert again.objects["odd"].numpy().tolist() == list(range(7))
+    assert int(again.objects["total"]) == sum(range(1, SIZE + 1))
+    assert again.objects["words"] == {"step": 1}
+    arrays = ms.Checkpoint.arrays(folder / "c")
+    assert arrays["large"].tolist() == list(range(1000))
+    files = sorted(path for path in (folder / "c").iterdir() if path.suffix == ".safetensors")
+    assert len(files) == SIZE
+    parts = [(name, array) for path in files for name, array in ms.Checkpoint.arrays(path).items() if "large" in name]
+    if SIZE > 1:  # each file can be read by itself
+        assert parts[0][0] == "_from 0/large"
+        assert len(parts) == SIZE
+    assert np.concatenate([array for _, array in parts]).tolist() == list(range(1000))
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(("p", "q"), [(1, 4), (3, 2), (4, 3), (4, 1)])
+@pytest.mark.parametrize("many", [True, False])
+def test_on_another_number_of_ranks_and_nodes(tmp_path: Path, p: int, q: int, many: bool) -> None:
+    def save() -> None:
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            ms.Checkpoint(**objects(strategy, 1, int(strategy.replica_id_in_sync_group))).save(tmp_path / "c")
+
+    def restore() -> Any:
+        strategy = ms.MirroredStrategy()
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(**objects(strategy, 0, 0))
+        checkpoint.restore(tmp_path / "c")
+        found = checkpoint.objects
+        return found["large"].numpy().tolist(), int(found["total"]), found["words"]
+
+    if many:
+        with many_writers():
+            run_replicas(save, p, nodes=[rank % 2 for rank in range(p)])
+    else:
+        run_replicas(save, p)
+    assert len(os.listdir(tmp_path / "c")) == 1 + (p if many else 1)
+    found = run_replicas(restore, q, nodes=[rank * 2 // q for rank in range(q)])
+    assert found == [(list(range(1000)), p * (p + 1) // 2, {"step": 1})] * q
+
+
+def test_values_that_are_too_long_on_one_rank(
+    strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if SIZE == 1:
+        pytest.skip("what one rank has is the same everywhere")
+    folder = shared_folder(tmp_path)
+    monkeypatch.setattr("mpistrategy.checkpoint.storage.shards.LONGEST_TEXT", 10_000)
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(log=list(range(9000 if RANK == SIZE - 1 else 1)))
+    assert {outcome.error for outcome in outcomes(checkpoint.save, folder / "c")} == {errors.OptionError}
+    strategy.barrier("cleaned up")
+    assert os.listdir(folder) == []
+
+
+# ------------------------------------------------------------------------------------------------ counts
+
+
+def counts_of(job: launching.Finished) -> Any:
+    return json.loads(job.check().stdout.splitlines()[-1])
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("ranks", "bytes_a_writer", "shards"), [(2, 2**26, 1), (4, 2**26, 1), (4, 600_000, 2), (4, 1, 4)]
+)
+def test_counts(launch: Launch, tmp_path: Path, ranks: int, bytes_a_writer: int, shards: int) -> None:
+    """Opens and fsyncs are those of the writers; each byte is read once, whoever needs it."""
+    several = {"MPIR_CVAR_NUM_CLIQUES": "2"} if launching.LIBRARY.startswith("MPICH") and ranks == 4 else {}
+    how = ["--json", "--bytes-a-writer", bytes_a_writer]
+    found = counts_of(launch(ranks, [SCRIPT, tmp_path, *how], env=several))
+    assert found["shards"] == shards
+    assert found["nodes"] == (2 if several else 1)
+    save, restore = found["save"], found["restore"]
+    assert save["opens"] == 3 * shards + 1  # its folder, the one above and the shard; and the manifest
+    assert save["creates"] == shards + 1
+    assert save["fsyncs"] == shards + 3
+    assert save["renames"] == 1
+    assert save["collectives"] <= 10 + 3 * shards
+    assert restore["opens"] == 3 * shards + 3
+    assert restore["bytes read"] == found["bytes"]
+    assert restore["most bytes read by a node"] <= found["bytes"]
+    assert restore["collectives"] <= 10 + 4 * shards
+    assert found["bytes of the manifest"] < 4000
+    other = counts_of(launch(3, [SCRIPT, tmp_path, *how, "--restore"]))["restore"]
+    assert other["bytes read"] == found["bytes"]
+    assert other["collectives"] <= 11 + 4 * shards  # the sums and means of four variables by one of them
