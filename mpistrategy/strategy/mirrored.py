@@ -15,7 +15,7 @@ from mpistrategy.mpi.gpu.device_selection import activate, choose_device, reques
 from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
-from mpistrategy.options import CommunicationOptions
+from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 
@@ -47,7 +47,7 @@ class MirroredStrategy(Strategy):
         on_error: what becomes of an error that a rank's program does not catch.  "abort" ends the whole job: all of
             COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
             communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  All calls are
-            compared then.  A late collective raises RemoteError, too, where the rank that waits can leave it.
+            compared then.  A late collective raises CollectiveTimeoutError, where the rank that waits can leave it.
         name: is compared between the ranks instead of the place of this call.
 
     Raises:
@@ -69,8 +69,8 @@ class MirroredStrategy(Strategy):
         *,
         communicator: Any = None,
         communication_options: CommunicationOptions | None = None,
-        check: str | None = None,
-        on_error: str = "abort",
+        check: CheckLevel | None = None,
+        on_error: OnError = "abort",
         name: str | None = None,
     ) -> None:
         where = "MirroredStrategy"

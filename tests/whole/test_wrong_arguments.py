@@ -156,3 +156,36 @@ def test_a_misspelt_attribute_is_refused_and_others_are_free(manager: ms.Checkpo
         optimizer.variables = ()  # type: ignore[misc]
     optimizer.comment = "mine"  # type: ignore[attr-defined]
     assert Warmed().learning_rates == [0.1, 0.2]
+
+
+def test_misspelt_attributes_of_variables_strategies_and_helpers_are_refused(tmp_path: Path) -> None:
+    strategy = ms.OneDeviceStrategy("CPU:0")
+    with strategy.scope():
+        variable, accumulator = ms.Variable(0.0), ms.gradients.GradientAccumulator(2)
+        handler = ms.PreemptionCheckpointHandler(ms.Checkpoint(x=1), tmp_path)
+    handler.close()
+    for made, wrong, right in (
+        (variable, "trainabl", "trainable"),
+        (variable, "agregation", "aggregation"),
+        (strategy.extended, "option", "options"),
+        (strategy.extended, "cross_device_op", "cross_device_ops"),
+        (accumulator, "step", "steps"),
+        (handler, "checkpoint_maneger", "checkpoint_manager"),
+        (ms.telemetry.progress(range(3)), "totl", "total"),
+        (ms.telemetry.trace("folder"), "directry", "directory"),
+    ):
+        with pytest.raises(OptionError, match=f"{type(made).__name__}.{wrong}: .*Did you mean {right!r}"):
+            setattr(made, wrong, 3)
+        made.comment = "mine"  # type: ignore[union-attr]
+
+
+def test_what_the_constructor_would_refuse_is_refused_later() -> None:
+    for algorithm in (ms.MpiAllReduce(), ms.NcclAllReduce(), ms.HierarchicalCopyAllReduce(2), ms.OrderedAllReduce()):
+        with pytest.raises(AttributeError, match="num_packs"):
+            algorithm.num_packs = 3  # type: ignore[misc]
+    bar, trace = ms.telemetry.progress(range(3)), ms.telemetry.trace("folder")
+    with pytest.raises(OptionError, match="total='many'"):
+        bar.total = "many"
+    with pytest.raises(OptionError, match=r"Trace.directory"):
+        trace.directory = "another"
+    assert (bar.total, trace.directory) == (3, "folder")

@@ -16,11 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from mpistrategy.errors import RemoteError
-from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import Account, account_of, as_data, roll_call
+from mpistrategy.mpi.watchdog.roll_call import Account, account_of, as_data, as_error, not_come, roll_call
 from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, RankStatus
 
 #: The status of a job that a late collective has ended, as of `timeout`.
@@ -73,7 +71,20 @@ def contain(group: Group, status: Callable[[], RankStatus], rank: int, size: int
     try:
         _call_the_roll((group,), status, rank, size)
     finally:
-        group.guard.stop_waiting(RemoteError(f"a collective is late, as the roll call says. {NO_MORE_CALLS}"))
+        accounts = _on_this_node(group.board.read(), group.last_calls())
+        accounts += [account for _, _, told in group.others() for account in told]
+        group.guard.stop_waiting(as_error(accounts, _unknown(group, accounts)))
+
+
+def _on_this_node(lines: Sequence[RankStatus], last_calls: Mapping[int, str]) -> list[Account]:
+    """Return what is known of the ranks of this node."""
+    silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
+    now = time.monotonic()
+    return [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
+
+
+def _unknown(group: Group, accounts: Sequence[Account]) -> list[int]:
+    return sorted({*group.ranks} - {account.status.rank for account in accounts})
 
 
 def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], rank: int, size: int) -> None:
@@ -91,12 +102,12 @@ def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], ra
         last_calls = {each: text for group in groups for each, text in group.last_calls().items()}
         accounts = _accounts(widest, began, last_calls)
         if accounts:
-            unknown = sorted({*widest.ranks} - {account.status.rank for account in accounts})
+            unknown = _unknown(widest, accounts)
             contained = widest.guard.contains_errors
             text = roll_call(accounts, unknown, len(widest.ranks), where, contained=contained)
             _say(title, text)
             within(FILE_SECONDS, lambda: widest.publish(text))
-            data = {"ranks": as_data(accounts), "unknown": unknown}
+            data = {"ranks": as_data(accounts), "unknown": unknown, "missing": sorted(not_come(accounts, unknown))}
             within(FILE_SECONDS, lambda: widest.directory.write_error("timeout", text, rank, data))
             _forward()
         _set_state(groups, CALLED)
@@ -127,10 +138,8 @@ def _speaks(widest: Group, rank: int) -> bool:
 def _accounts(widest: Group, began: float, last_calls: Mapping[int, str]) -> list[Account]:
     """Return what is known of the ranks; nothing where another node calls the roll."""
     lines = widest.board.read()
-    silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
+    accounts = _on_this_node(lines, last_calls)
     _ask_for_stacks(lines)
-    now = time.monotonic()
-    accounts = [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
     if widest.nodes > 1:
         within(FILE_SECONDS, lambda: widest.tell(accounts))
         _until(lambda: _all_final(widest) or widest.is_published(), began + _NODES_SECONDS, _LONGEST_LOOK_SECONDS)
