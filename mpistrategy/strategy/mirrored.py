@@ -15,6 +15,7 @@ from mpistrategy.mpi.gpu.device_selection import activate, choose_device, reques
 from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
@@ -93,7 +94,12 @@ class MirroredStrategy(Strategy):
                         expected="a CommunicationOptions",
                     )
                 if reaction not in ("abort", "raise"):
-                    raise OptionError.at(where, found=f"on_error={on_error!r}", expected='"abort" or "raise"')
+                    raise OptionError.at(
+                        where,
+                        found=f"on_error={on_error!r}",
+                        expected='"abort" or "raise"',
+                        fix=did_you_mean(on_error, ("abort", "raise")),
+                    )
                 several_nodes = ranks.nodes > 1
                 level = check_level.chosen(check, check_level.FIRST if several_nodes else check_level.ALWAYS)
                 if contains_errors and check is None:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
+from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.settings import Settable, Setting
 from mpistrategy.telemetry import terminal
 from mpistrategy.telemetry.own_rank import own_place
@@ -175,7 +176,8 @@ def progress(
     total = _checked_total(_WHERE, "total", _length(iterable) if total is None else total)
     asked = os.environ.get(VARIABLE, "").lower()
     if asked not in ("", "bar", "lines", "off"):
-        raise OptionError.at(VARIABLE, found=f"{asked!r}", expected="bar, lines or off")
+        fix = did_you_mean(asked, ("bar", "lines", "off"))
+        raise OptionError.at(VARIABLE, found=f"{asked!r}", expected="bar, lines or off", fix=fix)
     return Progress(iterable, total, title, every_seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 
 import mpistrategy as ms
-from mpistrategy.errors import MpiStrategyError, OptionError
+from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
+from mpistrategy.mpi.faults import plans
+from mpistrategy.objects.settings import Setting
+from mpistrategy.training.hyperparameters import Misnamed, Renamed
 
 pytestmark = pytest.mark.one_rank
 
@@ -72,6 +76,46 @@ def test_a_value_of_no_fitting_type_is_refused_by_its_argument(name: str, argume
     assert re.search(rf"\b{argument} ?=|\b{argument}\b.*: found", str(refused.value)), str(refused.value)
 
 
+#: Attributes that may be set: those with a check, and properties with a setter.
+SETTERS = [
+    (name, attribute)
+    for name, made in [(name, getattr(ms, name, None) or getattr(ms.optimizers, name, None)) for name in CONSTRUCTORS]
+    + [("StrategyExtended", ms.StrategyExtended), ("Checkpoint", ms.Checkpoint)]
+    if inspect.isclass(made)
+    for attribute in sorted({attribute for base in made.__mro__ for attribute in vars(base)})
+    if isinstance(setter := inspect.getattr_static(made, attribute), (Setting, Misnamed, Renamed))
+    or (isinstance(setter, property) and setter.fset is not None)
+]
+
+
+@pytest.mark.parametrize(("name", "attribute"), SETTERS)
+@pytest.mark.filterwarnings("ignore:.*is now called:DeprecationWarning")
+def test_a_setter_refuses_what_no_constructor_would_take(name: str, attribute: str, tmp_path: Path) -> None:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        if name == "StrategyExtended":
+            made: Any = ms.get_strategy().extended
+        elif name == "Checkpoint":
+            made = ms.Checkpoint(x=1)
+        elif "Checkpoint" in name:
+            made = getattr(ms, name)(ms.Checkpoint(x=1), tmp_path)
+        else:
+            constructor, given = CONSTRUCTORS[name]
+            made = constructor(**given)
+        before = None if attribute in ("lr", "clipnorm") else getattr(made, attribute)
+        with pytest.raises(MpiStrategyError):
+            setattr(made, attribute, object())
+        assert before is None or getattr(made, attribute) is before
+        if hasattr(made, "close"):
+            made.close()
+
+
+def test_the_sweep_of_setters_is_not_empty() -> None:
+    assert {*SETTERS} >= {
+        ("SGD", "learning_rate"), ("AdamW", "weight_decay"), ("Variable", "trainable"), ("CheckpointManager", "keep"),
+        ("StrategyExtended", "options"), ("ReductionToOneDevice", "accumulation_fn"), ("Checkpoint", "objects"),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("make", "near"),
     [
@@ -80,12 +124,44 @@ def test_a_value_of_no_fitting_type_is_refused_by_its_argument(name: str, argume
         (lambda: ms.Variable(0.0, aggregation="menn"), "aggregation='menn'.*'MEAN'"),  # type: ignore[arg-type]
         (lambda: ms.CommunicationOptions(implementation="nccll"), "implementation='nccll'.*'NCCL'"),
         (lambda: ms.InputOptions(experimental_replication_mode="per-worker"), "mode='per-worker'.*'PER_WORKER'"),
-        (lambda: ms.MirroredStrategy(check="alway"), "check='alway'.*'always'"),
+        (lambda: ms.MirroredStrategy(check="alway"), "check='alway'.*'always'"),  # type: ignore[arg-type]
+        (lambda: ms.MirroredStrategy(on_error="rase"), "on_error='rase'.*'raise'"),  # type: ignore[arg-type]
+        (lambda: ms.MirroredStrategy("gpuu"), "devices='gpuu'.*'gpu'"),
+        (lambda: ms.telemetry.RankFilter(others="EROR"), "others='EROR'.*'ERROR'"),
+        (lambda: ms.get_strategy().reduce("SMU", 1), "reduce_op='SMU'.*'SUM'"),
+        (
+            lambda: ms.get_strategy().distribute_dataset([], check_batches="rase"),
+            "check_batches='rase'.*'raise'",
+        ),
     ],
 )
 def test_a_misspelt_word_names_the_nearest(make: Callable[[], Any], near: str) -> None:
     with ms.OneDeviceStrategy("CPU:0").scope(), pytest.raises(MpiStrategyError, match=near):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: ms.OneDeviceStrategy("CPUU:0"), "OneDeviceStrategy: found device='CPUU:0'"),
+        (lambda: ms.MirroredStrategy(["GPUU:0"]), r"MirroredStrategy: found devices='GPUU:0'"),
+        (lambda: ms.ReductionToOneDevice("tusk:0"), "ReductionToOneDevice: found reduce_to_device='tusk:0'"),
+        (lambda: ms.get_strategy().extended.reduce_to("SUM", 1, "tusk:0"), "found destinations='tusk:0'"),
+    ],
+)
+def test_a_device_string_is_told_by_its_argument(make: Callable[[], Any], told: str) -> None:
+    scope = contextlib.nullcontext() if "Strategy:" in told else ms.OneDeviceStrategy("CPU:0").scope()
+    with scope, pytest.raises(DeviceError, match=told):
+        make()
+
+
+def test_words_are_taken_in_any_letter_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    ms.telemetry.RankFilter(ranks="ALL", level="info", others="Error")
+    assert plans.parse("RANK=0, At=AllReduce#7, do=Kill", "here") == plans.parse(
+        "rank=0,at=allreduce#7,do=kill", "here"
+    )
+    monkeypatch.setenv("MPISTRATEGY_PROGRESS", "OFF")
+    assert list(ms.telemetry.progress(range(2))) == [0, 1]
 
 
 def test_names_of_enumerations_are_taken_in_any_letter_case() -> None:
