@@ -57,6 +57,7 @@ def step(x: Floats, y: Floats, scale: float = 1.0) -> Losses:
     """Use the context of a step."""
     replica = ms.get_replica_context()
     assert_type(replica, ms.ReplicaContext)
+    assert_type(replica.strategy, ms.Strategy)
     total = replica.all_reduce("SUM", x - y)
     assert_type(total, NDArray[np.float64])
     nest = replica.all_reduce("SUM", {"x": x, "y": y})
