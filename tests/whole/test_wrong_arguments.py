@@ -220,6 +220,23 @@ class Warmed(ms.optimizers.SGD):
         self.slots, self.updates, self.rate_decay = [1], 2, 0.5
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        (ms.optimizers.Adam, (0.1, 0.9, 0.999, 1e-7, "SUM")),
+        (ms.optimizers.AdamW, (0.1, 0.01, 0.9, 0.999, 1e-7, "SUM")),
+        (ms.Variable, (0.0, True)),
+        (ms.Dataset.from_arrays, (np.zeros(4), 2, 7)),
+        (ms.MirroredStrategy, (None, None, None)),
+        (ms.Strategy.arena, (ms.OneDeviceStrategy(), np.zeros(2), True)),
+        (ms.Strategy.reduce, (ms.OneDeviceStrategy(), "SUM", 1.0, None, 2.0)),
+    ],
+)
+def test_the_tail_of_a_signature_has_keywords_only(call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        call(*arguments)
+
+
 def test_a_misspelt_attribute_is_refused_and_others_are_free(manager: ms.CheckpointManager) -> None:
     optimizer = ms.optimizers.SGD(0.1)
     with pytest.raises(OptionError, match="Did you mean 'learning_rate'"):
