@@ -282,3 +282,6 @@ def test_what_the_constructor_would_refuse_is_refused_later() -> None:
     with pytest.raises(OptionError, match=r"Trace.directory"):
         trace.directory = "another"
     assert (bar.total, trace.directory) == (3, "folder")
+    arena = ms.OneDeviceStrategy().arena(np.zeros(2))
+    with pytest.raises(OptionError, match=r"Arena.strategy"):
+        arena.strategy = ms.OneDeviceStrategy()
