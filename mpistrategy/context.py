@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpistrategy.errors import ContextError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites
@@ -40,6 +40,9 @@ class Mode(enum.Enum):
     REPLICA = "replica"
     CROSS_REPLICA = "cross-replica"
     UPDATE = "update"
+
+    if not TYPE_CHECKING:  # by identity, without a step of Python: each write to a variable looks up a mode
+        __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)

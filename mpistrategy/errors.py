@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointReadError",
     "CheckpointWriteError",
     "CollectiveMismatchError",
+    "CollectiveTimeoutError",
     "ContextError",
     "CopyError",
     "DTypeError",
@@ -302,3 +303,20 @@ class RemoteError(MpiStrategyError, RuntimeError):
     """
 
     error = ""
+
+
+class CollectiveTimeoutError(RemoteError, TimeoutError):
+    """A rank of a strategy with ``on_error="raise"`` has waited longer than `timeout_seconds` for the others.
+
+    Elsewhere a late collective ends the job.  Either way a roll call says the same in words.
+
+    Attributes:
+        calls: by the number in the job, what is known of each rank: the call that it waits in, its operation and its
+            site; or with `left` where it is, and why it does not answer.
+        missing: the ranks that have not come.
+        waited_seconds: by rank, how long it has waited; 0 for one that has not come.
+    """
+
+    calls: Mapping[int, RankCall] = {}
+    missing: tuple[int, ...] = ()
+    waited_seconds: Mapping[int, float] = {}

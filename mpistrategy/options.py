@@ -117,6 +117,20 @@ Op: TypeAlias = (
     | Literal["SUM", "MIN", "MAX", "PROD", "sum", "min", "max", "prod", "Sum", "Min", "Max", "Prod"]
     | ReduceOp
 )
+#: A sum or a mean, as the argument `aggregation` of optimizers.
+SumOrMean: TypeAlias = Mean | Literal[ReduceOp.SUM, VariableAggregation.SUM, "SUM", "sum", "Sum"]
+#: Arguments of `Variable`.
+Aggregation: TypeAlias = (
+    VariableAggregation
+    | Literal["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA", "none", "sum", "mean", "only_first_replica"]
+)
+Synchronization: TypeAlias = (
+    VariableSynchronization | Literal["AUTO", "NONE", "ON_WRITE", "ON_READ", "auto", "none", "on_write", "on_read"]
+)
+#: Arguments of `MirroredStrategy`, and of optimizers.
+CheckLevel: TypeAlias = Literal["always", "off", "ALWAYS", "OFF"]
+OnError: TypeAlias = Literal["abort", "raise", "ABORT", "RAISE"]
+NonFinite: TypeAlias = Literal["raise", "skip", "warn", "RAISE", "SKIP", "WARN"]
 
 
 class CommunicationImplementation(enum.Enum):
@@ -125,6 +139,11 @@ class CommunicationImplementation(enum.Enum):
     AUTO = "AUTO"
     RING = "RING"
     NCCL = "NCCL"
+
+
+#: Arguments of `CommunicationOptions`.
+Implementation: TypeAlias = CommunicationImplementation | Literal["AUTO", "RING", "NCCL", "auto", "ring", "nccl"]
+Wire: TypeAlias = Literal["bfloat16", "BFLOAT16"]
 
 
 @dataclass(frozen=True)
@@ -154,8 +173,8 @@ class CommunicationOptions:
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
-    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
-    wire: str | None = None
+    implementation: Implementation = CommunicationImplementation.AUTO
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         where = "CommunicationOptions"

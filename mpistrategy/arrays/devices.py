@@ -51,14 +51,18 @@ class Device:
 
 
 @lru_cache(maxsize=1024)
-def parse(text: str) -> Device:
+def parse(text: str, where: str = "a device string", argument: str = "device") -> Device:
     """Read a device string.
+
+    Args:
+        text: the string.
+        where, argument: the public call that was given it, and as what; for the error.
 
     Raises:
         DeviceError: for an empty string, an unknown part, or a device kind other than CPU and GPU.
     """
     if not text.strip():
-        raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")
+        raise _unreadable(text, where, argument)
     task: int | None = None
     kind: str | None = None
     index: int | None = None
@@ -68,18 +72,17 @@ def parse(text: str) -> Device:
         if name == "task" and value.isascii() and value.isdecimal():
             task = int(value)
         elif name == "device":
-            kind, index = _parse_kind(value, text)
+            match = _KIND_AND_INDEX.match(value)
+            if match is None or match["kind"].upper() not in KINDS:
+                raise _unreadable(text, where, argument)
+            kind, index = match["kind"].upper(), None if match["index"] in (None, "*") else int(match["index"])
         elif (name, value) not in (("job", "worker"), ("replica", "0")):
-            raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")
+            raise _unreadable(text, where, argument)
     return Device(task, kind, index)
 
 
-def _parse_kind(value: str, text: str) -> tuple[str, int | None]:
-    match = _KIND_AND_INDEX.match(value)
-    if match is None or match["kind"].upper() not in KINDS:
-        raise DeviceError.at("device string", found=repr(text), expected=f"a device such as {_FORMS}")
-    index = match["index"]
-    return match["kind"].upper(), None if index in (None, "*") else int(index)
+def _unreadable(text: str, where: str, argument: str) -> DeviceError:
+    return DeviceError.at(where, found=f"{argument}={text!r}", expected=f"a device such as {_FORMS}")
 
 
 def gpu_of(devices: Sequence[Device], rank: int) -> int | None:

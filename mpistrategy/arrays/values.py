@@ -107,12 +107,12 @@ class ArrayLike(ArrayOperators):
         return int(np.prod(self.shape))
 
     @property
-    def T(self) -> Any:  # noqa: N802  # NumPy's name
+    def T(self) -> Array:  # noqa: N802  # NumPy's name
         """The array with its axes reversed."""
         value = self._read()
         return value.T if is_on_device(value) else np.asarray(value).T
 
-    def numpy(self) -> Any:
+    def numpy(self) -> Array:
         """Return the value as an ndarray; a value in GPU memory is copied to the host."""
         return host_array(self._read())
 

@@ -27,7 +27,7 @@ from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
-from mpistrategy.objects.settings import Fixed
+from mpistrategy.objects.settings import Fixed, Settable
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
 START_ME_AGAIN = 75
@@ -93,7 +93,7 @@ def _signal(given: Any) -> signal.Signals:
     return found
 
 
-class PreemptionCheckpointHandler:
+class PreemptionCheckpointHandler(Settable):
     """Runs steps until the job is told to stop; then all ranks save the same step and end with status 75.
 
     Make it on all ranks, in the main threads, before the first step.  It restores the newest complete checkpoint.  From

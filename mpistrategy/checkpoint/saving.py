@@ -35,6 +35,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import Interval
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.job.launcher import version
+from mpistrategy.objects.copies import NotPickled
 
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
@@ -42,7 +43,7 @@ SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
 REPORT = np.dtype([("nbytes", np.int64), ("checksum", np.uint8, CHECKSUM_BYTES)])
 
 
-class Saving:
+class Saving(NotPickled):
     """A checkpoint that is being written; what `Checkpoint.save` returns.
 
     Args:
@@ -56,6 +57,8 @@ class Saving:
         is_committed: whether the checkpoint is complete, as far as this rank knows.
         has_failed: whether it has failed.
     """
+
+    _instead_of_pickling = "Send its path."
 
     def __init__(self, communicator: Communicator, path: str, overwrite: bool, layout: dict[str, Any]) -> None:
         self.path = path

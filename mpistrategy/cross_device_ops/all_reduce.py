@@ -45,7 +45,7 @@ class NcclAllReduce(PackedCrossDeviceOps):
     _device_path: str | None = "nccl"
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs: float = checked_num_packs(num_packs, "NcclAllReduce")
+        self._num_packs = checked_num_packs(num_packs, "NcclAllReduce")
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
@@ -69,7 +69,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     _to_every_rank: ChooseRoute | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs: float = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
+        self._num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
 
     def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: on several nodes the same for all sizes."""

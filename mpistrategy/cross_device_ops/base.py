@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import in_words
-from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.broadcast import broadcast
 from mpistrategy.reduction.layout import destinations as placing
 
@@ -76,7 +76,7 @@ class CrossDeviceOps:
     @collective("reduce", own=own_mirrored("per_replica_value"))
     def reduce(
         self,
-        reduce_op: Any,
+        reduce_op: Op,
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
@@ -109,7 +109,7 @@ class CrossDeviceOps:
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
     def batch_reduce(
         self,
-        reduce_op: Any,
+        reduce_op: Op,
         value_destination_pairs: Any,
         options: CommunicationOptions | None = None,
         *,

@@ -37,15 +37,20 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that reduce packs of arrays.
 
     Attributes:
-        num_packs: see `mpistrategy.reduction.layout.packing.plan`.
+        _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
         _device_path: the path of arrays in GPU memory; "" leaves it to the options, None takes them through the host.
         _to_every_rank: chooses the route to every rank, once for each list of layouts; None: their packs take `_route`.
     """
 
     _is_built_in = True
-    num_packs: float = 0
+    _num_packs: float = 0
     _device_path: str | None = ""
     _to_every_rank: ChooseRoute | None = staticmethod(usual_route)
+
+    @property
+    def num_packs(self) -> float:
+        """Into about how many packs values are split; 0 leaves it to bytes_per_pack.  The constructor's alone."""
+        return self._num_packs
 
     @property
     def _configuration(self) -> str:

@@ -53,7 +53,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
                 raise OptionTypeError.at(
                     where, found=f"reduce_to_device={reduce_to_device!r}", expected="a device string"
                 )
-            devices.parse(reduce_to_device)
+            devices.parse(reduce_to_device, where, "reduce_to_device")
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise OptionTypeError.at(
                 where, found=f"accumulation_fn={accumulation_fn!r}", expected="a function of a list"

@@ -20,6 +20,7 @@ from mpistrategy.input.iterators import END
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.variables.mirrored_check import digest
 
@@ -38,7 +39,12 @@ def checked_level(level: Any, where: str) -> str:
         OptionError: for anything else.
     """
     if not isinstance(level, str) or level.lower() not in (WARN, RAISE, OFF):
-        raise OptionError.at(where, found=f"check_batches={level!r}", expected='"warn", "raise" or "off"')
+        raise OptionError.at(
+            where,
+            found=f"check_batches={level!r}",
+            expected='"warn", "raise" or "off"',
+            fix=did_you_mean(level, (WARN, RAISE, OFF)),
+        )
     return level.lower()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.objects.settings import checked_count, checked_switch, whole_number
@@ -19,6 +19,10 @@ class InputReplicationMode(enum.Enum):
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
+
+
+#: The same as an argument.
+ReplicationMode: TypeAlias = InputReplicationMode | Literal["PER_WORKER", "PER_REPLICA", "per_worker", "per_replica"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class InputOptions:
     """
 
     experimental_fetch_to_device: bool | None = None
-    experimental_replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER
+    experimental_replication_mode: ReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def did_you_mean(given: object, names: Iterable[str], least: float = 0.7) -> str:
+def did_you_mean(given: object, names: Iterable[str], least: float = 0.6) -> str:
     """Return ``Did you mean 'MEAN'?`` for a name that is nearly one of `names`, in any letter case; else "".
 
     Args:

@@ -76,6 +76,8 @@ class Settable:
         declared = {known for base in bases for known in vars(base).get("__annotations__", ())}
         if name in declared or any(name in vars(base) for base in bases):
             return
+        settable = (item for base in bases for item in vars(base).items() if isinstance(item[1], property))
+        declared |= {known for known, kept in settable if kept.fset is not None}
         fix = did_you_mean(name, (known for known in declared if not known.startswith("_")), least=0.8)
         if fix:
             kind = type(self).__name__

@@ -18,7 +18,7 @@ from mpistrategy.errors import EmptyBatchError
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Rates
 from mpistrategy.objects.shown import size_in_words
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena, Extended
 from mpistrategy.reduction.arena.layout import check_dtypes
 from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
@@ -40,7 +40,7 @@ class Explained:
         @property
         def extended(self) -> Extended: ...
 
-    def explain(self, value: Any, reduce_op: Any = "SUM", options: CommunicationOptions | None = None) -> str:
+    def explain(self, value: Any, reduce_op: Op = "SUM", options: CommunicationOptions | None = None) -> str:
         """Say which route an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.
 
         Args:

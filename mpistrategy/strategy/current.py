@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy.context import Frame, Mode, check_strategy, current_frame, current_strategy, entered, in_words
 from mpistrategy.errors import ContextError
+from mpistrategy.strategy import replica_context
 
 if TYPE_CHECKING:
-    from mpistrategy.strategy.replica_context import ReplicaContext
     from mpistrategy.strategy.strategy import Strategy
+
+    class ReplicaContext(replica_context.ReplicaContext):
+        """The same class, which cannot name Strategy where it is written."""
+
+        @property
+        def strategy(self) -> Strategy:
+            """The strategy whose step function this is."""
+
+else:
+    ReplicaContext = replica_context.ReplicaContext
 
 
 def get_strategy() -> Strategy:
@@ -34,10 +44,8 @@ def get_replica_context() -> ReplicaContext:
     stay on this rank, with an OutsideStepWarning once a strategy of several ranks was made.
     """
     frame = current_frame()
-    replica_context: ReplicaContext = (
-        frame.replica_context if frame is not None else get_strategy().extended._default_replica_context
-    )
-    return replica_context
+    found: Any = frame.replica_context if frame else get_strategy().extended._default_replica_context
+    return found  # type: ignore[no-any-return]
 
 
 def in_cross_replica_context() -> bool:

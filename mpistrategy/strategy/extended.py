@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,7 +21,8 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import STEP, collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.copies import NotPickled
-from mpistrategy.options import CommunicationOptions
+from mpistrategy.objects.settings import Settable
+from mpistrategy.options import CommunicationOptions, Op
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.inputs import unwrapped
 from mpistrategy.reduction.reducer import Reducer
@@ -30,8 +31,10 @@ from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.variable import Variable
 
+T = TypeVar("T")
 
-class StrategyExtended(Placement, NotPickled):
+
+class StrategyExtended(Placement, NotPickled, Settable):
     """The part of a strategy that algorithms and other libraries build on; found as `strategy.extended`.
 
     Args:
@@ -130,7 +133,7 @@ class StrategyExtended(Placement, NotPickled):
     @collective("reduce", own=own_mirrored("value"))
     def reduce_to(
         self,
-        reduce_op: Any,
+        reduce_op: Op,
         value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
@@ -171,7 +174,7 @@ class StrategyExtended(Placement, NotPickled):
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
     def batch_reduce_to(
         self,
-        reduce_op: Any,
+        reduce_op: Op,
         value_destination_pairs: Any,
         options: CommunicationOptions | None = None,
         *,
@@ -292,8 +295,8 @@ class StrategyExtended(Placement, NotPickled):
 
     @collective(STEP)
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> T:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
         self._require_cross_replica("call_for_each_replica")
         context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)

@@ -10,13 +10,13 @@ from mpistrategy.errors import OptionError
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
 from mpistrategy.input.first_batches import OFF, WARN, FirstBatches, checked_level
 from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
-from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode, check_options
+from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode, ReplicationMode, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import checked_member
 
 #: What is compared of the first batches, as an argument.
-CheckBatches: TypeAlias = Literal["warn", "raise", "off"]
+CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
 E = TypeVar("E")
 
 
@@ -148,7 +148,7 @@ class InputMethods:
     def make_input_fn_iterator(
         self: _Strategy,
         input_fn: Callable[[InputContext], Iterable[E]],
-        replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
+        replication_mode: ReplicationMode = InputReplicationMode.PER_WORKER,
         *,
         name: str | None = None,
     ) -> InputFunctionIterator[E]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar
 
 from mpistrategy.errors import CopyError, OptionTypeError
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class _Strategy(Protocol):
     def scope(self) -> AbstractContextManager[Any]: ...
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any: ...
+    def run(self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T: ...
 
 
 class OldNames(NotPickled):
@@ -32,14 +32,14 @@ class OldNames(NotPickled):
     )
 
     def experimental_run_v2(
-        self: _Strategy, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self: _Strategy, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> T:
         """Return `run(fn, args, kwargs)`: its old name."""
-        return self.run(fn, args, kwargs)
+        return self.run(fn, args, {} if kwargs is None else kwargs)
 
     def experimental_run(
-        self: _Strategy, fn: Callable[..., Any], input_iterator: DistributedIterator[Any] | None = None
-    ) -> Any:
+        self: _Strategy, fn: Callable[..., T], input_iterator: DistributedIterator[Any] | None = None
+    ) -> T:
         """Run ``fn(element)`` on every replica, with this rank's next element of `input_iterator`.
 
         Args:
@@ -51,7 +51,7 @@ class OldNames(NotPickled):
             ContextError, OptionTypeError: as `run`.
         """
         if input_iterator is None:
-            return self.run(fn)
+            return self.run(fn, (), {})
         if not hasattr(input_iterator, "get_next"):
             raise OptionTypeError.at(
                 "Strategy.experimental_run",
@@ -61,7 +61,7 @@ class OldNames(NotPickled):
             )
         with self.scope():
             element = input_iterator.get_next()
-        return self.run(fn, (element,))
+        return self.run(fn, (element,), {})
 
     def experimental_initialize(self) -> list[Any]:
         """Return an empty list: nothing must run before the first step."""

@@ -15,7 +15,8 @@ from mpistrategy.mpi.gpu.device_selection import activate, choose_device, reques
 from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
-from mpistrategy.options import CommunicationOptions
+from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 
@@ -40,14 +41,13 @@ class MirroredStrategy(Strategy):
         communicator: the mpi4py communicator whose ranks take part; None means all ranks.  The strategy works on a
             Dup of it.  Disjoint sub-communicators give independent groups.
         communication_options: the default options of every collective.
-        check: how often calls are compared between nodes, before their data moves: "always"; "first", when a call is
-            new, and at every 32nd call; "off".  None means what MPISTRATEGY_CHECK says, else "first".  Under "first"
-            calls in the wrong order are found late, at the next comparison, and an error on only one rank ends the
-            job.  Within a node calls are always compared, in the message that carries the data.
+        check: whether calls are compared between nodes, before their data moves: "always", or "off".  None means what
+            MPISTRATEGY_CHECK says, else "always".  Within a node calls are always compared, in the message that carries
+            the data.  "first", of earlier versions, warns and means "always".
         on_error: what happens after an error that a rank's program does not catch.  "abort" ends the whole job: all of
             COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
             communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  All calls are
-            compared then.  A late collective raises RemoteError, too, where the rank that waits can leave it.
+            compared then.  A late collective raises CollectiveTimeoutError, where the rank that waits can leave it.
         name: is compared between the ranks instead of the call site.
 
     Raises:
@@ -69,8 +69,8 @@ class MirroredStrategy(Strategy):
         *,
         communicator: Any = None,
         communication_options: CommunicationOptions | None = None,
-        check: str | None = None,
-        on_error: str = "abort",
+        check: CheckLevel | None = None,
+        on_error: OnError = "abort",
         name: str | None = None,
     ) -> None:
         where = "MirroredStrategy"
@@ -93,7 +93,12 @@ class MirroredStrategy(Strategy):
                         expected="a CommunicationOptions",
                     )
                 if reaction not in ("abort", "raise"):
-                    raise OptionError.at(where, found=f"on_error={on_error!r}", expected='"abort" or "raise"')
+                    raise OptionError.at(
+                        where,
+                        found=f"on_error={on_error!r}",
+                        expected='"abort" or "raise"',
+                        fix=did_you_mean(on_error, ("abort", "raise")),
+                    )
                 level = check_level.chosen(check)
                 if contains_errors and check is None:
                     level = check_level.ALWAYS

@@ -24,7 +24,7 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str = "CPU:0") -> None:
         if not isinstance(device, str):
             raise OptionTypeError.at("OneDeviceStrategy", found=f"device={device!r}", expected="a device string")
-        wanted = devices.parse(device)
+        wanted = devices.parse(device, "OneDeviceStrategy", "device")
         complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
         check_exists(complete, "OneDeviceStrategy")
         only = SingleCommunicator((complete,))

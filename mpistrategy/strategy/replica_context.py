@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from sys import _getframe
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class ReplicaContext(NotPickled):
         self._entered: list[Frame] = []
         self._run: Callable[[Any, Any, Any, FrameType, Any], Any] | None = None
 
-    def __enter__(self) -> ReplicaContext:
+    def __enter__(self) -> Self:
         frame = current_frame()
         if frame is not None:
             require_same_strategy(frame, self._strategy, "ReplicaContext.__enter__")

@@ -11,13 +11,14 @@ from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.telemetry import terminal
 from mpistrategy.telemetry.own_rank import own_place
 
 #: For ``logger.info("...", extra=ALL_RANKS)``: every rank logs this record.
 ALL_RANKS: Mapping[str, Any] = {"ranks": "all"}
 
-_WHERE = "telemetry.setup_logging"
+_WHERE = "telemetry: setup_logging or RankFilter"
 #: Records that are written at once stay whole where ranks share a pipe; PIPE_BUF of Linux.
 _WHOLE_BYTES = 4096
 _NEVER = logging.CRITICAL + 1_000_000
@@ -50,8 +51,10 @@ class RankFilter(logging.Filter):
         super().__init__()
         self._ranks = _checked_ranks(ranks)
         self._level = level_number(level)
-        self._others = _NEVER if others is None else level_number(others)
-        self._levels = {rank: level_number(each) for rank, each in (levels or {}).items()}
+        self._others = _NEVER if others is None else level_number(others, "others")
+        if levels is not None and not isinstance(levels, Mapping):
+            raise OptionTypeError.at(_WHERE, found=f"levels={levels!r}", expected="a dict from ranks to levels")
+        self._levels = {rank: level_number(each, "levels") for rank, each in (levels or {}).items()}
 
     @property
     def lowest(self) -> int:
@@ -180,24 +183,29 @@ def whole_lines(text: str) -> list[str]:
     return parts
 
 
-def level_number(level: int | str) -> int:
+def level_number(level: int | str, argument: str = "level") -> int:
     """Return the number of a level.
+
+    Args:
+        level: a level or its name.
+        argument: what it was given as; for the error.
 
     Raises:
         OptionError, OptionTypeError: for what is none.
     """
     if isinstance(level, bool) or not isinstance(level, (int, str)):
-        raise OptionTypeError.at(_WHERE, found=f"the level {level!r}", expected="a level's name, or a number")
+        raise OptionTypeError.at(_WHERE, found=f"{argument}={level!r}", expected="a level's name, or a number")
     names = logging.getLevelNamesMapping()
     if isinstance(level, str) and level.upper() not in names:
-        raise OptionError.at(_WHERE, found=f"the level {level!r}", expected=", ".join(names))
+        fix = did_you_mean(level, names)
+        raise OptionError.at(_WHERE, found=f"{argument}={level!r}", expected=", ".join(names), fix=fix)
     return names[level.upper()] if isinstance(level, str) else level
 
 
 def _checked_ranks(ranks: Any) -> Any:
     several = [ranks] if isinstance(ranks, int) else ranks
-    if ranks == "all":
-        return ranks
+    if isinstance(ranks, str) and ranks.lower() == "all":
+        return "all"
     if isinstance(several, str) or not isinstance(several, Collection):
         raise OptionTypeError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
     if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in several):
@@ -207,5 +215,5 @@ def _checked_ranks(ranks: Any) -> Any:
 
 def _has(ranks: Any, rank: int) -> bool:
     if isinstance(ranks, str):
-        return ranks == "all"
+        return ranks.lower() == "all"
     return rank == ranks if isinstance(ranks, int) else rank in ranks

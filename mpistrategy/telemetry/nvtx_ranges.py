@@ -69,6 +69,9 @@ class Nvtx(spans.Switched):
         self._ranges = _Ranges(self.stop)
         self._is_on = False
 
+    def __repr__(self) -> str:
+        return f"<Nvtx, {'on' if self._is_on else 'off'}, by {self.source or 'nothing yet'}>"
+
     @property
     def source(self) -> str:
         """What makes the ranges; "" as long as nothing does."""

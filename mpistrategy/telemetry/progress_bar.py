@@ -9,9 +9,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sized
 from time import monotonic
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.mpi.contract.call_sites import warn_of_old_name
+from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.settings import Settable, Setting
 from mpistrategy.telemetry import terminal
 from mpistrategy.telemetry.own_rank import own_place
 
@@ -24,28 +27,49 @@ _LEAST_COLUMNS = 10
 T = TypeVar("T")
 
 
-class Progress(Generic[T]):
+class OldNames(TypedDict, total=False):
+    """Former names of keywords of `progress`."""
+
+    every: float | None
+
+
+def _checked_total(where: str, name: str, value: Any) -> int | None:
+    if value is not None and not (_is_number(value) and value >= 0):
+        raise OptionError.at(where, found=f"{name}={value!r}", expected="a number from 0 on, or None")
+    return value  # type: ignore[no-any-return]
+
+
+class Progress(Generic[T], Settable):
     """The progress of a loop; `progress` makes it.
 
     Args:
         iterable: what to iterate over; None where `update` counts.
         total: how much there is; None for not known.
         title: what stands in front.
-        every: write a line every so many seconds, where there is no terminal; None for none.
+        every_seconds: write a line so often, where there is no terminal; None for none.
     """
 
-    def __init__(self, iterable: Iterable[T] | None, total: int | None, title: str, every: float | None) -> None:
+    total: Setting[int | None] = Setting(_checked_total)
+
+    def __init__(
+        self, iterable: Iterable[T] | None, total: int | None, title: str, every_seconds: float | None
+    ) -> None:
         self._iterable = iterable
         self.total = total
         self.count: int = 0
         self._title = title
         asked = os.environ.get(VARIABLE, "").lower()
         self._is_bar = asked == "bar" or (not asked and own_place()[0] == 0 and terminal.is_watched())
-        self._period = _BAR_SECONDS if self._is_bar else every or (_LINE_SECONDS if asked == "lines" else math.inf)
+        self._period = (
+            _BAR_SECONDS if self._is_bar else every_seconds or (_LINE_SECONDS if asked == "lines" else math.inf)
+        )
         if own_place()[0] != 0 or asked == "off":
             self._period = math.inf
         self._began = self._told = monotonic()
         self._is_over = False
+
+    def __repr__(self) -> str:
+        return f"<Progress {self.text(monotonic() - self._began)}>"
 
     def __iter__(self) -> Iterator[T]:
         if self._iterable is None:
@@ -117,7 +141,8 @@ def progress(
     *,
     total: int | None = None,
     title: str = "",
-    every: float | None = None,
+    every_seconds: float | None = None,
+    **old: Unpack[OldNames],
 ) -> Progress[T]:
     """Show how far a loop has come: a bar on rank 0 at a terminal, nothing elsewhere.
 
@@ -129,10 +154,11 @@ def progress(
         iterable: what to go through.
         total: how many there are; None for the length of `iterable`, where it has one.
         title: what stands in front.
-        every: where there is no terminal: write a line every so many seconds; None for none.
+        every_seconds: where there is no terminal: write a line so often; None for none.
+        old: `every`, the former name of `every_seconds`, which warns.
 
     Raises:
-        OptionTypeError, OptionError: for what cannot be gone through, and for a negative `total` or `every`.
+        OptionTypeError, OptionError: for what cannot be gone through, and for a negative `total` or `every_seconds`.
 
     >>> import mpistrategy as ms
     >>> sum(ms.telemetry.progress(range(5), title="sum"))
@@ -140,16 +166,19 @@ def progress(
     """
     if not _can_be_gone_through(iterable):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    if total is None:
-        total = _length(iterable)
-    if total is not None and not (_is_number(total) and total >= 0):
-        raise OptionError.at(_WHERE, found=f"total={total!r}", expected="a number from 0 on, or None")
-    if every is not None and not (_is_number(every) and every > 0):
-        raise OptionError.at(_WHERE, found=f"every={every!r}", expected="seconds > 0, or None")
+    if "every" in old:
+        warn_of_old_name(_WHERE, "every", "every_seconds")
+        every_seconds = old.pop("every")
+    if old:
+        raise TypeError(f"progress() got an unexpected keyword argument {next(iter(old))!r}")
+    if every_seconds is not None and not (_is_number(every_seconds) and every_seconds > 0):
+        raise OptionError.at(_WHERE, found=f"every_seconds={every_seconds!r}", expected="seconds > 0, or None")
+    total = _checked_total(_WHERE, "total", _length(iterable) if total is None else total)
     asked = os.environ.get(VARIABLE, "").lower()
     if asked not in ("", "bar", "lines", "off"):
-        raise OptionError.at(VARIABLE, found=f"{asked!r}", expected="bar, lines or off")
-    return Progress(iterable, total, title, every)
+        fix = did_you_mean(asked, ("bar", "lines", "off"))
+        raise OptionError.at(VARIABLE, found=f"{asked!r}", expected="bar, lines or off", fix=fix)
+    return Progress(iterable, total, title, every_seconds)
 
 
 def _can_be_gone_through(value: Any) -> bool:

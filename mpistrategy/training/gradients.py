@@ -12,7 +12,7 @@ from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.objects.copies import Created
-from mpistrategy.objects.settings import Fixed, checked_count
+from mpistrategy.objects.settings import Fixed, Settable, checked_count
 
 __all__ = [
     "GradientAccumulator",
@@ -61,7 +61,7 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
 
 
-class GradientAccumulator(Created):
+class GradientAccumulator(Created, Settable):
     """Adds up gradients over several steps without communication, so that one reduction is enough for all of them.
 
     Args:

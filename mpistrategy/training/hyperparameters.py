@@ -9,7 +9,7 @@ from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.settings import Setting, checked_number
-from mpistrategy.options import ReduceOp
+from mpistrategy.options import NonFinite, ReduceOp
 from mpistrategy.training.nonfinite import checked_policy
 from mpistrategy.variables.variable import Variable
 
@@ -109,7 +109,7 @@ def counter() -> Setting[Variable | None]:
     return Setting(check)
 
 
-def policy() -> Setting[str | None]:
+def policy() -> Setting[NonFinite | None]:
     """Return a setting that is one of `mpistrategy.training.nonfinite.POLICIES`."""
     return Setting(lambda where, name, value: checked_policy(where, value))
 

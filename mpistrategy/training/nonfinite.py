@@ -16,6 +16,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.options import NonFinite
 from mpistrategy.variables.variable import Variable
 
 #: What can be done about gradients that are not finite.
@@ -23,7 +24,7 @@ POLICIES = ("raise", "skip", "warn", None)
 _PIECE = 2**16
 
 
-def checked_policy(where: str, policy: Any) -> str | None:
+def checked_policy(where: str, policy: Any) -> NonFinite | None:
     """Return `policy` in small letters; raise OptionError unless it is one of `POLICIES`."""
     if not (policy is None or (isinstance(policy, str) and policy.lower() in POLICIES)):
         raise OptionError.at(
@@ -32,7 +33,7 @@ def checked_policy(where: str, policy: Any) -> str | None:
             expected='"raise", "skip", "warn" or None',
             fix=did_you_mean(policy, ("raise", "skip", "warn")),
         )
-    return policy and policy.lower()
+    return policy and policy.lower()  # type: ignore[return-value]
 
 
 def all_finite(array: Array) -> bool:

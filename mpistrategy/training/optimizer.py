@@ -23,7 +23,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import Created, NotPickled
 from mpistrategy.objects.settings import Settable, Setting, limit, rate, steps
-from mpistrategy.options import ReduceOp, VariableAggregation
+from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.outside_steps import warn_if_alone
@@ -90,7 +90,7 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
     aggregation: Setting[ReduceOp] = setting.sum_or_mean()
     global_clipnorm: Setting[float | None] = limit()
     mirrored_check_steps: Setting[int] = steps()
-    nonfinite: Setting[str | None] = setting.policy()
+    nonfinite: Setting[NonFinite | None] = setting.policy()
     check_every: setting.Renamed[int] = setting.Renamed[int]("mirrored_check_steps")
     iterations: Setting[Variable | None] = setting.counter()
     skipped_steps: int
@@ -101,10 +101,10 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
         self,
         learning_rate: float,
         *,
-        aggregation: ReduceOp | str = "SUM",
+        aggregation: SumOrMean = "SUM",
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
-        nonfinite: str | None = None,
+        nonfinite: NonFinite | None = None,
         **old: Unpack[setting.OldNames],
     ) -> None:
         where = type(self).__name__

@@ -13,7 +13,7 @@ import numpy as np
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.settings import Setting, amount, decay, switch
-from mpistrategy.options import ReduceOp
+from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.training import kernels
 from mpistrategy.training.hyperparameters import Momentum, OldNames
 from mpistrategy.training.optimizer import Optimizer
@@ -55,10 +55,10 @@ class SGD(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         *,
-        aggregation: ReduceOp | str = "SUM",
+        aggregation: SumOrMean = "SUM",
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
-        nonfinite: str | None = None,
+        nonfinite: NonFinite | None = None,
         **old: Unpack[OldNames],
     ) -> None:
         super().__init__(
@@ -117,10 +117,10 @@ class Adam(Optimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         *,
-        aggregation: ReduceOp | str = "SUM",
+        aggregation: SumOrMean = "SUM",
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
-        nonfinite: str | None = None,
+        nonfinite: NonFinite | None = None,
         **old: Unpack[OldNames],
     ) -> None:
         super().__init__(
@@ -179,10 +179,10 @@ class AdamW(Adam):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         *,
-        aggregation: ReduceOp | str = "SUM",
+        aggregation: SumOrMean = "SUM",
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
-        nonfinite: str | None = None,
+        nonfinite: NonFinite | None = None,
         **old: Unpack[OldNames],
     ) -> None:
         super().__init__(

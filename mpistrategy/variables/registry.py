@@ -160,7 +160,7 @@ class Placement:
         """Whether this rank writes logs and summaries: rank 0 does."""
         return self.communicator.rank == 0
 
-    def read_var(self, v: Variable, *, name: str | None = None) -> Any:
+    def read_var(self, v: Variable, *, name: str | None = None) -> Array:
         """Return the value of a variable: of an ON_READ one, in cross-replica context, the aggregate (collective).
 
         Args:

@@ -15,8 +15,14 @@ from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.settings import Fixed, Setting, switch
-from mpistrategy.options import VariableAggregation, VariableSynchronization, checked_member
+from mpistrategy.objects.settings import Fixed, Settable, Setting, switch
+from mpistrategy.options import (
+    Aggregation,
+    Synchronization,
+    VariableAggregation,
+    VariableSynchronization,
+    checked_member,
+)
 from mpistrategy.variables.creation import check_dtype, kept_as, parsed_dtype
 from mpistrategy.variables.policies import CREATION, Policy, policies_of
 from mpistrategy.variables.protocols import Extended
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     from mpistrategy.variables.storage import VariableSlot
 
 
-class Variable(ArrayLike):
+class Variable(ArrayLike, Settable):
     """An array that a strategy keeps on every replica.  Creation is collective.
 
     Created in `strategy.scope()` (or in a step function), a variable belongs to the strategy; elsewhere it belongs to
@@ -68,8 +74,8 @@ class Variable(ArrayLike):
         trainable: bool | None = None,
         dtype: Any = None,
         name: str | None = None,
-        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        synchronization: Synchronization = VariableSynchronization.AUTO,
+        aggregation: Aggregation = VariableAggregation.NONE,
     ) -> None:
         self._strategy = strategy = context.current_strategy()
         extended: Extended = strategy.extended
@@ -119,8 +125,6 @@ class Variable(ArrayLike):
         self._view: Array = storage.view()
         if not is_on_device(self._view):  # CuPy has no read-only arrays
             self._view.flags.writeable = False
-        #: CuPy computes with NumPy's scalars, but not with its 0-d arrays.
-        self._is_scalar_beside_gpu = extended._drives_gpu and not array.shape
         #: The part of the strategy that does the work.
         self._extended = extended
         self._policies = policies_of(self)
@@ -196,7 +200,7 @@ class Variable(ArrayLike):
     # ---------------------------------------------------------------------------------------------- reading
 
     def read_value(self, *, name: str | None = None) -> Array:
-        """Return a copy of the value, on the variable's device.
+        """Return a copy of the value, on the variable's device; a NumPy scalar of a variable without axes.
 
         Local, except for an ON_READ variable in cross-replica context: its copies are combined, which is collective.
 
@@ -211,7 +215,7 @@ class Variable(ArrayLike):
         if is_on_device(value):
             return copy_of(value)  # type: ignore[no-any-return]
         copied = np.array(value, copy=True)
-        return copied[()] if self._is_scalar_beside_gpu else copied
+        return copied if self.shape else copied[()]  # CuPy computes with NumPy's scalars, but not with its 0-d arrays
 
     def value(self, *, name: str | None = None) -> Array:
         """Return what `read_value` returns."""
@@ -312,9 +316,9 @@ class Variable(ArrayLike):
         return self._write("scatter_max", sparse_delta, name)
 
     def _write(self, method: str, value: Any, name: str | None) -> Self:
-        write = Write(self, method, value, name)
-        policy = self._policy(write.where)
-        write.apply(self._storage, getattr(policy, _COLUMN[method])(write))
+        where, column = _WRITES[method]
+        write = Write(self, method, where, value, name)
+        write.apply(self._storage, getattr(self._policy(where), column)(write))
         return self
 
     def _policy(self, where: str) -> Policy:
@@ -326,15 +330,15 @@ class Variable(ArrayLike):
         return self._policies[frame.mode]
 
 
-#: Which column of the policy table a method is in.
-_COLUMN = {
-    "assign": "assign",
-    "assign_add": "add",
-    "assign_sub": "add",
-    "scatter_add": "scatter_add",
-    "scatter_sub": "scatter_add",
-    "scatter_update": "scatter_set",
-    "scatter_max": "scatter_set",
+#: The public name of each method that writes, and which column of the policy table it is in.
+_WRITES = {
+    "assign": ("Variable.assign", "assign"),
+    "assign_add": ("Variable.assign_add", "add"),
+    "assign_sub": ("Variable.assign_sub", "add"),
+    "scatter_add": ("Variable.scatter_add", "scatter_add"),
+    "scatter_sub": ("Variable.scatter_sub", "scatter_add"),
+    "scatter_update": ("Variable.scatter_update", "scatter_set"),
+    "scatter_max": ("Variable.scatter_max", "scatter_set"),
 }
 
 

@@ -68,19 +68,16 @@ class Write:
     Attributes:
         variable: the variable.
         method: the name of the method.
+        where: its public name, for messages.
         value: the argument of the call.
         called: its name=.
     """
 
     variable: Replica
     method: str
+    where: str
     value: Any
     called: str | None = None
-
-    @property
-    def where(self) -> str:
-        """The public name of the method, for messages."""
-        return f"Variable.{self.method}"
 
     @property
     def full_name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,11 @@ def iterator(strategy: ms.Strategy) -> Any:
     return found
 
 
+def saving(strategy: ms.Strategy) -> ms.Saving:
+    with tempfile.TemporaryDirectory() as folder, strategy.scope():
+        return ms.Checkpoint(x=1).save(f"{strategy.extended.communicator.allgather_text(folder)[0]}/x")
+
+
 #: What is made, and what the error says in its place.
 THINGS: dict[str, tuple[Callable[[ms.Strategy], Any], str]] = {
     "strategy": (lambda s: s, r"np\.asarray\(variable\)"),
@@ -48,6 +54,7 @@ THINGS: dict[str, tuple[Callable[[ms.Strategy], Any], str]] = {
     "per-rank dataset": (lambda s: s.distribute_datasets_from_function(lambda c: [np.ones(2)]), "Send the batches"),
     "context": (lambda s: s.run(context), r"get_replica_context\(\)"),
     "default context": (lambda s: context(), r"get_replica_context\(\)"),
+    "saving": (saving, "Send its path"),
     "handle": (lambda s: s.run(lambda: context().all_reduce_async("SUM", 1.0)), r"wait\(\)"),
 }
 

@@ -77,12 +77,19 @@ def test_nothing_where_there_is_no_terminal(clock: Callable[[float], None]) -> N
 def test_lines_now_and_then_if_asked_for(clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = "train: 2/4 (50 %), 30 s each, 1:00 left\ntrain: 4/4 (100 %), 30 s each, took 2:00\n"
     with stderr(is_terminal=False) as written:
-        go_through(clock, every=60)
+        go_through(clock, every_seconds=60)
         assert sorted(set(written().splitlines())) == ([] if RANK else expected.splitlines())
         monkeypatch.setenv(progress_bar.VARIABLE, "off")
         before = written()
-        go_through(clock, every=60)
+        go_through(clock, every_seconds=60)
         assert written() == before
+
+
+def test_the_former_name_of_the_period_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"telemetry.progress: 'every' is now called 'every_seconds'"):
+        assert list(ms.telemetry.progress(range(2), every=60)) == [0, 1]
+    with pytest.raises(TypeError, match="'evry'"):
+        ms.telemetry.progress(range(2), evry=60)  # type: ignore[call-overload]
 
 
 def test_counting_by_hand_and_without_a_total(clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +133,7 @@ def test_an_error_in_the_loop_leaves_the_bar_behind(clock: Callable[[float], Non
         ((3,), {}, ms.errors.OptionTypeError),
         ((), {"total": -1}, ms.errors.OptionError),
         ((), {"total": "many"}, ms.errors.OptionError),
-        (([],), {"every": 0}, ms.errors.OptionError),
+        (([],), {"every_seconds": 0}, ms.errors.OptionError),
     ],
 )
 def test_what_is_refused(args: tuple[object, ...], options: dict[str, object], error: type[Exception]) -> None:

@@ -123,11 +123,20 @@ def test_reprs_of_metrics_say_what_this_rank_has(strategy: ms.MirroredStrategy) 
     assert repr(loss) == "<Mean 'loss', on this rank total 4, count 4>"
 
 
+def test_reprs_of_telemetry_say_what_is_on() -> None:
+    assert repr(ms.telemetry.span("load")) == "<Span 'load'>"
+    assert repr(ms.telemetry.trace("folder")) == "<Trace into 'folder', not begun>"
+    assert repr(ms.telemetry.nvtx()) == "<Nvtx, off, by nothing yet>"
+    assert repr(ms.telemetry.progress(range(4), title="train")).startswith("<Progress train: 0/4 (0 %)")
+
+
 def test_a_variable_may_be_a_key(strategy: ms.MirroredStrategy) -> None:
     with strategy.scope():
         first, second = ms.Variable(np.zeros(3)), ms.Variable(np.zeros(3))
     rates = {first: 1.0, second: 2.0}
     assert (rates[first], rates[second], len({first, second, first})) == (1.0, 2.0, 2)
+    assert first in [first, second]
+    assert any(second is each for each in [first, second])
     assert (first == second).all()  # elements are compared, as before
 
 

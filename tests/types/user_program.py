@@ -45,6 +45,8 @@ def reductions(strategy: ms.Strategy) -> None:
     assert_type(strategy.broadcast(narrow), NDArray[np.float32])
     assert_type(strategy.broadcast(3, root=0), np.int64)
     pair: list[NDArray[np.float64]] = [wide, wide]
+    hints = ms.CommunicationOptions(bytes_per_pack=1024, implementation="RING", timeout_seconds=60)
+    assert_type(strategy.explain(pair, "MEAN", hints), str)
     assert_type(strategy.broadcast(pair), list[NDArray[np.float64]])
     strategy.barrier("reductions")
     assert_type(strategy.rank + strategy.size + strategy.local_rank, int)
@@ -55,6 +57,7 @@ def step(x: Floats, y: Floats, scale: float = 1.0) -> Losses:
     """Use the context of a step."""
     replica = ms.get_replica_context()
     assert_type(replica, ms.ReplicaContext)
+    assert_type(replica.strategy, ms.Strategy)
     total = replica.all_reduce("SUM", x - y)
     assert_type(total, NDArray[np.float64])
     nest = replica.all_reduce("SUM", {"x": x, "y": y})
@@ -86,6 +89,7 @@ def steps(strategy: ms.Strategy, batches: list[Batch]) -> None:
         assert_type(strategy.run(step, args=(x, y), kwargs={"scale": 2.0}), Losses)
     assert_type(strategy.run(size_of, kwargs={"of": 3}), str)
     assert_type(strategy.run(lambda: 3), int)
+    assert_type(strategy.experimental_run_v2(size_of, kwargs={"of": 3}), str)
     rows: Batch = (np.ones((8, 2)), np.ones(8))
     iterator = iter(strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(rows, 4, shuffle_seed=1)))
     assert_type(iterator, ms.DistributedIterator[Batch])
@@ -107,6 +111,8 @@ def variables(strategy: ms.Strategy) -> None:
     assert_type(weights[0], NDArray[Any])
     assert_type(weights.numpy(), NDArray[Any])
     assert_type(weights.read_value(), NDArray[Any])
+    assert_type(weights.T, NDArray[Any])
+    assert_type(strategy.extended.read_var(weights), NDArray[Any])
     assert_type(weights.shape, tuple[int, ...])
     assert_type(strategy.reduce("MEAN", weights), NDArray[Any])
 
@@ -149,7 +155,7 @@ def training(strategy: ms.Strategy) -> None:
     """Optimizers, metrics, gradients."""
     with strategy.scope():
         weights = [ms.Variable(np.zeros(3), name="w"), ms.Variable(np.zeros(()), name="b")]
-        adam = ms.optimizers.Adam(1e-3, aggregation="MEAN", global_clipnorm=1.0, mirrored_check_steps=10)
+        adam = ms.optimizers.Adam(1e-3, aggregation="MEAN", nonfinite="skip", mirrored_check_steps=10)
         mean, accuracy = ms.metrics.Mean(), ms.metrics.Accuracy("right")
         buckets = adam.gradient_buckets(weights)
         memory = adam.gradient_arena(weights)
@@ -218,7 +224,7 @@ def errors(strategy: ms.Strategy) -> None:
     assert_type(streams.shared, np.random.Generator)
     assert_type(streams.at(1, 2).random(), float)
     with ms.telemetry.span("all of it"), strategy.expect_long(60):
-        for number in ms.telemetry.progress(range(3), title="steps"):
+        for number in ms.telemetry.progress(range(3), title="steps", every_seconds=60):
             assert_type(number, int)
     assert_type(strategy.layout(), dict[str, Any])
     assert_type(strategy.explain(np.ones(3)), str)
@@ -226,7 +232,7 @@ def errors(strategy: ms.Strategy) -> None:
 
 def main() -> None:
     """Run everything."""
-    with ms.MirroredStrategy() as strategy:
+    with ms.MirroredStrategy("cpu", check="always", on_error="abort") as strategy:
         assert_type(strategy, ms.MirroredStrategy)
         reductions(strategy)
         rows = 2 * strategy.size

@@ -241,13 +241,14 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
-def test_no_mpi_and_no_cupy_is_started_by(what: str) -> None:
+@pytest.mark.parametrize("switch", ["", "0", "Off"])
+def test_no_mpi_and_no_cupy_is_started_by(what: str, switch: str) -> None:
     head = "import sys\nimport numpy as np\nimport mpistrategy as ms\n"
     names = ("mpi4py.MPI", "mpi4py", "cupy", "ml_dtypes", "mpistrategy.telemetry")
     tail = f"\nfor name in {names}:\n    assert name not in sys.modules, name\n"
     body = "\n".join(line.removeprefix(" " * 8) for line in PROGRAMS[what].splitlines())
     environment = {k: v for k, v in os.environ.items() if not k.startswith(launching.LAUNCHER_PREFIXES)}
-    environment["PYTHONPATH"] = str(PACKAGE.parent)
+    environment |= {"PYTHONPATH": str(PACKAGE.parent), "MPISTRATEGY_NVTX": switch}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", head + body + tail],
         env=environment,

@@ -91,14 +91,14 @@ def parse(text: str, where: str, size: int | None = None) -> tuple[Fault, ...]:
     """Return the faults of a plan, in order.
 
     Args:
-        text: the plan; blank text means no faults.
+        text: the plan, in any letter case; blank text means no faults.
         where: the option or variable that held the plan, for errors.
         size: how many ranks there are; None when that is not known yet.
 
     Raises:
         OptionError: for a malformed plan, or one with a rank that does not exist; says what is allowed.
     """
-    return tuple(_fault(part.strip(), where, size) for part in text.split(";")) if text.strip() else ()
+    return tuple(_fault(part.strip(), where, size) for part in text.lower().split(";")) if text.strip() else ()
 
 
 def _fault(text: str, where: str, size: int | None) -> Fault:

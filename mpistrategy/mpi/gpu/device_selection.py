@@ -15,6 +15,7 @@ from mpistrategy.errors import DeviceError, FallbackWarning, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.nearest import did_you_mean
 
 _WHERE = "MirroredStrategy"
 _WORDS = ("auto", "gpu", "cpu", "shared")
@@ -56,8 +57,11 @@ def requested(wanted: Any, local_rank: int, local_size: int) -> Request:
     if isinstance(wanted, str) and wanted.lower() in _WORDS:
         return Request(wanted.lower())
     if not isinstance(wanted, (list, tuple)) or not all(isinstance(text, str) for text in wanted):
-        raise OptionTypeError.at(_WHERE, found=f"devices={wanted!r}", expected=_EXPECTED)
-    parsed = [Device(None, device.kind or "CPU", device.index or 0) for device in map(devices.parse, wanted)]
+        raise OptionTypeError.at(
+            _WHERE, found=f"devices={wanted!r}", expected=_EXPECTED, fix=did_you_mean(wanted, _WORDS)
+        )
+    given = [devices.parse(text, _WHERE, "devices") for text in wanted]
+    parsed = [Device(None, device.kind or "CPU", device.index or 0) for device in given]
     _refuse_repeated(wanted, parsed)
     if len(parsed) < local_size:
         raise DeviceError.at(

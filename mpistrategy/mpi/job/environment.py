@@ -34,6 +34,12 @@ _TESTS = ("MPISTRATEGY_TEST_", "MPISTRATEGY_GPU_LANE")
 _told: set[str] = set()
 
 
+def _nearest(name: str) -> str:
+    """Return which variable somebody may have meant; the prefix, which all have, makes none alike."""
+    ends = [each.removeprefix(_PREFIX) for each in VARIABLES]
+    return did_you_mean(name.removeprefix(_PREFIX), ends).replace("'", f"'{_PREFIX}", 1)
+
+
 def warn_of_unknown() -> None:
     """Warn, once a process and name, of former names, and of variables that only look like those of this package."""
     unknown = {name for name in os.environ if name.startswith(_PREFIX) and not name.startswith(_TESTS)}
@@ -42,5 +48,5 @@ def warn_of_unknown() -> None:
         if name in FORMER_NAMES:
             warn(f"the variable {name} of the environment is now called {FORMER_NAMES[name]}", OptionWarning)
             continue
-        near = did_you_mean(name, VARIABLES) or f"There are {', '.join(VARIABLES)}."
+        near = _nearest(name) or f"There are {', '.join(VARIABLES)}."
         warn(f"nothing reads the variable {name} of the environment.  {near}", OptionWarning)

@@ -16,11 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
-from mpistrategy.errors import RemoteError
-from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import Account, account_of, as_data, roll_call
+from mpistrategy.mpi.watchdog.roll_call import Account, account_of, as_data, as_error, not_come, roll_call
 from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, RankStatus
 
 #: The status of a job that a late collective has ended, as of `timeout`.
@@ -73,7 +71,20 @@ def contain(group: Group, status: Callable[[], RankStatus], rank: int, size: int
     try:
         _call_the_roll((group,), status, rank, size)
     finally:
-        group.guard.stop_waiting(RemoteError(f"a collective is late, as the roll call says. {NO_MORE_CALLS}"))
+        accounts = _on_this_node(group.board.read(), group.last_calls())
+        accounts += group.others()
+        group.guard.stop_waiting(as_error(accounts, _unknown(group, accounts)))
+
+
+def _on_this_node(lines: Sequence[RankStatus], last_calls: Mapping[int, str]) -> list[Account]:
+    """Return what is known of the ranks of this node."""
+    silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
+    now = time.monotonic()
+    return [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
+
+
+def _unknown(group: Group, accounts: Sequence[Account]) -> list[int]:
+    return sorted({*group.ranks} - {account.status.rank for account in accounts})
 
 
 def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], rank: int, size: int) -> None:
@@ -111,10 +122,8 @@ def _speaks(widest: Group, rank: int) -> bool:
 def _speak(widest: Group, began: float, last_calls: Mapping[int, str], rank: int, title: str) -> None:
     """Print the roll call, or tell the node that prints it about this one."""
     lines = widest.board.read()
-    silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
+    accounts = _on_this_node(lines, last_calls)
     _ask_for_stacks(lines)
-    now = time.monotonic()
-    accounts = [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
     if not _of(widest.calls_the_roll, True):
         if not _of(lambda: widest.tell(accounts), False):
             _say_records(widest, title)
@@ -139,7 +148,8 @@ def _report(widest: Group, accounts: Sequence[Account], rank: int, title: str) -
         return roll_call(accounts, unknown, len(widest.ranks), where, contained=widest.guard.contains_errors)
 
     told = text(f"{of_records}: {widest.directory.path}/*.json")
-    data = {"ranks": as_data(accounts), "unknown": unknown, "records": widest.records()}
+    missing = sorted(not_come(accounts, unknown))
+    data = {"ranks": as_data(accounts), "unknown": unknown, "missing": missing, "records": widest.records()}
     if not _of(lambda: widest.directory.write_error("timeout", told, rank, data), ""):
         _say_records(widest, title)
         told = text(f"{of_records} are above.")

@@ -9,14 +9,13 @@ A rank with several threads may wait in several strategies at a time, in any ord
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from mpistrategy.errors import CollectiveMismatchError, RankCall
+from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.status_board import RankStatus
+from mpistrategy.mpi.watchdog.status_board import RankStatus, call_in
 
 #: How long both must have waited, in seconds: two looks of the watchdog, and a peer that leaves a call.
 _LEAST_SECONDS = 1.5
@@ -72,12 +71,6 @@ def _error(groups: Sequence[Group], mine: Group, peer: RankStatus) -> Collective
         "Nothing was sent. Make every rank make and use its strategies in the same order.",
     ]
     error = CollectiveMismatchError("\n".join(lines))
-    error.calls = {rank: _as_data(told[rank]) for rank in sorted(told)}
+    error.calls = {rank: call_in(told[rank]) for rank in sorted(told)}
     error.differ = ("strategy",)
     return error
-
-
-def _as_data(text: str) -> RankCall:
-    """Return the call and its site of a status such as ``in #7 Strategy.reduce SUM float64[3] at train.py:12``."""
-    call = re.match(r"in #\d+ (\S+)", text)
-    return RankCall(call=call[1] if call else "", site=text.rpartition(" at ")[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mpistrategy.errors import CollectiveMismatchError, RemoteError, ReplicasDivergedError
+from mpistrategy.errors import CollectiveMismatchError, CollectiveTimeoutError, RemoteError, ReplicasDivergedError
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.mpi.watchdog.alarm import FILE_SECONDS, within
 
@@ -40,6 +40,6 @@ def write(error: BaseException, rank: int) -> str:
 def _data(error: BaseException) -> dict[str, Any]:
     """Return the public attributes of an error, as JSON has them."""
     data = {name: kept for name, kept in vars(error).items() if not name.startswith("_")}
-    if isinstance(error, CollectiveMismatchError):
+    if isinstance(error, (CollectiveMismatchError, CollectiveTimeoutError)):
         data["calls"] = {number: dataclasses.asdict(call) for number, call in error.calls.items()}
     return data

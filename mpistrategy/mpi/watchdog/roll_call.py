@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mpistrategy.errors import CollectiveTimeoutError, RankCall
+from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
 from mpistrategy.mpi.watchdog.gpu_progress import FAILED
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus, call_in
 from mpistrategy.objects.shown import ranks_in_words
 
 _MOST_ROWS = 64
@@ -41,6 +43,31 @@ def as_data(accounts: Sequence[Account]) -> dict[int, dict[str, object]]:
     }
 
 
+def not_come(accounts: Sequence[Account], unknown: Sequence[int]) -> list[int]:
+    """Return the ranks that do not wait, or of which nothing is known."""
+    return [each.status.rank for each in accounts if each.silent or not each.status.waited] + list(unknown)
+
+
+def as_error(accounts: Sequence[Account], unknown: Sequence[int]) -> CollectiveTimeoutError:
+    """Return the error of ranks that wait, for a job that goes on."""
+    ordered = sorted(accounts, key=lambda account: account.status.rank)
+    missing = sorted(not_come(ordered, unknown))
+    error = CollectiveTimeoutError(
+        f"a collective is late, as the roll call says; not come: {ranks_in_words(missing)}. {NO_MORE_CALLS}"
+        if missing
+        else f"a collective is late, as the roll call says. {NO_MORE_CALLS}"
+    )
+    error.calls = {each.status.rank: _call_of(each) for each in ordered}
+    error.missing = tuple(missing)
+    error.waited_seconds = {each.status.rank: round(each.status.waited, 3) for each in ordered}
+    return error
+
+
+def _call_of(account: Account) -> RankCall:
+    call = call_in(account.status.text)
+    return replace(call, left=f"does not answer: {account.silent}") if account.silent else call
+
+
 def roll_call(
     accounts: Sequence[Account], unknown: Sequence[int], size: int, records: str, *, contained: bool = False
 ) -> str:
@@ -56,7 +83,7 @@ def roll_call(
     accounts = sorted(accounts, key=lambda account: account.status.rank)
     late = max(accounts, key=lambda account: account.status.waited - account.status.limit)
     waiting = [each.status.rank for each in accounts if each.status.waited and not each.silent]
-    missing = [each.status.rank for each in accounts if each.silent or not each.status.waited] + list(unknown)
+    missing = not_come(accounts, unknown)
     failed = [account.status.rank for account in accounts if FAILED in account.status.text]
     told = (
         f"a collective has failed on a GPU: {ranks_in_words(failed)}"
@@ -81,7 +108,7 @@ def roll_call(
     else:
         lines.append(f"All {size} ranks wait: in calls that do not fit together, or for a network that has stopped.")
     lines.append(records)
-    end = "The ranks that wait raise RemoteError" if contained else "The job ends with status 124"
+    end = "The ranks that wait raise CollectiveTimeoutError" if contained else "The job ends with status 124"
     lines.append(
         f"{end}. Work that one rank does for long on purpose: `with "
         "strategy.expect_long(seconds)`; a longer limit: MPISTRATEGY_TIMEOUT_SECONDS."

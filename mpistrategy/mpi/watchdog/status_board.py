@@ -5,10 +5,12 @@ A rank's watchdog writes it and never calls MPI: the peers can read it when that
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
+from mpistrategy.errors import RankCall
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 
 #: What the status of a rank takes, and what its board takes with the record that it writes after an alarm.
@@ -58,6 +60,17 @@ class RankStatus:
     text: str
     strategy: int = 0
     has_all_ranks: bool = False
+
+
+def call_in(text: str) -> RankCall:
+    """Return the call of a status such as ``in #7 Strategy.reduce SUM float64[3] (24 B) for 2 s; at train.py:12``.
+
+    A text of no collective becomes `left`.
+    """
+    call = re.match(r"in #\d+ (\S+)(?: ([A-Z]+)\b)?", text)
+    if call is None:
+        return RankCall(left=text)
+    return RankCall(call=call[1], op=call[2] or "", site=text.rpartition(" at ")[2] if " at " in text else "")
 
 
 class StatusBoard:

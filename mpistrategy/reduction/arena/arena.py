@@ -28,6 +28,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.layout import buckets_for, check_dtypes, laid_out
 from mpistrategy.reduction.arena.unchanged import UnchangedNest
@@ -78,6 +79,8 @@ class Arena(Generic[T]):
         DTypeError, LeafError: for what cannot be reduced.
         CollectiveMismatchError: when the ranks' structures, shapes or dtypes differ.
     """
+
+    strategy: Fixed[_Strategy] = Fixed()
 
     def __init__(self, strategy: _Strategy, like: T, *, shared_result: bool = False, name: str | None = None) -> None:
         self.strategy = strategy

@@ -78,7 +78,7 @@ def ranks_of(text: str, communicator: Communicator, where: str) -> list[int]:
     Raises:
         DeviceError: when there are none, or the string cannot be read.
     """
-    pattern = devices.parse(text)
+    pattern = devices.parse(text, where, "destinations")
     ranks = [rank for rank, device in enumerate(communicator.devices) if pattern.matches(device)]
     if not ranks:
         there = sorted({str(device) for device in communicator.devices})

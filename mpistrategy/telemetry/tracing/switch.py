@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.objects.settings import Fixed, Settable
 from mpistrategy.telemetry.spans import Switched
 from mpistrategy.telemetry.tracing.recorder import Recorder
 
@@ -18,16 +19,22 @@ _by_environment: list[Trace] = []
 _registered: list[bool] = []
 
 
-class Trace(Switched):
+class Trace(Switched, Settable):
     """A recording of this rank, made by `trace`; a context manager.
 
     Args:
         directory: the folder.
     """
 
+    directory: Fixed[str] = Fixed()
+
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self._recorder: Recorder | None = None
+
+    def __repr__(self) -> str:
+        state = "not begun" if self._recorder is None else "recording" if self in _active else "over"
+        return f"<Trace into {self.directory!r}, {state}>"
 
     @property
     def path(self) -> str:

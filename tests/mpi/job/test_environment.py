@@ -59,6 +59,13 @@ def test_a_variable_that_nobody_reads_is_told_of_once(monkeypatch: pytest.Monkey
         environment.warn_of_unknown()
 
 
+def test_a_variable_that_is_near_none_is_told_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setenv("MPISTRATEGY_ZZZ", "60")
+    with pytest.warns(mpistrategy.errors.OptionWarning, match="There are MPISTRATEGY_ALONE, MPISTRATEGY_CHECK"):
+        environment.warn_of_unknown()
+
+
 def test_the_former_name_of_a_variable_is_read_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_told", set())
     monkeypatch.delenv("MPISTRATEGY_TIMEOUT_SECONDS", raising=False)

@@ -147,7 +147,7 @@ def test_a_late_collective_ends_the_job_and_says_why(
     (told,) = (json.loads(path.read_text()) for path in records.glob("error-*.json"))
     assert (told["class"], told["text"]) == ("timeout", (records / "roll-call.txt").read_text()), told
     assert len([*records.iterdir()]) == 2, "at most one file a node, and the roll call"
-    assert [*told["ranks"]] == ["0", "1", "2"]
+    assert ([*told["ranks"]], told["missing"]) == (["0", "1", "2"], [1])
     assert all(told["ranks"][rank]["waited_seconds"] > 0 and not told["ranks"][rank]["silent"] for rank in "02"), told
     assert what not in ("stopped", "holding") or told["ranks"]["1"]["silent"], told
     for rank in {0, 1, 2} - ({1} if what in ("stopped", "holding") else set()):
