@@ -53,3 +53,8 @@ def size_in_words(nbytes: float) -> str:
     unit, factor = next((each for each in _UNITS if nbytes >= each[1]), ("B", 1))
     size = nbytes / factor
     return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+
+
+def time_in_words(seconds: float) -> str:
+    unit, factor = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= each[1]), ("us", 1e-6))
+    return f"{float(f'{seconds / factor:.2g}'):g} {unit}"

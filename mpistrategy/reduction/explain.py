@@ -17,7 +17,7 @@ from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contr
 from mpistrategy.errors import EmptyBatchError
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Rates
-from mpistrategy.objects.shown import size_in_words
+from mpistrategy.objects.shown import size_in_words, time_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena, Extended
 from mpistrategy.reduction.arena.layout import check_dtypes
@@ -86,6 +86,8 @@ class Explained:
             "bytes_per_pack": int(extended._reducer.options.bytes_per_pack),
             "wire": extended._reducer.options.wire,
             "thresholds": communicator.thresholds.sizes(),
+            # Between nodes the estimates of the routes decide.
+            "rates": communicator.thresholds.rates.as_json() if communicator.nodes > 1 else {},
             "gradient_buckets": [[list(members) for members in order] for order in extended._bucket_orders],
             "source": communicator.thresholds.source,
         }
@@ -100,7 +102,7 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
     rates = thresholds.rates
     call = rates.cell_seconds if nodes == 1 else rates.message_seconds
     known = [each.seconds for each in found if each.seconds is not None]
-    about = f"; about {_time_in_words(call + sum(known))}" if known or not (found or others) else ""
+    about = f"; about {time_in_words(call + sum(known))}" if known or not (found or others) else ""
     what = f"{op.value} of {_count(len(leaves), 'array')}, {size_in_words(size)}"
     where = f"{_count(ranks.size, 'rank')} of {_count(nodes, 'node')}"
     yield f"all_reduce {what}, on {where} by {type(reducer.algorithm).__name__}{about}"
@@ -184,8 +186,3 @@ def _name_of(each: Description) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _time_in_words(seconds: float) -> str:
-    unit, factor = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= each[1]), ("us", 1e-6))
-    return f"{float(f'{seconds / factor:.2g}'):g} {unit}"

@@ -12,7 +12,6 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.routes import first_message
 from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
 from mpistrategy.reduction.routes.in_place import combine
@@ -83,8 +82,11 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
     if communicator.mailboxes is not None and fits(communicator.mailboxes, layouts):
         return MailboxRoute(communicator.mailboxes, layouts, op)
     message = communicator.first_message
-    if message is not None and first_message.fits(communicator, layouts, op):
-        return first_message.FirstMessageRoute(communicator, message, layouts, op)
+    if message is not None:
+        from mpistrategy.reduction.routes import first_message  # here, since only ranks of several nodes need it
+
+        if first_message.fits(communicator, layouts, op):
+            return first_message.FirstMessageRoute(communicator, message, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
     if names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:

@@ -409,7 +409,7 @@ def test_thresholds_that_are_no_own_small_file(open_folder: Path, monkeypatch: p
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         paths = path_files.agreed("Open MPI v5.0.11", hostile_others.Alone())
-    assert paths == path_files.DEFAULT
+    assert paths == path_files.default_for("Open MPI")
     assert time.monotonic() - began < 1
     (warning,) = warned
     assert issubclass(warning.category, errors.FallbackWarning)

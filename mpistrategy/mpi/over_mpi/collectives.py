@@ -18,7 +18,6 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.multi_node import equal_bits
 from mpistrategy.mpi.multi_node.two_level import EAGER, Manner, allreduce_across, way_between
 from mpistrategy.mpi.over_mpi import gathering
 from mpistrategy.mpi.over_mpi.operations import operation
@@ -117,6 +116,8 @@ class Collectives:
         """
         way = self.route(nbytes, dtype, op)
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
+            from mpistrategy.mpi.multi_node import equal_bits  # here, since only ranks of several nodes need it
+
             self._tried.add(way)
 
             def allreduce(values: Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -58,6 +58,10 @@ class Rates:
     python_message_seconds: float = 4e-6
     lanes_seconds: float = 2.5e-5
     measured_over_estimated: tuple[tuple[CostName, int, float], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the rates by name, of what JSON can hold."""
+        return asdict(self) | {"measured_over_estimated": [list(each) for each in self.measured_over_estimated]}
 
 
 @dataclass(frozen=True)

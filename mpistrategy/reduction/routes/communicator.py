@@ -14,8 +14,9 @@ from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.shared_memory import pipelined
+from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.thresholds import RouteName
-from mpistrategy.objects.shown import size_in_words
+from mpistrategy.objects.shown import size_in_words, time_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
@@ -259,7 +260,25 @@ def described(
             way, seconds = "between the threads of this process", seconds + ranks.size * copied
         case _:
             copies, seconds = copies + result, seconds + copied
+    if nodes > 1 and name in _BETWEEN_NODES and not rounded:
+        estimates = _estimates(ranks, packs, _BETWEEN_NODES[name])
+        seconds = estimates[_BETWEEN_NODES[name]]
+        moved += f"; estimates: {', '.join(f'{route} {time_in_words(each)}' for route, each in estimates.items())}"
     return Description(packs, way, copies, moved, seconds)
+
+
+_BETWEEN_NODES: dict[str, costs.Route] = {"mpi": "flat", "lanes": "lanes", "across": "pairwise"}
+
+
+def _estimates(ranks: Communicator, packs: Sequence[Pack], chosen: costs.Route) -> dict[costs.Route, float]:
+    """Return the seconds that packs take by each route between nodes that may be taken, by which it is chosen."""
+    local, routes = ranks.size // ranks.nodes, [chosen]
+    for pack in packs:
+        routes += costs.allowed_between_nodes(ranks.nodes, local, pack.nbytes, ranks.thresholds)
+    return {
+        route: sum(costs.SECONDS[route](ranks.nodes, local, pack.nbytes, ranks.thresholds) for pack in packs)
+        for route in sorted({*routes})
+    }
 
 
 def _pieces(packs: Sequence[Pack], nbytes: int, what: str) -> str:

@@ -12,7 +12,7 @@ from pretended import creation_seconds
 from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.mpi.job.launcher import Introduction, introductions
-from mpistrategy.mpi.multi_node.two_level import lanes_of
+from mpistrategy.mpi.multi_node.lanes import every_rank
 from mpistrategy.mpi.tuning.files import Machine
 
 pytestmark = pytest.mark.one_rank
@@ -37,7 +37,7 @@ STEPS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "introductions": (texts_of, introductions),
     "GPUs where there are none": (blind, lambda sights: binding.bind_if_possible(sights, nodes(len(sights)))),
     "the machine of the thresholds": (nodes, lambda node_of: Machine.of("MPICH Version: 5.0.2", node_of)),
-    "lanes": (nodes, lanes_of),
+    "lanes": (nodes, lambda node_of: every_rank(node_of, 0)),
 }
 
 
