@@ -128,7 +128,7 @@ def without_result_buffers() -> ms.Strategy:
 PIPELINED, FIRST = "through the node's bounce buffers", "in the first message of the call"
 #: On nodes of one rank each, MPI does it all.
 LANES = ("by MPI's Allreduce between the 2 nodes" if 2 * len({*TWO}) <= SIZE else "by MPI's Allreduce", FIRST)
-ALL_LANES = replace(WITHOUT_MAILBOXES, lanes_bytes=1, lanes_bytes_of_two=1)
+ALL_LANES = replace(WITHOUT_MAILBOXES, lanes_bytes=1)
 ROUTES = {
     "mailboxes": Route("in the ranks' mailboxes", thresholds=Thresholds(2**19, 1, CHUNK, 512, CHUNK)),
     "result buffers": Route("in result buffers"),

@@ -75,8 +75,8 @@ def allowed_between_nodes(nodes: int, ranks_per_node: int, nbytes: int, threshol
     if ranks_per_node == 1:
         wins = nodes <= MOST_NODES_PAIRWISE and thresholds.rates.measured_over_estimated
         return ("flat", *pairwise) if wins else ("flat",)
-    least = thresholds.lanes_bytes_of_two if ranks_per_node == 2 else thresholds.lanes_bytes
-    return ("lanes", "flat", *pairwise) if nbytes >= least else ("flat", *pairwise)
+
+    return ("lanes", "flat", *pairwise) if nbytes >= thresholds.lanes_bytes else ("flat", *pairwise)
 
 
 def flat_seconds(nodes: int, ranks_per_node: int, nbytes: int, thresholds: Thresholds) -> float:

@@ -29,7 +29,7 @@ VARIABLE = "MPISTRATEGY_PATHS"
 _FORMAT = 2
 _NAMES = tuple(DEFAULT.sizes())
 #: They came later: a file may be without, and means the shipped ones then.
-_NEW_NAMES = {"lanes_bytes", "lanes_bytes_of_two"}
+_NEW_NAMES = {"lanes_bytes"}
 _RATES = tuple(field.name for field in fields(Rates))
 _CORRECTIONS = "measured_over_estimated"
 _LARGEST = 2**40
