@@ -1,6 +1,7 @@
 """The whole mutation matrix: every mistake on 2 and 3 ranks, made by the first and by the last, at first and later.
 
     python scripts/soak_mistakes.py [--every N] [--offset N] [NAME...]
+    MPIR_CVAR_NUM_CLIQUES=2 python scripts/soak_mistakes.py ...               on 2 nodes that MPICH pretends
 
 Prints what came of how many, and the story of each that was not as the table says.  Exit status 1 with such.
 """

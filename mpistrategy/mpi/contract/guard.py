@@ -3,9 +3,8 @@
 Plain MPI adds two swapped Allreduces, or reads a float64 as a float32, and exits with status 0.  Here every collective
 starts with `Call.agree`, which compares a 62-bit digest of the call between the ranks: public name, operation,
 structure, dtypes, shapes, destination, and the call site or the name.  The digest travels in the mailboxes of a node,
-else in the first message of the call
-(`mpi_channel`).  If the digests differ, the ranks send each other their calls in words, and every rank
-raises the same table.
+else in the first message of the call (`mpi_channel`).  If the digests differ, the ranks send each other their calls in
+words, and every rank raises the same table.
 
 A rank that cannot make the call (there is a string among its arrays, say) sends its error in place of the digest.  The
 other ranks raise it, too, and do not wait.
