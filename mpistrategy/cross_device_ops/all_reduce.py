@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
+from mpistrategy.mpi.multi_node.two_level import allreduce_across, way_between
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import checked_num_packs
@@ -51,10 +51,11 @@ class NcclAllReduce(PackedCrossDeviceOps):
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     """Sums within each node, then between the nodes, and brings the result back within each node.
 
-    Each rank of a node (as many of them as the smallest node has, up to 4) exchanges one slice with its counterparts on
-    the other nodes, in pieces of about 1 MiB, several of them at a time: over the network goes no more than must.
-    `MpiAllReduce` does the same with large values; this one does it with all.  Right for any number of ranks on any
-    node.
+    Between up to 8 nodes each rank of a node (as many of them as the smallest node has, up to 4) exchanges one slice
+    pairwise with its counterparts on the other nodes, in pieces of about 1 MiB, several of them at a time.  Between
+    more nodes every rank has a slice, and MPI's Allreduce combines what the counterparts have.  Over the network goes
+    no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right for any number
+    of ranks on any node.
 
     Args:
         num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
@@ -79,4 +80,4 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         def across(source: Array, target: Array) -> None:
             allreduce_across(communicator, target, op._on_the_wire, source=source)
 
-        return CommunicatorRoute(communicator, packs, op, ["across"] * len(packs), across)
+        return CommunicatorRoute(communicator, packs, op, [way_between(communicator.nodes)] * len(packs), across)

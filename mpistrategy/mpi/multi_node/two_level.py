@@ -48,6 +48,8 @@ Way = Literal["lanes", "across"]
 NODE_BYTES = 2**26
 _LEAST_PIECE_BYTES = 2**12
 _TAGS = 2**12
+#: A rank that waits for its node without a message under way calls MPI once in so many looks.
+_LOOKS_WITHOUT_MPI = 16
 
 
 def lanes_of(way: Way, node_of: Sequence[int], rank: int) -> Lanes:
@@ -102,9 +104,12 @@ def allreduce_across(
     flat = buffer.reshape(-1)
     mine = flat if source is None else source.reshape(-1)
     wire = wire_between_nodes(communicator, buffer.dtype, op)
-    chosen = way_between(communicator.nodes, rounds=wire is not None) if way is None else way
+    if way is None:
+        way = way_between(communicator.nodes, rounds=wire is not None)
+        if way == "lanes" and hasattr(communicator, "tried"):
+            way = communicator.tried(way)
     with np.errstate(all="ignore"):
-        across_nodes(communicator, chosen).allreduce(mine, flat, op, wire)
+        across_nodes(communicator, way).allreduce(mine, flat, op, wire)
 
 
 def wire_between_nodes(communicator: Any, dtype: np.dtype[Any], op: str) -> Wire:
@@ -149,6 +154,7 @@ class AcrossNodes:
         #: The pieces under way: who adds them up on this node, what they are, and their exchange with other nodes.
         self._flights: deque[tuple[NodeStage, Piece, Flight]] = deque()
         self._number = 0
+        self._progress: Callable[[], object] = getattr(communicator, "progress", lambda: None)
         self._links: list[Any] = []
         self._groups: NodeGroups | None = None
         self._node = NodeStage()
@@ -288,6 +294,8 @@ class AcrossNodes:
             if not self._advance():
                 looks += 1
                 self._manner.pause(looks)
+                if not self._flights and looks % _LOOKS_WITHOUT_MPI == 0:
+                    self._progress()  # what this rank sent last may still lie in MPI's own memory
                 for _ in range(self._manner.nudges if self._flights else 0):
                     self._flights[0][-1].nudge()
 

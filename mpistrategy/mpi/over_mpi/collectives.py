@@ -110,11 +110,14 @@ class Collectives:
         return found
 
     def tried_route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Do `route` on ranks that have agreed on the call: not a route whose sums differ in their bits.
+        """Do `route` on ranks that have agreed on the call: no route whose sums differ in their bits.  Collective."""
+        return self.tried(self.route(nbytes, dtype, op))
 
-        This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.  Collective.
+    def tried(self, way: RouteName) -> RouteName:
+        """Return `way`, or the pairwise exchange where the ranks would get different bits.  Collective.
+
+        This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
         """
-        way = self.route(nbytes, dtype, op)
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
             from mpistrategy.mpi.multi_node import equal_bits  # here, since only ranks of several nodes need it
 
@@ -131,8 +134,11 @@ class Collectives:
                 self._routes.clear()
                 if self.rank == 0:
                     warn(_UNEQUAL.format(self.library), FallbackWarning)
-                return "across"
-        return way
+        return "across" if way in self._unequal else way
+
+    def progress(self) -> None:
+        """Let MPI make progress with messages."""
+        self._comm.Iprobe()
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.

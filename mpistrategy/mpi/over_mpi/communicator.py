@@ -102,7 +102,9 @@ class MpiCommunicator(Collectives):
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         is_free = usual is None or usual is not self._control
         used = None if usual is None else channel(usual)
-        self.first_message: FirstMessage | None = self._control if used is self._control else None
+        self.first_message: FirstMessage | None = None
+        if self._control is not None and used is self._control and self._control.has_equal_sums():
+            self.first_message = self._control
         self.guard: Guard = Guard(
             used,
             self.rank,

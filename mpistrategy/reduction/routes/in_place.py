@@ -144,9 +144,9 @@ class InPlaceRoute:
         targets = (_result(replicas),) if self._into_result else replicas.arrays
         if is_in_place(communicator, replicas):
             return partial(combine, replicas.arrays, targets, op, divisor, replicas.my_share)
-        if is_seen_across(communicator, replicas, op):
-            return partial(_across, communicator, replicas, targets, op, divisor)
-        return partial(_allreduce, communicator, replicas, targets[0] if self._into_result else mine, op, divisor)
+        target = targets[0] if self._into_result else mine
+        # Decided in each call: a route may be left at its first use, and this rank may have made its steps before.
+        return partial(_by_messages, communicator, replicas, targets, target, op, divisor)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
@@ -245,13 +245,19 @@ def _combine_rounded(
             target[start:stop] = targets[0][start:stop]
 
 
-def _across(communicator: Communicator, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int) -> None:
-    """Combine a node's arrays where they are, and the sums of all nodes into `targets`."""
-    ranks: Any = communicator
-    mine = replicas.mine
-    across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
-    within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
-    across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
+def _by_messages(
+    communicator: Communicator, replicas: Replicas, targets: Sequence[Array], target: Array, op: str, divisor: int
+) -> None:
+    """Combine a node's arrays where they are, and the sums of all nodes into `targets`; else do `_allreduce`."""
+    if is_seen_across(communicator, replicas, op):
+        ranks: Any = communicator
+        mine = replicas.mine
+        across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
+        within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
+        if within is not None:  # else there was no memory for the counters, on any node
+            across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
+            return
+    _allreduce(communicator, replicas, target, op, divisor)
 
 
 def _allreduce(communicator: Communicator, replicas: Replicas, target: Array, op: str, divisor: int) -> None:

@@ -38,6 +38,7 @@ from mpistrategy import errors
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.multi_node.two_level import AcrossNodes
+from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.reduction.arena.arena import Arena, resident, resident_values
 
 pytestmark = pytest.mark.mpi
@@ -629,3 +630,21 @@ def test_no_room_on_one_rank_means_none_for_all(monkeypatch: pytest.MonkeyPatch,
         assert result is arena.values
         for number, leaf in enumerate(result):
             np.testing.assert_array_equal(leaf, wanted("SUM", leaf, number))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("shared_result", [False, True])
+@pytest.mark.parametrize("placement", [[rank // 2 for rank in RANKS], [min(rank, 1) for rank in RANKS]], ids=str)
+def test_between_nodes_without_memory_for_the_lanes(
+    placement: list[int], shared_result: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arena itself is shared, but there is no more room when its first reduction asks for it."""
+    for op, wanted in (("MEAN", (SIZE + 1) / 2), ("SUM", SIZE * (SIZE + 1) / 2)):
+        with in_two_levels(placement) as strategy:
+            arena = strategy.arena(np.zeros(5000), shared_result=shared_result)
+            monkeypatch.setattr(strategy.extended.communicator, "shared", private_memory)
+            arena.values[...] = RANK + 1
+            result = strategy.run(lambda op=op, arena=arena: context().all_reduce(op, arena))
+            assert (np.asarray(result) == wanted).all()
+            assert not shared_result or (arena.values == RANK + 1).all()
+            arena.close()
