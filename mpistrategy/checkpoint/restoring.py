@@ -61,7 +61,7 @@ def restore(
     call.agree("read a manifest")
     call.expect_more()
     manifest = source.tell_manifest()
-    with reading(call.where, path):
+    with _sound(call.where, path), reading(call.where, path):
         source.read_shards(objects)
     call.agree("read shards", patiently=True)
     values = source.tell_values()

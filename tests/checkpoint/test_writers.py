@@ -213,3 +213,25 @@ def test_counts(launch: Launch, tmp_path: Path, ranks: int, bytes_a_writer: int,
     other = counts_of(launch(3, [SCRIPT, tmp_path, *how, "--restore"]))["restore"]
     assert other["bytes read"] == found["bytes"]
     assert other["collectives"] <= 11 + 4 * shards  # the sums and means of four variables by one of them
+
+
+@pytest.mark.one_rank
+def test_slots_of_each_rank_are_refused_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """Of variables that are no strategy's own, so that each rank has slots of its own."""
+
+    def work(*, save: bool) -> None:
+        strategy = ms.MirroredStrategy()
+        var, optimizer = ms.Variable(np.zeros(3)), ms.optimizers.SGD(0.1, momentum=0.9)
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(optimizer=optimizer, var=var)
+        optimizer.build([var])
+        if save:
+            optimizer.slots_of(var)["momentum"].assign(np.full(3, float(strategy.rank)))
+            checkpoint.save(tmp_path / "saved")
+            return
+        with pytest.raises(errors.CheckpointMismatchError, match="Nothing has changed"):
+            checkpoint.restore(tmp_path / "saved")
+
+    run_replicas(lambda: work(save=True), 4)
+    for count in (2, 6):
+        run_replicas(lambda: work(save=False), count)

@@ -166,6 +166,8 @@ class _OptimizerFit:
         like = np.zeros((), np.int64) if optimizer.iterations is None else optimizer.iterations.local_view
         if steps is not None and not fit.has_layout(steps, like):
             fit.problem(below(self._path, "iterations"), f"no number of steps, but {steps.kind} {list(steps.shape)}")
+        elif steps is not None:
+            fit.knows_own(below(self._path, "iterations"), steps)
         if fit.problems or settings is None:
             return lambda: optimizer
         if len({id(var) for var in self._variables}) < len(self._variables):
@@ -213,7 +215,8 @@ class _OptimizerFit:
         if item is None or not self._fit.has_layout(item, var.local_view):
             self._fit.problem(path, f"no slot of shape {list(var.shape)} in the checkpoint, as {var.name!r} needs")
             return
-        self._fit.fetched[path] = lambda: self._optimizer.slots_of(var)[name]
+        if self._fit.knows_own(path, item):
+            self._fit.fetched[path] = lambda: self._optimizer.slots_of(var)[name]
 
     def _steps(self) -> Variable:
         assert self._optimizer.iterations is not None

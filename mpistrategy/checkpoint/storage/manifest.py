@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,8 +129,8 @@ class Item:
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """The parts of the only copy of an array: the shard, the first element, and how many."""
         counts = self.parts or (self.elements,)
-        starts = [sum(counts[:number]) for number in range(len(counts))]
-        return tuple((self.shard + number, starts[number], count) for number, count in enumerate(counts))
+        starts = accumulate(counts, initial=0)
+        return tuple((self.shard + number, next(starts), count) for number, count in enumerate(counts))
 
     def packed(self) -> list[Any]:
         """Return it as JSON."""

@@ -364,7 +364,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
         CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown one.
     """
     found = _dtype_of(text) if isinstance(text, str) else None
-    if found is None or dtype_text(found, "") != text:
+    if found is None or dtype_text(found, "") != text or not found.itemsize:
         shown = repr(text)[:80] if isinstance(text, str) else f"of type {type(text).__name__}"
         raise CheckpointDamagedError.at("a checkpoint", found=f"the dtype {shown}", expected="a dtype of numbers")
     return found

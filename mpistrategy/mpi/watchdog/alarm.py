@@ -71,9 +71,12 @@ def contain(group: Group, status: Callable[[], RankStatus], rank: int, size: int
     try:
         _call_the_roll((group,), status, rank, size)
     finally:
-        accounts = _on_this_node(group.board.read(), group.last_calls())
-        accounts += group.others()
-        group.guard.stop_waiting(as_error(accounts, _unknown(group, accounts)))
+        lines, others = group.board.read(), group.others()
+        accounts = _on_this_node(lines, group.last_calls()) + others
+        # Only the rank that calls the roll hears of other nodes; what another one does not know is not missing.
+        asked = group.ranks if others or group.nodes == 1 else [each.rank for each in lines]
+        unknown = sorted({*asked} - {account.status.rank for account in accounts})
+        group.guard.stop_waiting(as_error(accounts, unknown))
 
 
 def _on_this_node(lines: Sequence[RankStatus], last_calls: Mapping[int, str]) -> list[Account]:
@@ -81,10 +84,6 @@ def _on_this_node(lines: Sequence[RankStatus], last_calls: Mapping[int, str]) ->
     silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
     now = time.monotonic()
     return [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
-
-
-def _unknown(group: Group, accounts: Sequence[Account]) -> list[int]:
-    return sorted({*group.ranks} - {account.status.rank for account in accounts})
 
 
 def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], rank: int, size: int) -> None:

@@ -233,10 +233,13 @@ class Group:
         expected, told, pause = self.board.expected(), self._told_expected, self.guard.timeout / 10
         if told <= expected <= told + (pause if told else 0.0) or (expected < told and now < self._told + pause):
             return
-        self._told_expected, self._told, old = expected, now, self._busy
-        self._busy = f"busy-{self.node}-{math.ceil(time.time() + expected - now)}"
-        if self._busy != old and self.directory.write(self._busy, "") and old:
-            self.directory.discard(old)
+        old, busy = self._busy, f"busy-{self.node}-{math.ceil(time.time() + expected - now)}"
+        if busy != old:
+            if not self.directory.write(busy, ""):
+                return  # the next look tries again
+            if old:
+                self.directory.discard(old)
+        self._busy, self._told_expected, self._told = busy, expected, now
 
     def take_back_expected(self) -> None:
         """Remove what this rank has written about a busy node: after an alarm the roll call says more."""

@@ -162,8 +162,10 @@ class RunDirectory:
 
     def discard(self, name: str) -> None:
         """Remove a file that this rank has written."""
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self.path, name))
+        if not self.path:  # there is none: the name would be one in the program's own folder
+            return
+        with contextlib.suppress(OSError), self._opened() as folder:
+            os.unlink(name, dir_fd=folder)
         self._written.discard(name)
 
     def remove(self) -> None:
