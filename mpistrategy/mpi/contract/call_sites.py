@@ -304,18 +304,18 @@ class Digests:
             self._long_fields.clear()
         # Long fields (the variables of a step) repeat while short ones (its number) change.
         fields = [self._of_field(field) if len(field) > _LONG_FIELD else field for field in signature]
-        digest = int.from_bytes(hashed(repr(fields)), "little") >> 2
+        digest = int.from_bytes(_hashed(repr(fields)), "little") >> 2
         found = self._known[signature] = (digest, signature)
         return found
 
     def _of_field(self, field: Any) -> str:
         known = self._long_fields.get(field)
         if known is None:
-            known = self._long_fields[field] = hashed(repr(field)).hex()
+            known = self._long_fields[field] = _hashed(repr(field)).hex()
         return known
 
 
-def hashed(text: str) -> bytes:
+def _hashed(text: str) -> bytes:
     import hashlib  # here, since it loads OpenSSL and would slow `import mpistrategy`
 
     return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -19,7 +19,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.contract.call_sites import hashed
 from mpistrategy.mpi.contract.channel import wait_patiently
 
 _DIGITS = 4
@@ -98,10 +97,14 @@ class MpiControlChannel:
 
     def has_equal_sums(self) -> bool:
         """Return whether all ranks get the same bits in `sums`, which MPI does not promise; tried once.  Collective."""
-        random = np.random.default_rng(self._comm.rank)
-        self.values[:] = random.standard_normal(self.values.size) * np.exp2(random.integers(-20, 20, self.values.size))
-        self.all_equal(0)
-        return self.all_equal(int.from_bytes(hashed(self.sums.tobytes().hex()), "little") >> 2)
+        from mpistrategy.mpi.contract.equal_bits import digest_of_sums  # here, since one node does not need it
+
+        def allreduce(values: Array) -> None:
+            self.values[...] = values
+            self.all_equal(0)
+            values[...] = self.sums
+
+        return self.all_equal(digest_of_sums(allreduce, self._comm.rank, (self.values.size,), np.float64))
 
     def progress(self) -> None:
         """Let MPI make progress with messages for this rank."""

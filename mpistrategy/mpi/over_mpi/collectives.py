@@ -119,7 +119,7 @@ class Collectives:
         This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
         """
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
-            from mpistrategy.mpi.multi_node import equal_bits  # here, since only ranks of several nodes need it
+            from mpistrategy.mpi.contract import equal_bits  # here, since only ranks of several nodes need it
 
             self._tried.add(way)
 

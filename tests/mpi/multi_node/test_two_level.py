@@ -19,7 +19,8 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, same_everywhere, v
 
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.multi_node import equal_bits, lanes, two_level
+from mpistrategy.mpi.contract import equal_bits
+from mpistrategy.mpi.multi_node import lanes, two_level
 from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.bounce_buffers import combined
