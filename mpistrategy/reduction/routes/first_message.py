@@ -20,7 +20,7 @@ from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Description, Repeated, Run, Targets, grouped, nbytes_of
 
 _LOW, _HALF = 0xFFFFFFFF, 32
 
@@ -63,6 +63,7 @@ class FirstMessageRoute:
         self, communicator: Communicator, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp
     ) -> None:
         self.packs: tuple[Pack, ...] = packing.plan(layouts, wire=host_wire_dtype)
+        self._layouts, self._message, self._divisor = layouts, message, 1
         self._writers: list[Callable[[Array], None]] = []
         self._readers: list[Callable[[], Array]] = []
         start = 0
@@ -79,7 +80,7 @@ class FirstMessageRoute:
                 view: Any = mine.view(np.complex128) if dtype.kind == "c" else mine
                 total: Any = sums.view(np.complex128) if dtype.kind == "c" else sums
                 self._writers.append(partial(_write, view.reshape(shape)))
-                divisor = op._divisor(wire, communicator.size)
+                divisor = self._divisor = op._divisor(wire, communicator.size)
                 divide = None if divisor == 1 else division(divisor, total.dtype)
                 self._readers.append(partial(_read, total.reshape(shape), wire, divide))
         self._quiet = quiet_runner()
@@ -93,6 +94,32 @@ class FirstMessageRoute:
         """Return the sums, each rounded once to its dtype, in new memory."""
         results: list[Array] = self._quiet(list, (read() for read in self._readers))
         return results
+
+    def repeated(self, repeated: Repeated) -> Run | None:
+        """Return the all-reduce of one array of floats in the fewest steps; None for other arrays."""
+        compare, otherwise, failed = repeated
+        dtype, shape = self._layouts[0]
+        if dtype.kind != "f":
+            return None
+        place, total = self._message.values[: self.packs[0].size], self._message.sums[: self.packs[0].size]
+        place, total, quiet, empty = place.reshape(shape), total.reshape(shape), self._quiet, np.empty
+        # One operation divides, where that is asked for, and rounds to the dtype.
+        combine, *operands = division(self._divisor, total.dtype) if self._divisor != 1 else (np.positive,)
+
+        def run(value: Any, out: Any) -> Any:
+            if out is not None:
+                return otherwise(value, out)
+            result = empty(shape, dtype)
+            place[...] = value
+            compare()
+            try:
+                quiet(combine, total, *operands, result)
+            except BaseException as error:
+                failed(error)
+                raise
+            return result
+
+        return run
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way = "in the first message of the call, with its check"
