@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
@@ -57,10 +58,13 @@ class Plan:
 
     def _run_and_finish(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         results = self.route.run(arrays, targets)
-        return [
-            finish(result, dtype, self.op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
-            for result, dtype in zip(results, self.dtypes, strict=True)
-        ]
+        try:
+            return [
+                finish(result, dtype, self.op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
+                for result, dtype in zip(results, self.dtypes, strict=True)
+            ]
+        except BaseException as error:
+            raise mark_after_messages(error)
 
 
 def plan_of(

@@ -14,6 +14,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, division, quiet_runner
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.contract.companions import LARGEST_BYTES, Companion, Companions
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack
@@ -93,13 +94,19 @@ class BesideRoute:
             self._begin(companion, arrays)
         companion.wait()
         self._companions.started = None
+        try:
+            return self._results(companion, memory, len(arrays))
+        except BaseException as error:
+            raise mark_after_messages(error)
+
+    def _results(self, companion: Companion, memory: Array, count: int) -> list[Array]:
         memory[...] = companion.sums.reshape(memory.shape)
         if self._division is not None:
             divide, operand = self._division
             self._quiet(divide, memory, operand, memory)
         if self._is_one:
             return [memory]
-        results: list[Array] = [memory] * len(arrays)
+        results: list[Array] = [memory] * count
         for index, view in self._pack.views(memory):
             # A view of one number would keep all of a larger pack.
             results[index] = view.copy() if view.size == 1 and self._pack.size > FEW_ELEMENTS else view
@@ -132,13 +139,13 @@ class BesideRoute:
             compare()
             try:
                 wait()
-                companions.started = None
-                result[...] = sums
-                if divides:
-                    quiet(divide, result, operand, result)
             except BaseException as error:
                 failed(error)
                 raise
+            companions.started = None
+            result[...] = sums
+            if divides:
+                quiet(divide, result, operand, result)
             return result
 
         return run

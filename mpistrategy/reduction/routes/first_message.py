@@ -15,6 +15,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
@@ -92,7 +93,10 @@ class FirstMessageRoute:
 
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
-        results: list[Array] = self._quiet(list, (read() for read in self._readers))
+        try:
+            results: list[Array] = self._quiet(list, (read() for read in self._readers))
+        except BaseException as error:
+            raise mark_after_messages(error)
         return results
 
     def repeated(self, repeated: Repeated) -> Run | None:
@@ -101,23 +105,24 @@ class FirstMessageRoute:
         dtype, shape = self._layouts[0]
         if dtype.kind != "f":
             return None
-        place, total = self._message.values[: self.packs[0].size], self._message.sums[: self.packs[0].size]
-        place, total, quiet, empty = place.reshape(shape), total.reshape(shape), self._quiet, np.empty
-        # One operation divides, where that is asked for, and rounds to the dtype.
-        combine, *operands = division(self._divisor, total.dtype) if self._divisor != 1 else (np.positive,)
+        count = self.packs[0].size
+        place, total = self._message.values[:count].reshape(shape), self._message.sums[:count].reshape(shape)
+        quiet, divides = self._quiet, self._divisor != 1
+        divide, operand = division(self._divisor, total.dtype) if divides else (None, None)
+        rounded = total.astype
 
         def run(value: Any, out: Any) -> Any:
             if out is not None:
                 return otherwise(value, out)
-            result = empty(shape, dtype)
             place[...] = value
             compare()
             try:
-                quiet(combine, total, *operands, result)
+                if divides:
+                    quiet(divide, total, operand, total)
+                return quiet(rounded, dtype)
             except BaseException as error:
-                failed(error)
+                failed(mark_after_messages(error))
                 raise
-            return result
 
         return run
 
