@@ -165,6 +165,7 @@ int ncclAllReduce(const void* source, void* target, std::size_t size, int type, 
         default:
             return INVALID_ARGUMENT;
     }
+    count(Counted::nccl_calls);
     put(stream, [=] { work(communicator, (const char*)source, (char*)target, size, op); });
     return SUCCESS;
 }

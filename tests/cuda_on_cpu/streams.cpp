@@ -111,6 +111,11 @@ void wait_for(const TaskPointer& task) {
     changed.wait(lock, [&] { return task->done; });
 }
 
+void wait_on_host(const TaskPointer& task) {
+    count(Counted::host_waits);
+    wait_for(task);
+}
+
 void wait_for_device(int index) {
     initialize();
     std::vector<TaskPointer> all;
@@ -163,9 +168,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
     if (stream->is_null)  // it is behind all blocking streams
-        wait_for(put(stream, [] {}));
+        wait_on_host(put(stream, [] {}));
     else
-        wait_for(stream->last);
+        wait_on_host(stream->last);
     return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
@@ -178,6 +183,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
     Stream* stream = stream_of(handle);
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
     const TaskPointer task = ((Event*)event)->task;
+    count(Counted::stream_waits);
     if (task) put(stream, [] {}, {task});
     return cudaSuccess;
 }
@@ -214,10 +220,11 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete (Event*)event, c
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
+    count(Counted::records);
     ((Event*)event)->task = put(stream, [] {});
     return cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for(((Event*)event)->task), cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_on_host(((Event*)event)->task), cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     const TaskPointer task = ((Event*)event)->task;
     std::unique_lock<std::mutex> lock(mutex);
