@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, ClassVar, Self
 
+import fused_double
 import numpy as np
 
 from mpistrategy.arrays.dtypes import span
@@ -584,7 +585,8 @@ def bfloat16() -> Any:
 
 #: What each kernel does: from the grid, the block and the arguments to its work and the memory that this touches.
 KERNELS: dict[str, Callable[[Any, Any, Sequence[Any]], tuple[Callable[[], None], list[np.ndarray]]]] = {
-    copy_kernel.NAME: _moves
+    copy_kernel.NAME: _moves,
+    **fused_double.kernels_on(_at),
 }
 
 
