@@ -14,9 +14,9 @@ from mpistrategy import errors
 ORDER = (
     *("tutorial", "concepts", "variables", "input", "training", "checkpoints", "preemption"),
     *("disagreement", "ending", "errors", "errors-data", "troubleshooting"),
-    *("environment", "mpi", "slurm", "doctor", "gpus", "performance", "many-nodes", "numerics"),
+    *("environment", "mpi", "slurm", "doctor", "gpus", "performance", "figures", "many-nodes", "numerics"),
     *("tracing", "testing", "faults"),
-    *("tensorflow", "tensorflow-steps", "tensorflow-extended", "tensorflow-training", "torch", "jax", "horovod", "mpi4py"),
+    *("tensorflow", "tensorflow-steps", "tensorflow-training", "torch", "jax", "horovod", "mpi4py"),
     *("assistants", "developers", "changes"),
 )
 _HEADING = re.compile(r"(#{1,6}) (.+)")
