@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mpistrategy.training import gradients, losses, metrics, optimizers, schedules
     from mpistrategy.training.gradient_buckets import GradientBuckets
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: What is loaded when the first of these names is used: thousands of ranks that import at once read fewer files.
 _CHECKPOINTS = {
