@@ -26,7 +26,14 @@ def __dir__() -> list[str]:
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
-    """Return the Euclidean norm of all elements of all arrays, summed in float64."""
+    """Return the Euclidean norm of all elements of all arrays, summed in float64; local.
+
+    Args:
+        arrays: of any numeric dtypes and shapes.
+
+    Raises:
+        LeafError, DTypeError: for values that are no numeric arrays.
+    """
     dense = [reducible(array, "global_norm") for array in arrays]
     with on_device_of_any(dense):
         squares = [np.square(np.abs(array), dtype=np.float64).sum() for array in dense]

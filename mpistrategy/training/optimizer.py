@@ -67,6 +67,8 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
             variable that counts.
         schedule: the function that was given as `learning_rate`; None for a number.
         skipped_steps: how many steps changed nothing because gradients were not finite.
+        slot_values: of a class: the slots of each variable, and the number that each is filled with at first.
+        only_named_rows: of a class: whether a sparse gradient changes only the rows that it names, also of slots.
 
     All settings may be changed between steps, on all ranks alike; they are checked then as in the constructor.
 
@@ -78,9 +80,7 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
 
     _words_of = "Optimizer"
     _instead_of_pickling = "Save it with a Checkpoint, and make one with the same arguments there."
-    #: The slots of each variable, and the number that each is filled with at first.
     slot_values: Mapping[str, float] = {}
-    #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
     only_named_rows: ClassVar[bool] = False
 
     learning_rate: Setting[float] = setting.LearningRate()
