@@ -27,7 +27,14 @@ def __dir__() -> list[str]:
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
-    """Return the Euclidean norm of all elements of all arrays, summed in float64."""
+    """Return the Euclidean norm of all elements of all arrays, summed in float64; local.
+
+    Args:
+        arrays: of any numeric dtypes and shapes.
+
+    Raises:
+        LeafError, DTypeError: for values that are no numeric arrays.
+    """
     dense = [reducible(array, "global_norm") for array in arrays]
     if (on_gpu := norm_of(dense)) is not None:
         return on_gpu.read()[0]
