@@ -302,7 +302,16 @@ class Ending:
 
 
 def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | None = None) -> list[Ending]:
-    """Call `function` on `count` simulated ranks; return their endings in rank order."""
+    """Call `function` on `count` simulated ranks; return their endings in rank order.
+
+    Args:
+        function: the program, without arguments.
+        count: the number of ranks.
+        nodes: the node of each rank; None puts all on one.
+
+    Returns:
+        For each rank how its program ended: with a `result`, or with an `error`.
+    """
     turns = Turns(count)
     everyone = Meeting(turns, tuple(range(count)))
     endings = [Ending() for _ in range(count)]
