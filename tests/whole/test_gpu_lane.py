@@ -12,8 +12,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import pages
 import pytest
+
+import pages
 
 pytestmark = pytest.mark.one_rank
 

@@ -32,7 +32,7 @@ Session = Callable[..., launching.Finished]
 def session(launch: Callable[..., launching.Finished], tmp_path: Path) -> Session:
     """Run ``session(ranks, source of a test file, *arguments of pytest, **environment)``."""
     (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "launching.py"):
+    for name in ("conftest.py", "jobs/launching.py"):
         shutil.copy(HERE / name, tmp_path / "tests")
     shutil.copy(HERE.parent / "pyproject.toml", tmp_path)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import launching
-import pages
 import pytest
-from pages import BLOCKS, EXAMPLES, PREAMBLE, PROGRAMS
 
+import pages
 from mpistrategy.testing import run_replicas
+from pages import BLOCKS, EXAMPLES, PREAMBLE, PROGRAMS
 
 pytestmark = pytest.mark.one_rank
 

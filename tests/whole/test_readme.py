@@ -13,6 +13,7 @@ from pathlib import Path
 
 import launching
 import pytest
+
 from pages import BLOCKS, ROOT
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.slow]
