@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import GUIDE
 
 import mpistrategy as ms
 from mpistrategy.cli import main
 from mpistrategy.cli.guide import pages, terminal
-from pages import GUIDE
 
 pytestmark = pytest.mark.one_rank
 

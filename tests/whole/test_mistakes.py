@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pages
 import pytest
 from mistakes.judging import judge
 from mistakes.matrix import load
 from replicas import ALL
-
-import pages
 
 pytestmark = pytest.mark.one_rank
 TABLE = load()

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import launching
-import pytest
-
 import pages
-from mpistrategy.testing import run_replicas
+import pytest
 from pages import BLOCKS, EXAMPLES, PREAMBLE, PROGRAMS
+
+from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.one_rank
 

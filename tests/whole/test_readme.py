@@ -13,7 +13,6 @@ from pathlib import Path
 
 import launching
 import pytest
-
 from pages import BLOCKS, ROOT
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.slow]

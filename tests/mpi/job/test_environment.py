@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import launching
+import pages
 import pytest
 
 import mpistrategy
-import pages
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.job import environment
 from mpistrategy.options import is_on
