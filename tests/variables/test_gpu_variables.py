@@ -10,6 +10,7 @@ from typing import Any
 import cupy_double
 import cupy_here
 import numpy as np
+import pages
 import pytest
 from cuda_counts import IS_COUNTED, counted
 from cupy_here import double_only, ndarray
@@ -17,7 +18,6 @@ from gpu_doubles import pretended
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
-import pages
 from mpistrategy.training import kernels
 from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
 

@@ -12,9 +12,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import pages
+import pytest
 
 pytestmark = pytest.mark.one_rank
 

@@ -7,13 +7,13 @@ import inspect
 import re
 from typing import Any
 
+import pages
 import pytest
 from conformance.cases import DEFAULT_ORACLE, load_cases
 from conformance.programs_api import CLASSES, OLD_NAMES
+from pages import EXAMPLES, PREAMBLE
 
 import mpistrategy as ms
-import pages
-from pages import EXAMPLES, PREAMBLE
 
 pytestmark = pytest.mark.one_rank
 
