@@ -73,9 +73,9 @@ class TellsErrors(ABC):
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
         """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
         self.fail(where, error, agreed=True)
-        if self.failures is None and isinstance(error, Exception) and _is_of_one_rank(error):
-            if not _is_after_messages(error):
-                self._end_the_job(error)
+        others_know = self.failures is not None or _is_after_messages(error)
+        if not others_know and isinstance(error, Exception) and _is_of_one_rank(error):
+            self._end_the_job(error)
         self.mark_told(error)
 
     def _end_the_job(self, error: BaseException) -> None:

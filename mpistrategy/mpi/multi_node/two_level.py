@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ Way = Literal["lanes", "across"]
 NODE_BYTES = 2**26
 _LEAST_PIECE_BYTES = 2**12
 _TAGS = 2**12
+_REMEMBERED = 128
 #: A rank that waits for its node without a message under way calls MPI once in so many looks.
 _LOOKS_WITHOUT_MPI = 16
 
@@ -156,6 +157,7 @@ class AcrossNodes:
         self._number = 0
         self._progress: Callable[[], object] = getattr(communicator, "progress", lambda: None)
         self._links: list[Any] = []
+        self._slices: dict[tuple[int, int], list[tuple[Any, slice]]] = {}
         self._groups: NodeGroups | None = None
         self._node = NodeStage()
         self._lanes = lanes_of(way, communicator.node_of, communicator.rank)
@@ -219,6 +221,10 @@ class AcrossNodes:
         while self._flights:
             self._end_first()
 
+    def allreduce_arrays(self, op: str, source: Array, target: Array) -> None:
+        """Do `allreduce` with contiguous arrays of any number of dimensions; `source` may be any array."""
+        self.allreduce(source.reshape(-1), target.reshape(-1), op, None)
+
     def _at_once(self, node: NodeStage, source: Array, target: Array, op: str) -> None:
         """Do `allreduce` with a single piece, by a blocking call of MPI for each slice of this rank."""
         self._number += 1
@@ -226,8 +232,7 @@ class AcrossNodes:
         node.contribute(piece)
         result = _in_place(*node.add_up(piece, op))
         for link, part in self._linked(piece):
-            if result[part].size:
-                link.reduce_by_mpi(result[part], op)
+            link.reduce_by_mpi(result[part], op)
         node.hand_out(piece)
 
     def _in_turn(self, groups: NodeGroups, source: Array, target: Array, op: str, wire: Wire) -> None:
@@ -253,10 +258,19 @@ class AcrossNodes:
         for link in self._links:
             link.free()
 
-    def _linked(self, piece: Piece) -> Iterator[tuple[Any, slice]]:
-        """Yield the counterparts of each slice of this rank, and the slice, counted from where its part begins."""
-        target = piece.target
-        yield from zip(self._links, self._lanes.slices_of(target.size, target.itemsize), strict=bool(self._links))
+    def _linked(self, piece: Piece) -> Sequence[tuple[Any, slice]]:
+        """Return the counterparts of each slice of this rank, and the slice, counted from where its part begins.
+
+        Slices without elements are left out.
+        """
+        key = (piece.target.size, piece.target.itemsize)
+        found = self._slices.get(key)
+        if found is None:
+            if len(self._slices) >= _REMEMBERED:
+                self._slices.clear()
+            pairs = zip(self._links, self._lanes.slices_of(*key), strict=bool(self._links))
+            found = self._slices[key] = [(link, part) for link, part in pairs if part.stop > part.start]
+        return found
 
     def _begin(self, piece: Piece, total: Array, result: Array, op: str, wire: Wire) -> Flight:
         if not self._links:
@@ -271,9 +285,7 @@ class AcrossNodes:
 
     def _by_mpi(self, piece: Piece, result: Array, op: str) -> Steps:
         """Combine the slices of this rank with those of its counterparts by MPI, without waiting."""
-        begun: list[Request] = [
-            link.begin_to_reduce_by_mpi(result[part], op) for link, part in self._linked(piece) if result[part].size
-        ]
+        begun: list[Request] = [link.begin_to_reduce_by_mpi(result[part], op) for link, part in self._linked(piece)]
         yield begun
 
     def _end_first(self) -> None:

@@ -6,19 +6,20 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
+from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer, quiet_runner
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.multi_node.two_level import EAGER, Manner, allreduce_across, way_between
+from mpistrategy.mpi.multi_node.two_level import EAGER, Manner, across_nodes, allreduce_across, way_between
 from mpistrategy.mpi.over_mpi import gathering
 from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory.node_broadcast import LEAST_BYTES, NodeBroadcast
@@ -119,7 +120,7 @@ class Collectives:
         This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
         """
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
-            from mpistrategy.mpi.contract import equal_bits  # here, since only ranks of several nodes need it
+            from mpistrategy.mpi.contract import sums_by_mpi  # here, since only ranks of several nodes need it
 
             self._tried.add(way)
 
@@ -129,7 +130,7 @@ class Collectives:
                 else:
                     self._comm.Allreduce(MPI.IN_PLACE, values)
 
-            if not self._control.all_equal(equal_bits.digest_of_sums(allreduce, self.rank)):
+            if not self._control.all_equal(sums_by_mpi.digest_of_sums(allreduce, self.rank)):
                 self._unequal.add(way)
                 self._routes.clear()
                 if self.rank == 0:
@@ -168,32 +169,41 @@ class Collectives:
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
                 self._comm.Allreduce(those, piece, operation(op, buffer.dtype))
 
-    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Callable[[Array, Array], None]:
+    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Callable[[Array, Array], object]:
         """Return ``f(source, target)``, which does `allreduce` with two arrays of so many bytes that share none.
 
-        Where MPI does it, in one call, this takes the fewest steps.
+        It finds out once, in its first call, which way that takes.
         """
-        size = nbytes // dtype.itemsize
-        by_mpi, given = operation(op, dtype), nbytes <= _DIRECT_BYTES
-        in_place, copyto, allreduce = MPI.IN_PLACE, np.copyto, self._comm.Allreduce
-        fits = self.nodes > 1 and 0 < size <= self.max_count and nbytes <= self.thresholds.mpi_piece_bytes(self.nodes)
-        thresholds: Thresholds | None = None  # those under which MPI was found to do it
+        prepared: Callable[[Array, Array], object] | None = None
+        thresholds = self.thresholds
 
         def reduce(source: Array, target: Array) -> None:
-            nonlocal thresholds
-            if self.thresholds is not thresholds:
-                if not fits or self.tried_route(nbytes, dtype, op) != "mpi":
-                    self.allreduce(target, op, source)
-                    return
-                thresholds = self.thresholds
+            nonlocal prepared, thresholds
+            if prepared is None or self.thresholds is not thresholds:
+                prepared, thresholds = self._prepared(nbytes, dtype, op), self.thresholds
+            prepared(source, target)
+
+        return reduce
+
+    def _prepared(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Callable[[Array, Array], object]:
+        way, size = self.tried_route(nbytes, dtype, op), nbytes // dtype.itemsize
+        if way == "lanes":
+            return partial(quiet_runner(), across_nodes(self, way).allreduce_arrays, op)
+        most = min(self.max_count, self.thresholds.mpi_piece_bytes(self.nodes) // dtype.itemsize)
+        if way != "mpi" or self.nodes == 1 or not 0 < size <= most:
+            return lambda source, target: self.allreduce(target, op, source)
+        allreduce, in_place, by_mpi, copyto = self._comm.Allreduce, MPI.IN_PLACE, operation(op, dtype), np.copyto
+        is_given = nbytes <= _DIRECT_BYTES
+
+        def by_one_call(source: Array, target: Array) -> None:
             flags = source.flags
-            if given and flags.c_contiguous and flags.aligned:
+            if is_given and flags.c_contiguous and flags.aligned:
                 allreduce(source, target, by_mpi)
             else:
                 copyto(target, source)
                 allreduce(in_place, target, by_mpi)
 
-        return reduce
+        return by_one_call
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0

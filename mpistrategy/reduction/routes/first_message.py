@@ -96,7 +96,8 @@ class FirstMessageRoute:
         try:
             results: list[Array] = self._quiet(list, (read() for read in self._readers))
         except BaseException as error:
-            raise mark_after_messages(error)
+            mark_after_messages(error)
+            raise
         return results
 
     def repeated(self, repeated: Repeated) -> Run | None:
