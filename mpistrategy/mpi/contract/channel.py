@@ -47,6 +47,12 @@ class FirstMessage(Protocol):
         """What travels beside it; None where nothing can."""
 
 
+class Compare(Protocol):
+    """Compares one call with those of the other ranks: see `mpistrategy.mpi.contract.guard.Guard.comparison`."""
+
+    def __call__(self, work: Callable[[], object] | None = None) -> None: ...
+
+
 class Steps(NamedTuple):
     """`ControlChannel.all_equal` of one digest, step by step, for callers that repeat it.
 
