@@ -28,6 +28,7 @@ from mpistrategy.mpi.multi_node.two_level import (
     way_between,
 )
 from mpistrategy.mpi.over_mpi import gathering
+from mpistrategy.mpi.over_mpi.device_memory import DeviceMemory
 from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory.node_broadcast import LEAST_BYTES, NodeBroadcast
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
@@ -79,7 +80,7 @@ class RepeatedAllReduce:
             self._lanes.forget()
 
 
-class Collectives:
+class Collectives(DeviceMemory):
     """The part of a `Communicator` that moves arrays, on ranks that have agreed on the call.
 
     Attributes:
@@ -247,11 +248,6 @@ class Collectives:
         for source, target in pairs:
             self.allreduce(target, op, source)
             divide_by(divisor, target)
-
-    def allreduce_device_memory(self, buffer: Any, op: str) -> None:
-        """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
-        for piece in buffers.pieces(buffer, self.max_count):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
