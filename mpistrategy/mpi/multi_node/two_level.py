@@ -89,6 +89,17 @@ def eagerly(looks: int) -> None:
         time.sleep(5e-5)
 
 
+def crowded(looks: int) -> None:
+    """Nap before the next look but one: ranks that outnumber their cores would take them from those that work.
+
+    4 nodes of 4 ranks on 2 cores, over a bare Allreduce: 1 MiB 1.7 by `eagerly`, 1.0 so; 4 MiB 1.0 and 0.75.
+    """
+    if looks == 1:
+        os.sched_yield()
+    else:
+        time.sleep(5e-5)
+
+
 def allreduce_across(
     communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, way: Way | None = None
 ) -> None:
@@ -137,6 +148,7 @@ class Manner:
 
 
 EAGER = Manner()
+CROWDED = Manner(crowded)
 
 
 def across_nodes(communicator: Any, way: Way, manner: Manner | None = None) -> AcrossNodes:
