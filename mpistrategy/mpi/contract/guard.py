@@ -211,8 +211,10 @@ class Guard(TellsErrors):
         self.level = level
         self.skips = level == OFF and not self._is_free
 
-    def compare_digest(self, digest: int, signature: Signature) -> None:
-        """Do `compare` with a known digest, sparingly, outside every `Call`."""
+    def compare_digest(self, digest: int, signature: Signature, work: Callable[[], object] | None = None) -> None:
+        """Do `compare` with a known digest, sparingly, outside every `Call`; first do `work`."""
+        if work is not None:
+            work()
         if self._channel is not None and not self._agrees(digest, signature, due=False):
             self.resolve(signature)
 
@@ -224,12 +226,12 @@ class Guard(TellsErrors):
         steps_of = getattr(self._channel, "steps_of", None)
         steps: Steps | None = None if self._is_patient or self.skips or steps_of is None else steps_of(digest)
         if steps is None:
-            return partial(self._compare_after, digest, signature)
+            return partial(self.compare_digest, digest, signature)
         place, numbers, expected, start, wait, told = steps
 
         def compare(work: Callable[[], object] | None = None) -> None:
             if self._flag:
-                self._compare_after(digest, signature, work)
+                self.compare_digest(digest, signature, work)
                 return
             self.comparisons += 1
             self.is_comparing = True
@@ -243,11 +245,6 @@ class Guard(TellsErrors):
                 self.resolve(signature)
 
         return compare
-
-    def _compare_after(self, digest: int, signature: Signature, work: Callable[[], object] | None = None) -> None:
-        if work is not None:
-            work()
-        self.compare_digest(digest, signature)
 
     def resolve(self, signature: Signature) -> None:
         """Raise on every rank after the digests have differed, outside every `Call`; do nothing for a raised flag."""
