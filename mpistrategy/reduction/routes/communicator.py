@@ -171,17 +171,24 @@ class OneArrayRoute:
         if prepare is None:
             return None
         compare, otherwise, failed = repeated
-        reduce = prepare(self.packs[0].nbytes, self._dtype, self._text)
-        new, quiet, divides = self._new, self._quiet, self._division is not None
+        prepared = prepare(self.packs[0].nbytes, self._dtype, self._text)
+        new, quiet, divides, is_lanes = self._new, self._quiet, self._division is not None, self._name == "lanes"
         divide, operand = self._division or (None, None)
 
         def run(value: Any, out: Any) -> Any:
             if out is not None:
                 return otherwise(value, out)
             target = new()
-            compare()
+            if is_lanes:
+                try:
+                    compare(partial(prepared.begin, value))
+                except BaseException:
+                    prepared.forget()
+                    raise
+            else:
+                compare()
             try:
-                reduce(value, target)
+                prepared.reduce(value, target)
                 if divides:
                     quiet(divide, target, operand, target)
             except BaseException as error:
