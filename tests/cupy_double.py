@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, ClassVar, Self
 
+import fused_double
 import numpy as np
 
 from mpistrategy.arrays.dtypes import span
@@ -619,6 +620,7 @@ def _of_keys(to_keys: bool) -> Callable[[Any, Any, Sequence[Any]], tuple[Callabl
 #: What each kernel does: from the grid, the block and the arguments to its work and the memory that this touches.
 KERNELS: dict[str, Callable[[Any, Any, Sequence[Any]], tuple[Callable[[], None], list[np.ndarray]]]] = {
     copy_kernel.NAME: _moves,
+    **fused_double.kernels_on(_at),
     **{name: _of_keys(name == both[0]) for both in ordered_keys.NAMES.values() for name in both},
 }
 
