@@ -13,12 +13,9 @@ from typing import Any
 from mpistrategy.arrays.reads import event_of_reads
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import DevicePath, device_paths
+from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
 from mpistrategy.mpi.over_mpi.progress import AtOnce, engine_of_gpus
 from mpistrategy.reduction.algorithm import OnDevice
-
-#: Paths whose work is all on the stream.
-_ON_THE_STREAM = ("alone", "nccl")
 
 
 class Begun:
@@ -54,7 +51,7 @@ class Begun:
         with self._device:
             route.make_room(communicator, name)
             call.agree("reduce", **words)
-            path = route.path(communicator, name) if name not in _ON_THE_STREAM else self._path
+            path = route.path(communicator, name) if name not in ON_THE_STREAM else self._path
             with self._stream.after(self._packed):
                 try:
                     route.send(communicator, path, arrays)
@@ -80,15 +77,6 @@ class Begun:
 def engine(communicator: Communicator, agree: Callable[[], None]) -> AtOnce:
     """Return what runs the work of these all-reduces, once the ranks have a path; the caller's thread until then."""
     names = [path.name for path in device_paths(communicator).known.values()]
-    if not names or names[0] in _ON_THE_STREAM:
+    if not names or names[0] in ON_THE_STREAM:
         return AtOnce(communicator)
     return engine_of_gpus(communicator, agree)
-
-
-def who_finishes(communicator: Any, path_name: str) -> str:
-    """Return who does the host's part of these all-reduces, for `Strategy.explain`."""
-    if path_name in _ON_THE_STREAM:
-        return "on a stream of its own"
-    if getattr(communicator, "may_use_threads", False):
-        return "on a stream of its own; a thread of this rank does what the host must do"
-    return "on a stream of its own; wait() does what the host must do: MPI has no MPI_THREAD_MULTIPLE"

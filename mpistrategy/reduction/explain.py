@@ -15,14 +15,12 @@ from mpistrategy.arrays.convert import any_array, is_on_device
 from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contribution
 from mpistrategy.errors import EmptyBatchError
-from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Rates
 from mpistrategy.objects.shown import size_in_words, time_in_words
-from mpistrategy.options import CommunicationOptions, Op, ReduceOp, path_word
+from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena, Extended
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.asynchronous_gpu import who_finishes
 from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
@@ -158,9 +156,6 @@ def _of_leaves(
     plan = algorithm._plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
     found = plan.route.describe(communicator, dense)
     if placed:
-        paths = device_paths(reducer.communicator)
-        if (path := paths.known.get(path_word(options, algorithm._device_path))) is not None:
-            others.append(f"all_reduce_async: {who_finishes(reducer.communicator, path.name)}")
         found += algorithm._gpu_route(reducer.communicator, placed, op, options, operation).describe(
             communicator, placed
         )

@@ -16,7 +16,7 @@ from mpistrategy.arrays.dtypes import divide_by, mean_dtype, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
+from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
@@ -166,8 +166,11 @@ class GpuRoute:
             elif target is not None:
                 copies = () if target is arrays[pack.members[0].index] else ((1, "all into the result"),)
             groups.setdefault((pack.dtype, copies), []).append(pack)
+        path = device_paths(ranks).known.get(self._word)
+        later = "" if path is None else f"all_reduce_async: on a stream of its own{_finished_by(ranks, path.name)}"
         return [
-            Description(packs, self._way(ranks, dtype), copies, "", None) for (dtype, copies), packs in groups.items()
+            Description(packs, self._way(ranks, dtype), copies, later, None)
+            for (dtype, copies), packs in groups.items()
         ]
 
     def _way(self, ranks: Communicator, dtype: np.dtype[Any]) -> str:
@@ -179,6 +182,15 @@ class GpuRoute:
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
+
+
+def _finished_by(ranks: Any, path_name: str) -> str:
+    """Return who does the host's part of an all-reduce that goes on while the program computes."""
+    if path_name in ON_THE_STREAM:
+        return ""
+    if getattr(ranks, "may_use_threads", False):
+        return "; a thread of this rank does what the host must do"
+    return "; wait() does what the host must do: MPI has no MPI_THREAD_MULTIPLE"
 
 
 def _made_beside(wire: np.dtype[Any], wanted: Sequence[np.dtype[Any]], op: ReduceOp) -> list[np.dtype[Any]]:
