@@ -167,11 +167,13 @@ def test_an_arena_takes_that_of_rank_0(cupy: Any, path: str) -> None:
 
 def test_a_checkpoint_is_restored_without_reading_what_is_there(cupy: Any, path: str, tmp_path: Path) -> None:
     with made(path) as strategy, strategy.scope():
-        var = ms.Variable(value(0))
-        checkpoint = ms.Checkpoint(var=var)
+        var, large = ms.Variable(value(0)), ms.Variable(value(0, "float64", (300, 1000)))
+        checkpoint = ms.Checkpoint(var=var, large=large)
         folder = strategy.extended.communicator.allgather_text(str(tmp_path))[0]
         checkpoint.save(f"{folder}/one")
         var.assign(cupy.asarray(value(1)))
+        large.assign(cupy.asarray(value(1, "float64", (300, 1000))))
         _, moved = bytes_to_host(lambda: checkpoint.restore(f"{folder}/one"))
         assert is_right(path, var.local_view, value(0), 0)
-        assert moved == 0
+        assert is_right(path, large.local_view, value(0, "float64", (300, 1000)), 0)
+        assert path == "staged" or moved == 0
