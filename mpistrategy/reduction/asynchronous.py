@@ -22,7 +22,7 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena, resident
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.asynchronous_gpu import Begun
+from mpistrategy.reduction.asynchronous_gpu import Begun, known_path
 from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
 from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import Reducer
@@ -168,14 +168,14 @@ def _started_on_device(
         made = reducer.begin_on_device(op, leaves, paths, _WHERE, options=options, targets=targets)
         seconds = reducer.options.merge(options).timeout_seconds
     except Exception as error:  # the peers start theirs: they must hear of it there
-        engine = engine_for_gpus(communicator, agree)
+        engine = engine_for_gpus(communicator, known_path(reducer, options), agree)
         job = Job(_failing(partial(Call, engine.communicator.guard, _CALL, called=name), error))
         engine.submit(job)
         return AllReduceHandle(job, engine, communicator.guard)
     if made is None:
         return None
     begun = Begun(communicator, [contribution(leaf) for leaf in leaves], *made)
-    engine = engine_for_gpus(communicator, agree)
+    engine = engine_for_gpus(communicator, begun.path, agree)
     ranks = engine.communicator
 
     def work() -> None:

@@ -15,7 +15,9 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
 from mpistrategy.mpi.over_mpi.progress import AtOnce, engine_of_gpus
+from mpistrategy.options import CommunicationOptions, path_word
 from mpistrategy.reduction.algorithm import OnDevice
+from mpistrategy.reduction.reducer import Reducer
 
 
 class Begun:
@@ -38,7 +40,7 @@ class Begun:
             self._stream = communication_stream(communicator)
             self._packed = self._stream.note()
             #: The path of the strategy, which all ranks know from here on.
-            self._path: DevicePath = begun.route.path(communicator)
+            self.path: DevicePath = begun.route.path(communicator)
             #: Whose memory may be used again only when it has been packed.
             self._read = event_of_reads(given)
         self._guard = communicator.guard
@@ -47,11 +49,11 @@ class Begun:
     def work(self, communicator: Communicator, call: Call) -> None:
         """Agree, and combine what has been packed; inside `call`, with the communicator of the engine."""
         route, arrays, words = self._begun
-        name = self._path.name  # an engine's ranks have a path of their own, of the same kind
+        name = self.path.name  # an engine's ranks have a path of their own, of the same kind
         with self._device:
             route.make_room(communicator, name)
             call.agree("reduce", **words)
-            path = route.path(communicator, name) if name not in ON_THE_STREAM else self._path
+            path = route.path(communicator, name) if name not in ON_THE_STREAM else self.path
             with self._stream.after(self._packed):
                 try:
                     route.send(communicator, path, arrays)
@@ -74,9 +76,14 @@ class Begun:
         return results
 
 
-def engine(communicator: Communicator, agree: Callable[[], None]) -> AtOnce:
-    """Return what runs the work of these all-reduces, once the ranks have a path; the caller's thread until then."""
-    names = [path.name for path in device_paths(communicator).known.values()]
-    if not names or names[0] in ON_THE_STREAM:
+def engine(communicator: Communicator, path: DevicePath | None, agree: Callable[[], None]) -> AtOnce:
+    """Return what runs the work of these all-reduces on a path: the caller's thread, where that waits for nothing."""
+    if path is None or path.name in ON_THE_STREAM:
         return AtOnce(communicator)
     return engine_of_gpus(communicator, agree)
+
+
+def known_path(reducer: Reducer, options: CommunicationOptions | None) -> DevicePath | None:
+    """Return the path that arrays with these options take; None while the ranks have not chosen it."""
+    word = path_word(reducer.options.merge(options), getattr(reducer.algorithm, "_device_path", ""))
+    return device_paths(reducer.communicator).known.get(word)
