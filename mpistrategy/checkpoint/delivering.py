@@ -21,7 +21,7 @@ from mpistrategy.checkpoint.state import Fitting
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
 from mpistrategy.checkpoint.storage.shards import dtype_of, part_name
 from mpistrategy.options import VariableAggregation, VariableSynchronization
-from mpistrategy.reduction.on_device import write_from_host_of
+from mpistrategy.reduction.routes.on_device import write_from_host_of
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 

@@ -14,8 +14,7 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
-from mpistrategy.arrays.reads import event_of_reads
-from mpistrategy.arrays.values import IndexedSlices, Mirrored
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -31,10 +30,10 @@ from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
-from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation, on_one_rank
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.routes.gpu import GpuRoute
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -87,6 +86,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None: on the host."""
+        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, on_one_rank  # here, for the quick import
+
         root = destination.only_rank
         return ALL_REDUCE if root is None else on_one_rank(root, destination)
 

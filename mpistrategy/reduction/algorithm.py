@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
-
-if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import DeviceArray
-    from mpistrategy.reduction.routes.gpu import GpuRoute
 
 
 class OnDevice(NamedTuple):
     """An all-reduce of arrays in GPU memory that has been packed, and on which the ranks have yet to agree.
 
     Attributes:
-        route: how they are combined.
+        route: how they are combined: a `mpistrategy.reduction.routes.gpu.GpuRoute`.
         arrays: the arrays.
         words: what the ranks compare.
     """
 
-    route: GpuRoute
-    arrays: list[DeviceArray]
+    route: Any
+    arrays: list[Any]
     words: dict[str, Any]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
@@ -22,11 +22,12 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena, resident
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.asynchronous_gpu import Begun, known_path
-from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
 from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.asynchronous_gpu import Begun
 
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
@@ -152,6 +153,9 @@ def _started_on_device(
     agree: Callable[[], None],
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
+    from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here, for the quick import
+    from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
+
     communicator, site = reducer.communicator, call_site()
     try:
         op, arena = ReduceOp._parse(reduce_op, _WHERE), resident(value, out)

@@ -14,8 +14,7 @@ from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, is
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device, is_cupy
-from mpistrategy.arrays.reads import event_of_reads
-from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
+from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
@@ -91,7 +92,7 @@ class GradientBuckets:
         extended = gradients.arena.strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
         communicator = extended._reducer.communicator
-        self.starts_early = communicator.nodes > 1 or (gradients.arena._on_device and communicator.size > 1)
+        self.starts_early = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
         self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
 

@@ -22,8 +22,7 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.reads import event_of_reads
-from mpistrategy.arrays.values import ArrayLike, IndexedSlices, local_component
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.variables.protocols import Replica
 

@@ -14,7 +14,7 @@ from delayed_writes import delayed_fill
 from replicas import ALL, RANK, RANKS, SIZE, context
 
 import mpistrategy as ms
-from mpistrategy.arrays import reads
+from mpistrategy.arrays import values
 from mpistrategy.options import GPU_PATH
 
 pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
@@ -90,7 +90,7 @@ def test_memory_is_read_before_a_call_returns(cupy: Any, path: str, name: str) -
 @pytest.mark.skipif(SIZE == 1, reason="it is on the host's paths that one waits anyway")
 def test_without_the_wait_it_is_not(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
-    monkeypatch.setattr(reads, "_has_other_streams", lambda value: False)
+    monkeypatch.setattr(values, "_has_other_streams", lambda value: False)
     wrong = sum(wrong_steps(cupy, path, *CALLS[name]) for name in ("along an axis", "gather", "all_reduce"))
     assert wrong > 0 or path != "nccl"
 
