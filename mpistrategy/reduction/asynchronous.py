@@ -159,8 +159,8 @@ def _started_on_device(
     communicator, site = reducer.communicator, call_site()
     try:
         op, arena = ReduceOp._parse(reduce_op, _WHERE), resident(value, out)
-        leaves, structure = nest.flatten(value if arena is None else arena.values)
-        targets, paths = leaves_like(out, structure, _WHERE), partial(nest.leaf_paths, value)
+        leaves, structure = nest.flatten_without_none(value if arena is None else arena.values)
+        targets, paths = leaves_like(out, structure, _WHERE), partial(nest.paths_without_none, value)
         build: Callable[[list[Any]], Any] = structure.pack
         if arena is not None:
             if not arena._in_place and out is None:
@@ -205,7 +205,7 @@ def _is_on_device(value: Any) -> bool:
     if isinstance(value, Arena):
         return value._on_device
     try:
-        return any(is_on_device(contribution(leaf)) for leaf in nest.flatten(value)[0])
+        return any(is_on_device(contribution(leaf)) for leaf in nest.flatten_without_none(value)[0])
     except Exception:  # of other libraries, too: an array that was deleted, say
         return False  # the job raises it, so that the peers hear of it
 

@@ -64,6 +64,13 @@ def test_of_what_slow_kernels_write(cupy: Any, path: str, op: str) -> None:
         assert wrong.get(stream=stream)[0] == 0
 
 
+def test_leaves_that_are_none_stay_none(cupy: Any, path: str) -> None:
+    with made(path) as strategy:
+        found = start(strategy, {"a": cupy.asarray(np.full(3, RANK + 1.0)), "b": None}).wait()
+        assert found["b"] is None
+        assert found["a"].get().tolist() == [RANKS_ADDED] * 3
+
+
 def test_in_place_nothing_is_packed_or_copied_back(cupy: Any, path: str) -> None:
     with made(path) as strategy:
         mine = cupy.asarray(np.ones(1000))
