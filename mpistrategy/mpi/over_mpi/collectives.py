@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +28,6 @@ from mpistrategy.mpi.multi_node.two_level import (
     way_between,
 )
 from mpistrategy.mpi.over_mpi import gathering
-from mpistrategy.mpi.over_mpi.device_memory import DeviceMemory
 from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory.node_broadcast import LEAST_BYTES, NodeBroadcast
 from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
@@ -80,7 +79,7 @@ class RepeatedAllReduce:
             self._lanes.forget()
 
 
-class Collectives(DeviceMemory):
+class Collectives:
     """The part of a `Communicator` that moves arrays, on ranks that have agreed on the call.
 
     Attributes:
@@ -248,6 +247,35 @@ class Collectives(DeviceMemory):
         for source, target in pairs:
             self.allreduce(target, op, source)
             divide_by(divisor, target)
+
+    def allreduce_device_memory(self, buffer: Any, op: str) -> None:
+        """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
+
+    def reduce_device_memory(self, buffer: Any, root: int, op: str) -> None:
+        """Do `reduce` with such an array."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            if self.rank == root:
+                self._comm.Reduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype), root)
+            else:
+                self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
+
+    def bcast_device_memory(self, buffer: Any, root: int) -> None:
+        """Do `bcast` with such an array, of any dtype."""
+        for piece in buffers.pieces(buffers.as_bytes(buffer), self.max_count):
+            self._comm.Bcast(piece, root)
+
+    def allgather_device_memory(self, counts: Sequence[int], together: Any) -> None:
+        """Do `allgatherv` with such an array, of any dtype, in which the own block is in its place."""
+        sizes = [count * together.itemsize for count in counts]
+        begins = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+        whole = buffers.as_bytes(together)
+        for start in range(0, whole.size, self.max_count):
+            stop = min(start + self.max_count, whole.size)
+            first = np.clip(begins, start, stop)
+            parts = np.clip(np.add(begins, sizes), start, stop) - first
+            self._comm.Allgatherv(MPI.IN_PLACE, [whole[start:stop], parts, first - start, MPI.BYTE])
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
