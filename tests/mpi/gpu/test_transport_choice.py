@@ -89,12 +89,15 @@ def test_a_yes_that_nobody_tried_is_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert cuda_trials.verified(yes, VERSION, True) == yes
     assert cuda_trials.verified(no, VERSION, None) == no
     for outcome, verdict in [("right", YES), ("wrong", NO), ("died", NO)]:
-        file = cuda_trials.save(VERSION, Outcome(outcome, "two ranks"))
+        file = cuda_trials.save(VERSION, "one node", Outcome(outcome, "two ranks"))
         assert cuda_trials.verified(yes, VERSION, None).verdict == verdict
+        between = cuda_trials.verified(yes, VERSION, None, nodes=2)
+        assert between.verdict == UNVERIFIED
+        assert "doctor once on several nodes" in between.reason
         assert cuda_trials.verified(yes, f"{VERSION}, another one", None).verdict == UNVERIFIED
     for spoiled in ("", "{", "[]", '{"format": 1, "library": "another", "outcome": "right", "reason": ""}'):
         file.write_text(spoiled)
-        assert cuda_trials.load(VERSION) is None
+        assert cuda_trials.load(VERSION, "one node") is None
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
@@ -152,3 +155,22 @@ def test_a_rank_that_cannot_have_the_path_leaves_nobody_waiting(monkeypatch: pyt
         monkeypatch.setattr(setup, "StagedPath", out_of_memory)
     for one in outcomes(reduce_one):
         assert "no pinned memory" in one.text
+
+
+def test_an_outcome_is_of_its_settings_and_speed_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in cuda_trials.settings():
+        monkeypatch.delenv(name)
+    yes = Answer(YES, "it says so")
+    cuda_trials.save(VERSION, "one node", Outcome("right", "two ranks", 2e9, 1e9))
+    assert cuda_trials.verified(yes, VERSION, None).is_yes
+    monkeypatch.setenv("OMPI_MCA_orte_ess_num_procs", "2")  # the launcher's
+    assert cuda_trials.verified(yes, VERSION, None).is_yes
+    for name in ("UCX_TLS", "OMPI_MCA_pml", "MPICH_GPU_SUPPORT_ENABLED", "FI_PROVIDER"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "x")
+            assert cuda_trials.verified(yes, VERSION, None).verdict == UNVERIFIED
+    cuda_trials.save(VERSION, "one node", Outcome("right", "two ranks", 1e9, 2e9))
+    slower = cuda_trials.verified(yes, VERSION, None)
+    assert slower.verdict == NO
+    assert "slower than the host" in slower.reason

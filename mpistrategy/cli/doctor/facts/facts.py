@@ -137,10 +137,16 @@ class Trial:
     Attributes:
         outcome: "right", "wrong" (the values), "died", or "unverified": it could not be tried.
         reason: in words.
+        direct, staged, nccl: bytes a second summed by MPI in GPU memory, through the host, and by NCCL; 0: unknown.
+        network: what NCCL found between the two ranks; "" if unknown.
     """
 
     outcome: str
     reason: str = ""
+    direct: float = 0.0
+    staged: float = 0.0
+    nccl: float = 0.0
+    network: str = ""
 
 
 @dataclass(frozen=True)
