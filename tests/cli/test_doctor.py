@@ -234,6 +234,13 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         job(seeing(*BOTH, cuda_aware="no MPICH 5.0.2 says that it has no CUDA")), "cuda-aware", NOTE,
         ["staged through the host"], "module", set(),
     ),
+    "NCCL by sockets beside InfiniBand": (
+        job(seeing(*BOTH, fabric="InfiniBand"), trial=Trial("right", "two ranks", nccl=1.2e9, network="sockets")),
+        "nccl", BAD, ["over sockets, beside InfiniBand", "1.2 GB/s"], "NCCL_IB_DISABLE", set(),
+    ),
+    "Slingshot without the plugin": (
+        job(seeing(*BOTH, fabric="Slingshot")), "nccl", NOTE, ["no plugin", "sockets"], "aws-ofi-nccl", ALL,
+    ),
     "a slow file system": (
         job(on(ALL, start_seconds=48.0, homes={"Python": ("/home/me/venv", "NFS")})), "start", NOTE,
         ["imports took 48.0 s", "Python on NFS"], "mpistrategy slurm staged_env", {0},

@@ -43,12 +43,16 @@ class Outcome:
         reason: in words.
         direct: how many bytes a second are summed by MPI in GPU memory; 0 if unknown.
         staged: the same through the host.
+        nccl: the same by NCCL.
+        network: what NCCL took between the ranks; "" if unknown.
     """
 
     outcome: str
     reason: str
     direct: float = 0.0
     staged: float = 0.0
+    nccl: float = 0.0
+    network: str = ""
 
     @property
     def is_slower(self) -> bool:
@@ -92,11 +96,19 @@ def load(version: str, place: Place) -> Outcome | None:
         known = {"format": _FORMAT, "library": version, "place": place, "settings": settings()}
         if isinstance(content, dict) and all(content.get(name) == value for name, value in known.items()):
             outcome, reason = content.get("outcome"), content.get("reason")
-            speeds = [content.get(name) for name in ("direct", "staged")]
+            speeds = [content.get(name) for name in ("direct", "staged", "nccl")]
             if isinstance(outcome, str) and outcome in _VERDICTS and isinstance(reason, str):
-                direct, staged = (float(each) if isinstance(each, (int, float)) else 0.0 for each in speeds)
-                return Outcome(outcome, reason, direct, staged)
+                numbers = [float(each) if isinstance(each, (int, float)) else 0.0 for each in speeds]
+                return Outcome(outcome, reason, *numbers, network=str(content.get("network", "")))
     return None
+
+
+def network_of_nccl(version: str) -> str:
+    """Return which network NCCL took between two nodes, and how fast it was, in words; "" where nobody looked."""
+    found = load(version, "several nodes")
+    if found is None or not found.network:
+        return ""
+    return f"over {found.network}, {found.nccl / 1e9:.1f} GB/s between two nodes by mpistrategy doctor"
 
 
 def verified(answer: Answer, version: str, word: bool | None, nodes: int = 1) -> Answer:

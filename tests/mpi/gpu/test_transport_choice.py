@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
-from mpistrategy.mpi.gpu import cuda_trials
+from mpistrategy.mpi.gpu import cuda_trials, fabric
 from mpistrategy.mpi.gpu.cuda_aware import NO, UNVERIFIED, YES, Answer
 from mpistrategy.mpi.gpu.cuda_trials import Outcome
 from mpistrategy.mpi.gpu.transports import setup
@@ -174,3 +175,42 @@ def test_an_outcome_is_of_its_settings_and_speed_decides(monkeypatch: pytest.Mon
     slower = cuda_trials.verified(yes, VERSION, None)
     assert slower.verdict == NO
     assert "slower than the host" in slower.reason
+
+
+def test_several_nodes_through_the_host_are_told_the_cure() -> None:
+    ranks = [Abilities(f"GPU-{n}", n, 0, "unverified", "not tried") for n in range(2)]
+    found = choose(ranks)
+    assert (found.name, found.is_second_best) == ("staged", True)
+    assert "CuPy has no NCCL" in found.reason
+    assert "pip install 'mpistrategy[nccl-cuda12]'" in found.reason
+    assert "mpistrategy doctor once" in found.reason
+    assert not choose(ranks, "staged").is_second_best
+    assert not choose([replace(rank, verdict="yes") for rank in ranks]).is_second_best
+    assert not choose([replace(rank, node=0, ipc="no") for rank in ranks]).is_second_best
+
+
+def test_fabrics_are_seen_and_so_is_a_plugin(tmp_path: Path) -> None:
+    assert fabric.fabric(str(tmp_path)) == ""
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text("Ethernet\n")
+    assert fabric.fabric(str(tmp_path)) == "RoCE"
+    (port / "link_layer").write_text("InfiniBand\n")
+    assert fabric.fabric(str(tmp_path)) == "InfiniBand"
+    (tmp_path / "drivers" / "efa").mkdir(parents=True)
+    (tmp_path / "infiniband" / "rdmap0" / "device").mkdir(parents=True)
+    (tmp_path / "infiniband" / "rdmap0" / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")
+    assert fabric.fabric(str(tmp_path)) == "EFA"
+    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
+    assert fabric.fabric(str(tmp_path)) == "Slingshot"
+    assert not fabric.has_plugin({"LD_LIBRARY_PATH": str(tmp_path)}, ())
+    (tmp_path / "libnccl-net.so").touch()
+    assert fabric.has_plugin({"LD_LIBRARY_PATH": f"/none:{tmp_path}"}, ())
+    assert not fabric.has_plugin({"LD_LIBRARY_PATH": str(tmp_path), "NCCL_NET_PLUGIN": "ofi"}, ())
+
+
+def test_the_network_that_doctor_saw_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cuda_trials.network_of_nccl(VERSION) == ""
+    cuda_trials.save(VERSION, "several nodes", Outcome("right", "two ranks", 1e9, 1e9, 42e9, "InfiniBand"))
+    assert "over InfiniBand, 42.0 GB/s" in cuda_trials.network_of_nccl(VERSION)

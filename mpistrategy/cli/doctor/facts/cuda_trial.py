@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from mpistrategy.cli.doctor.facts.facts import Trial
@@ -37,7 +38,7 @@ def try_all(library: str, hosts: Sequence[str], environment: Mapping[str, str], 
         found[place] = trial = attempt(started, seconds)
         if trial.outcome != "unverified":
             with suppress(OSError):  # strategies then go on as if nobody had tried
-                cuda_trials.save(library, place, Outcome(trial.outcome, trial.reason, trial.direct, trial.staged))
+                cuda_trials.save(library, place, Outcome(**asdict(trial)))
     return _together(found)
 
 
@@ -101,7 +102,7 @@ def _judged(status: int, output: str, errors: str) -> Trial:
         with suppress(ValueError):
             return Trial("died", f"{signal.Signals(number).name}")
     if "STARTED" not in output and status:
-        last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+        last = next((line.strip() for line in reversed(errors.splitlines()) if re.search("[a-z]", line)), "")
         return Trial("unverified", f"the two ranks that try it did not start (status {status}{last and ', '}{last})")
     return Trial("died", f"status {status}{f', {said}' if said else ''}")
 

@@ -58,6 +58,12 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
             warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
         call.agree("use the path of arrays in GPU memory")
     paths.reasons[word] = choice.reason
+    if (
+        choice.name == "nccl"
+        and ranks.nodes > 1
+        and (network := cuda_trials.network_of_nccl(loaded_mpi.evidence().version))
+    ):
+        paths.reasons[word] += f"; {network}"
     paths.known[word] = path
     return path
 
