@@ -244,12 +244,16 @@ def copy_of(array: Any) -> Any:
 
 def host_array(value: Any) -> Array:
     """Return an array as an ndarray on the host; no copy when it is there already."""
-    return to_host(as_device_array(value, "a value")) if is_on_device(value) else np.asarray(value)
+    if type(value) is np.ndarray:
+        return value
+    if is_on_device(value):
+        return to_host(as_device_array(value, "a value"))
+    return on_host(value, "a value") if is_foreign(value) else np.asarray(value)
 
 
 def any_array(value: Any) -> Array:
     """Return an array in GPU memory as it is, and a number or an array on the host as an ndarray."""
-    array: Array = value if is_on_device(value) else np.asarray(value)
+    array: Array = value if is_on_device(value) else host_array(value)
     return array
 
 

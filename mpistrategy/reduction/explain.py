@@ -96,7 +96,7 @@ class Explained:
 def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
     ranks, chosen = reducer.communicator, reducer.options.merge(options)
     nodes, thresholds = ranks.nodes, ranks.thresholds
-    leaves = value._leaves if isinstance(value, Arena) else nest.flatten(value)[0]
+    leaves = value._leaves if isinstance(value, Arena) else nest.flatten_without_none(value)[0]
     found, others = (_of_arena if isinstance(value, Arena) else _of_leaves)(reducer, leaves, value, op, chosen)
     size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))
     rates = thresholds.rates
@@ -136,7 +136,7 @@ def _of_leaves(
     if not leaves and not reducer.is_alone:
         raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
     values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
-    checked_leaves(values, lambda: nest.leaf_paths(value), _WHERE)
+    checked_leaves(values, lambda: nest.paths_without_none(value), _WHERE)
     algorithm: Any = reducer.algorithm
     if not algorithm._is_built_in:
         return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]

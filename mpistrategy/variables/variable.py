@@ -236,6 +236,10 @@ class Variable(ArrayLike, Settable):
     def _read(self, name: str | None = None) -> Array:
         return self._policy("reading a variable").read(self, name)
 
+    def _kept(self) -> Any:
+        # What an ON_READ variable reads as may be a sum that nothing holds.
+        return None if self._synchronization is VariableSynchronization.ON_READ else self._read()
+
     # ---------------------------------------------------------------------------------------------- writing
 
     @overload

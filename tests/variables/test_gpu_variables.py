@@ -10,6 +10,7 @@ from typing import Any
 import cupy_double
 import cupy_here
 import numpy as np
+import pages
 import pytest
 from cuda_counts import IS_COUNTED, counted
 from cupy_here import double_only, ndarray
@@ -345,12 +346,11 @@ def test_arrays_on_another_gpu_than_the_ranks_are_refused(gpus: ms.MirroredStrat
 
 
 @double_only
-def test_the_example_of_the_readme(gpus: ms.MirroredStrategy) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    source = readme.partition("## On GPUs")[2].partition("```text\n")[2].partition("```")[0]
+def test_the_example_of_the_guide(gpus: ms.MirroredStrategy) -> None:
+    source = next(block.source for block in pages.BLOCKS if block.page == "gpus" and block.kind == "python")
     with pretended(*(f"GPU-{rank}" for rank in range(SIZE))):
         names: dict[str, Any] = {"ms": ms}
-        exec(compile(source, "README.md", "exec"), names)
+        exec(compile(source, "gpus.md", "exec"), names)
         x = on_gpu(np.eye(3))
         names["strategy"].run(names["step"], args=(x, on_gpu(np.arange(3.0))))
         assert np.allclose(names["weights"].numpy(), 0.006 * SIZE * np.arange(3))

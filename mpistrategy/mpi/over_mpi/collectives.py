@@ -5,7 +5,7 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract import companions
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
@@ -120,8 +121,6 @@ class Collectives(DeviceMemory):
         This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
         """
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
-            from mpistrategy.mpi.contract import equal_bits  # here, since only ranks of several nodes need it
-
             self._tried.add(way)
 
             def allreduce(values: Array) -> None:
@@ -130,7 +129,7 @@ class Collectives(DeviceMemory):
                 else:
                     self._comm.Allreduce(MPI.IN_PLACE, values)
 
-            if not self._control.all_equal(equal_bits.digest_of_sums(allreduce, self.rank)):
+            if not self._control.all_equal(companions.digest_of_sums(allreduce, self.rank)):
                 self._unequal.add(way)
                 self._routes.clear()
                 if self.rank == 0:
@@ -168,6 +167,33 @@ class Collectives(DeviceMemory):
             parts = repeat(brought) if brought is MPI.IN_PLACE else buffers.pieces(brought, count)
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
                 self._comm.Allreduce(those, piece, operation(op, buffer.dtype))
+
+    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Callable[[Array, Array], None]:
+        """Return ``f(source, target)``, which does `allreduce` with two arrays of so many bytes that share none.
+
+        Where MPI does it, in one call, this takes the fewest steps.
+        """
+        size = nbytes // dtype.itemsize
+        by_mpi, given = operation(op, dtype), nbytes <= _DIRECT_BYTES
+        in_place, copyto, allreduce = MPI.IN_PLACE, np.copyto, self._comm.Allreduce
+        fits = self.nodes > 1 and 0 < size <= self.max_count and nbytes <= self.thresholds.mpi_piece_bytes(self.nodes)
+        thresholds: Thresholds | None = None  # those under which MPI was found to do it
+
+        def reduce(source: Array, target: Array) -> None:
+            nonlocal thresholds
+            if self.thresholds is not thresholds:
+                if not fits or self.tried_route(nbytes, dtype, op) != "mpi":
+                    self.allreduce(target, op, source)
+                    return
+                thresholds = self.thresholds
+            flags = source.flags
+            if given and flags.c_contiguous and flags.aligned:
+                allreduce(source, target, by_mpi)
+            else:
+                copyto(target, source)
+                allreduce(in_place, target, by_mpi)
+
+        return reduce
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
