@@ -136,7 +136,7 @@ def tests(*files: str, ranks: int, limit: float) -> Callable[[Lane, Row], None]:
             "-c",
             ROOT / "pyproject.toml",
         ]
-        known = ",".join(path for path in lane.paths if path in ("staged", "mpi", "ipc")) or "staged"
+        known = ",".join(path for path in lane.paths if path in ("staged", "mpi", "ipc", "nccl")) or "staged"
         told = {"MPISTRATEGY_TEST_PATHS": known, "PYTEST_TIMEOUT": str(int(limit * lane.patience))}
         ended = lane.ranks(row.name, ranks, [*arguments, *names], limit, **told)
         last = [line for line in ended.output.splitlines() if " passed" in line or line.startswith("conformance in")]
@@ -201,6 +201,8 @@ def sanitizer(lane: Lane, row: Row) -> None:
 
 
 VALUES = ("variables/test_gpu_variables.py", "reduction/test_gpu_destinations.py", "arrays/test_foreign_arrays.py")
+STAYS = ("mpi/gpu/test_device_collectives.py", "reduction/test_gpu_stays_there.py")
+OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
 STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
     ("gpu", "GPU", gpu),
     ("doctor", "what mpistrategy doctor says", doctor),
@@ -212,6 +214,9 @@ STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
     ("ipc", "all-reduce, CUDA IPC, 2 ranks on one GPU", path),
     ("nccl", "all-reduce, NCCL", path),
     ("races", "slow kernels, 2 ranks", tests("reduction/test_gpu_races.py", ranks=2, limit=60)),
+    ("stays", "every collective, and what stays on the GPU, 2 ranks", tests(*STAYS, ranks=2, limit=60)),
+    ("overlap", "reductions beside computation; memory of other libraries, 2 ranks", tests(*OVERLAP, ranks=2, limit=60)),
+    ("failures", "a rank fails while work is queued", tests("mpi/gpu/test_failures_under_way.py", ranks=1, limit=120)),
     ("properties1", "property tests, 1 rank", tests("reduction/test_gpu_reductions.py", ranks=1, limit=60)),
     ("properties2", "property tests, 2 ranks", tests("reduction/test_gpu_reductions.py", ranks=2, limit=60)),
     ("values1", "variables, optimizers, tensors, 1 rank", tests(*VALUES, ranks=1, limit=60)),

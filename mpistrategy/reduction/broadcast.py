@@ -11,6 +11,7 @@ from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_giv
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device, layout_of
+from mpistrategy.arrays.reads import event_of_reads
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -58,7 +59,9 @@ def broadcast(
     for message in messages:
         communicator.bcast(message, root)
     if placed:
+        read = event_of_reads(given)
         on_device.bcast(communicator, memory, root)
+        communicator.guard.wait_for_gpu(read)
     results = [copies.pop(0) if is_on_device(array) else on_host.pop(0) for array in arrays]
     return [like_given(result, value) for result, value in zip(results, given, strict=True)]
 

@@ -10,6 +10,7 @@ from mpistrategy.arrays import dtypes, nest
 from mpistrategy.arrays.convert import any_array, is_on_device, like_given, reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.arrays.reads import event_of_reads
 from mpistrategy.arrays.values import PerReplica, contribution, local_component
 from mpistrategy.cross_device_ops import CrossDeviceOps
 from mpistrategy.errors import OptionTypeError, ShapeError
@@ -41,6 +42,8 @@ def reduce_along(
     if is_on_device(array):
         with array.device:
             here = _combine_on_device(array, axes, op)
+            read = event_of_reads([given])
+        call._guard.wait_for_gpu(read)
     else:
         here = _combine_along(array, axes, op)
     length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))

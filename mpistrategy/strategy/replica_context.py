@@ -291,6 +291,10 @@ class ReplicaContext(NamesOurs, ReduceScatter, NotPickled):
         starts them, and waits for them, in the same order.  On a single node, and where the MPI was not started for
         several threads, the reduction is done before this returns: the ranks have no core to spare for it.
 
+        Arrays in GPU memory are reduced on a stream of their own, behind the work that is on the current stream now;
+        `wait` makes the current stream wait, not the host.  Where the host must take part (all paths but NCCL) a
+        thread does; without an MPI for several threads, `wait` does.
+
         Args:
             reduce_op: as in `all_reduce`.
             value: as in `all_reduce`; leave its arrays and variables as they are until `wait` has returned.

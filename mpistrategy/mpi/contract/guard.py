@@ -167,6 +167,12 @@ class Guard(TellsErrors):
         finally:
             self.own_gpu_since = math.inf
 
+    def wait_for_gpu(self, event: Any) -> None:
+        """Wait for an event of this rank's own GPU; None is none."""
+        if event is not None:
+            with self.own_gpu():
+                event.synchronize()
+
     def raise_flag(self) -> None:
         """Set this rank's flag, which all ranks see at the next comparison; do nothing if it was seen already.
 
