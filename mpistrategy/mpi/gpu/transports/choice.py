@@ -108,8 +108,8 @@ def choose(
 
 #: Between nodes the host is the slowest way by far.
 _CURE = (
-    "Install NCCL: pip install 'mpistrategy[nccl-cuda12]', or [nccl-cuda13]; or run mpistrategy doctor once, as you "
-    "start your program: it tries whether MPI takes GPU memory"
+    "Install NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13; or run mpistrategy doctor once, as you start "
+    "your program: it tries whether MPI takes GPU memory"
 )
 _NAMES: dict[str, PathName] = {"nccl": "nccl", "ipc": "ipc", "mpi": "mpi", "staged": "staged"}
 
