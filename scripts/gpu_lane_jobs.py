@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MPISTRATEGY_GPU_LANE"
-RIGHT, WRONG, NOT_RUN, ELSEWHERE = "ok", "WRONG", "not run", "not here"
+RIGHT, WRONG, NOT_RUN, ELSEWHERE = "ok", "WRONG", "not run", "waiting"
 SOON = 3  # seconds that a job has to end when it is asked to
 
 PROBE = """
@@ -52,7 +52,7 @@ class Row:
     Attributes:
         name: what `--only` calls it.
         what: in words.
-        result: "ok", "WRONG", "not run" (something is missing) or "not here" (it takes more than one GPU).
+        result: "ok", "WRONG", "not run" (something is missing) or "waiting" (for another machine, say with two GPUs).
         text: figures, or why there are none.
         figures: the same for programs.
         seconds: how long it took.
