@@ -15,9 +15,11 @@ from mpistrategy.cli.bench import command as bench
 from mpistrategy.cli.doctor import command as doctor
 from mpistrategy.cli.guide import command as guide
 from mpistrategy.cli.slurm import command as slurm
+from mpistrategy.errors import LaunchError
 
 #: The exit status that a shell reports after SIGPIPE.
 _NOBODY_READS = 128 + signal.SIGPIPE
+_COULD_NOT = 2
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = COMMANDS[options.command].run(options)
         sys.stdout.flush()
+    except LaunchError as error:
+        sys.stderr.write(f"{error}\n")
+        return _COULD_NOT
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has closed it. The rest of the output goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
