@@ -33,7 +33,7 @@ MODULE: Mapping[str, str] = {
     "GradientTape": "Write the gradients in NumPy, or take them from torch or JAX",
     "config": 'Write MirroredStrategy("gpu"), or "cpu", "shared", "auto"',
     "io": "Write mpistrategy.Checkpoint",
-    "summary": "Write mpistrategy.telemetry.configure_logging, and log on rank 0",
+    "summary": "Write mpistrategy.telemetry.setup_logging, and log on rank 0",
 }
 #: Attributes of classes, by the class that has not got them.
 OF_CLASS: Mapping[str, Mapping[str, str]] = {

@@ -41,7 +41,7 @@ def bfloat16() -> np.dtype[Any]:
             "CommunicationOptions",
             found='wire="bfloat16" without the package ml_dtypes',
             expected="ml_dtypes on every rank",
-            fix="Install it: pip install 'mpistrategy[bfloat16]'.",
+            fix="Install it: pip install ml_dtypes.",
         ) from error
     dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return dtype
