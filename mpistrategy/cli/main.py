@@ -13,6 +13,7 @@ import mpistrategy
 from mpistrategy.cli import run, trace
 from mpistrategy.cli.bench import command as bench
 from mpistrategy.cli.doctor import command as doctor
+from mpistrategy.cli.guide import command as guide
 from mpistrategy.cli.slurm import command as slurm
 from mpistrategy.errors import LaunchError
 
@@ -39,6 +40,7 @@ class Command:
 COMMANDS = {
     "bench": Command("time collectives and training steps beside mpi4py", bench.add_options, bench.run),
     "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", doctor.add_options, doctor.run),
+    "guide": Command("show a page of the user guide, or what an error means", guide.add_options, guide.run),
     "run": Command("run a program on every rank, in place of python", run.add_options, run.run),
     "slurm": Command("write a job script for a cluster, check it, or submit it", slurm.add_options, slurm.run),
     "trace": Command("merge the recordings of all ranks for a trace viewer", trace.add_options, trace.run),

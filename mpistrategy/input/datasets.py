@@ -9,7 +9,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.foreign import as_kind_of, is_foreign
 from mpistrategy.errors import BatchError, OptionError
 from mpistrategy.objects.nearest import NamesOurs, refuses
 from mpistrategy.objects.settings import checked_switch, whole_number
@@ -32,6 +34,8 @@ class Rows:
         self.shape: tuple[Any, ...] = (len(rows), *source.shape[1:])
 
     def __getitem__(self, part: slice) -> Any:
+        if is_foreign(self._source) and not is_on_device(self._source):
+            return as_kind_of(Rows(host_array(self._source), self._rows)[part], self._source)
         rows = self._rows[part]
         if isinstance(rows, range):
             return _read(self._source[rows.start : rows.stop])
@@ -104,7 +108,7 @@ class Dataset(NamesOurs, Generic[E]):
 
         Args:
             arrays: an array or a nest of arrays with equal first axes.  An array is any object with `shape` and slices;
-                only the rows of the current batch are read.
+                only the rows of the current batch are read.  Batches of tensors are tensors.
             global_batch_size: the number of rows of all replicas together in one step.
             shuffle_seed: None keeps the order of the rows.  A number shuffles them differently in each epoch; the order
                 depends on the number and the epoch, and not on the number of ranks.
@@ -179,7 +183,7 @@ class Dataset(NamesOurs, Generic[E]):
     def _describe(self, *, epochs: bool = True) -> str:
         """Return a text that must be equal on all ranks; without `epochs`, what the order of batches depends on."""
         kinds = ", ".join(
-            f"{dtype_name(np.dtype(s.dtype)) if hasattr(s, 'dtype') else '?'}{list(s.shape)}" for s in self._sources
+            f"{_dtype_name(s)}{list(s.shape)}" for s in self._sources
         )
         order = (
             f"Dataset {self._structure.text} of {kinds}, global_batch_size={self._batch}, shuffle_seed={self._seed}, "
@@ -193,6 +197,12 @@ class Dataset(NamesOurs, Generic[E]):
 
     def __repr__(self) -> str:
         return f"<{self._describe()}>"
+
+
+def _dtype_name(source: Any) -> str:
+    if is_foreign(source) and not is_on_device(source):
+        source = host_array(source)  # torch's dtypes are its own
+    return dtype_name(np.dtype(source.dtype)) if hasattr(source, "dtype") else "?"
 
 
 def to_rows(leaf: Any) -> Any:

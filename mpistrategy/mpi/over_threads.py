@@ -20,8 +20,8 @@ from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import line_of
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Pool
-from mpistrategy.mpi.interface.communicator import NodeGroups, Once
+from mpistrategy.mpi.interface.buffers import Once, Pool
+from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory

@@ -146,7 +146,8 @@ def _of_leaves(
     algorithm._check_values(parts, op, _WHERE)
     placed = [part for part in parts if is_on_device(part)]
     others = []
-    if placed and algorithm._device_path is None:
+    operation = algorithm._gpu_operation(communicator, EVERY_RANK)
+    if placed and operation is None:
         size = f"{_count(len(placed), 'array')} on a GPU, {size_in_words(sum(map(_nbytes, placed)))}"
         others.append(f"{size}: copied to the host, reduced as other arrays are, and copied back")
         parts = [np.empty(part.shape, part.dtype) if is_on_device(part) else part for part in parts]
@@ -155,7 +156,9 @@ def _of_leaves(
     plan = algorithm._plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
     found = plan.route.describe(communicator, dense)
     if placed:
-        found += algorithm._gpu_route(reducer.communicator, placed, op, options).describe(communicator, placed)
+        found += algorithm._gpu_route(reducer.communicator, placed, op, options, operation).describe(
+            communicator, placed
+        )
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
     if slices:
         size = size_in_words(sum(map(_nbytes, slices)))

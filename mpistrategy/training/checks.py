@@ -64,7 +64,7 @@ def check_gradient(gradient: Any, var: Variable, where: str) -> None:
     """Raise ShapeError or DTypeError unless a gradient fits its variable."""
     sparse = isinstance(gradient, IndexedSlices)
     values = gradient.values if sparse else gradient
-    values = as_device_array(values, where) if is_on_device(values) else np.asarray(values)
+    values = as_device_array(values, where) if is_on_device(values) else host_array(values)
     if values.dtype.kind == "c" and var.dtype.kind != "c":
         raise DTypeError.at(
             where,

@@ -31,12 +31,14 @@ from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, first_storage, required_context
+from mpistrategy.training.gpu.updates import room_for
 from mpistrategy.training.gradient_buckets import GradientArenas, GradientBuckets
-from mpistrategy.training.gradients import as_dense, clip_by_global_norm
-from mpistrategy.training.kernels import STEP_METHODS, Kernel, has_current_kernel, has_kernel, make_room
-from mpistrategy.training.nonfinite import screen, warn_of
+from mpistrategy.training.gradients import as_dense
+from mpistrategy.training.kernels import STEP_METHODS, Kernel, has_current_kernel, has_kernel
+from mpistrategy.training.nonfinite import warn_of
 from mpistrategy.training.plans import Slots, StepPlan, StepPlans
 from mpistrategy.training.schedules import Schedule
+from mpistrategy.training.screening import Screened, screened
 from mpistrategy.training.sliced_step import SlicedStep
 from mpistrategy.variables.mirrored_check import is_mirrored
 from mpistrategy.variables.variable import Variable
@@ -256,7 +258,7 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
             step.run(gradients, kernel, self.aggregation, call)
             self._plans.latest_path = "sliced"
         else:
-            totals, trouble = self._screened(step.totals(gradients, call), plan, gradients, call)
+            totals, _, trouble = self._screened(step.totals(gradients, call), plan, gradients, call)
             if trouble and self.nonfinite == "skip":
                 return trouble
             step.update(totals, kernel)
@@ -274,9 +276,9 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
             self._slots.make(plan.variables, self.slot_values)
             plan.has_slots = True
         call.expect_more()
-        room = make_room([var.local_view for var in plan.variables]) if extended._drives_gpu else []
+        kernel = self._kernel() if has_current_kernel(self, Optimizer) else None
+        room = room_for(kernel, plan.variables) if extended._drives_gpu else []
         if totals is None and arrays is not None:
-            kernel = self._kernel() if has_current_kernel(self, Optimizer) else None
             if not self._is_current(plan, extended):
                 screens = self.global_clipnorm is not None or self.nonfinite is not None
                 self._plans.prepare(plan, kernel, self._step_counter(), self.aggregation, screens, call)
@@ -296,29 +298,24 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         return trouble
 
     def _screened(
-        self, reduced: Sequence[Array], plan: StepPlan, brought: Sequence[Any] | None, call: Call
-    ) -> tuple[Sequence[Array], str]:
-        """Return reduced gradients, clipped if this optimizer clips, and what of them is not finite."""
-        norm, given = 0.0, reduced
-        if self.global_clipnorm is not None:
-            reduced, norm = clip_by_global_norm(given, self.global_clipnorm)
-        if self.nonfinite is None:
-            return reduced, ""
-        communicator = plan.strategy.extended.communicator
-        return reduced, screen(communicator, call, given, norm, plan.variables, brought, self.nonfinite)
+        self, reduced: Sequence[Array], plan: StepPlan, brought: Sequence[Any] | None, call: Call, scales: bool = True
+    ) -> Screened:
+        return screened(reduced, plan, brought, call, clip=self.global_clipnorm, policy=self.nonfinite, scales=scales)
 
     def _update_all(self, results: Sequence[Any], plan: StepPlan, brought: Sequence[Any] | None, call: Call) -> str:
         """Update all of this rank's copies with what has been reduced; return what of it is not finite."""
         extended, variables = plan.strategy.extended, plan.variables
         totals = [local_component(result) for result in results]
         dense = [as_dense(total, var) for total, var in zip(totals, variables, strict=True)]
-        reduced, trouble = self._screened(dense, plan, brought, call)
-        if trouble and self.nonfinite == "skip":
-            return trouble
         names_rows = self.only_named_rows
         rows = [total.indices if names_rows and isinstance(total, IndexedSlices) else None for total in totals]
-        if has_current_kernel(self, Optimizer):
-            extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows))  # one for all
+        in_place = has_current_kernel(self, Optimizer)
+        by_kernels = in_place and not any(rows_of is not None for rows_of in rows) and plan.has_kernels
+        reduced, scale, trouble = self._screened(dense, plan, brought, call, not by_kernels)
+        if trouble and self.nonfinite == "skip":
+            return trouble
+        if in_place:  # one update for all
+            extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows, scale))
         else:
             for gradient, var, named in zip(reduced, variables, rows, strict=True):
                 extended.update(var, self.update, args=(gradient, self.slots_of(var), named))
@@ -331,15 +328,17 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
             strategy.assert_mirrored(mirrored)
 
     def _update_in_place(
-        self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None]
+        self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None], scale: Any
     ) -> None:
         kernel = self._kernel()
         assert kernel is not None
+        chosen: list[tuple[Array, Variable]] = []
         for gradient, var, named in zip(gradients, variables, rows, strict=True):
             if named is not None or not has_kernel(var.dtype):
                 self.update(var, gradient, self.slots_of(var), named)
             else:
-                self._plans.flat_update(var).run(kernel, gradient)
+                chosen.append((gradient, var))
+        self._plans.update(kernel, [gradient for gradient, _ in chosen], [var for _, var in chosen], scale)
 
     def _kernel(self) -> Kernel | None:
         """Return the next step as a kernel that does what `change` and `update` do; None where there is none.

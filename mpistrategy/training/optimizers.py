@@ -93,8 +93,8 @@ class SGD(Optimizer):
     def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
         if not self.momentum:
-            return kernels.sgd(float(self.learning_rate))
-        return kernels.momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
+            return kernels.Sgd(float(self.learning_rate))
+        return kernels.Momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
 
 
 class Adam(Optimizer):
@@ -152,7 +152,7 @@ class Adam(Optimizer):
 
     def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
-        return kernels.adam(
+        return kernels.Adam(
             self.step_size(self.next_step()), float(self.beta_1), float(self.beta_2), float(self.epsilon)
         )
 
@@ -215,7 +215,7 @@ class AdamW(Adam):
     def _kernel(self) -> kernels.Kernel | None:
         """Return the decay and Adam's step as one pass over memory."""
         adam = super()._kernel()
-        return adam and kernels.after_decay(float(self.learning_rate) * float(self.weight_decay), adam)
+        return adam and kernels.AfterDecay(float(self.learning_rate) * float(self.weight_decay), adam)
 
 
 def _store(slot: Variable, value: Any) -> None:
