@@ -64,7 +64,8 @@ class Plan:
                 for result, dtype in zip(results, self.dtypes, strict=True)
             ]
         except BaseException as error:
-            raise mark_after_messages(error)
+            mark_after_messages(error)
+            raise
 
 
 def plan_of(

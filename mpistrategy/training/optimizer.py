@@ -2,7 +2,7 @@
 
 A step takes one of two paths, with the same results.  *Plain*: the gradients are reduced to every rank, and each rank
 updates its copies.  *Sliced*: where variables, slots and gradients are in memory that the ranks of the node share, each
-rank reduces and updates its share of every copy (`training.sliced_update`).  Both update in place, in pieces
+rank reduces and updates its share of every copy (`training.sliced.update`).  Both update in place, in pieces
 (`training.kernels`).  A subclass that overrides `change` or `update` takes the plain path, and its method is called.
 """
 
@@ -39,7 +39,7 @@ from mpistrategy.training.nonfinite import warn_of
 from mpistrategy.training.plans import Slots, StepPlan, StepPlans
 from mpistrategy.training.schedules import Schedule
 from mpistrategy.training.screening import Screened, screened
-from mpistrategy.training.sliced_step import SlicedStep
+from mpistrategy.training.sliced.step import SlicedStep
 from mpistrategy.variables.mirrored_check import is_mirrored
 from mpistrategy.variables.variable import Variable
 

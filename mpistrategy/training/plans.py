@@ -26,7 +26,7 @@ from mpistrategy.training.checks import apart_from, check_gradient, check_variab
 from mpistrategy.training.gpu.updates import FusedUpdate, can_be_fused
 from mpistrategy.training.gradients import scaled_by
 from mpistrategy.training.kernels import FlatUpdate, Kernel, Scratch, flat_update, has_kernel
-from mpistrategy.training.sliced_step import SlicedStep, SlicedSteps
+from mpistrategy.training.sliced.step import SlicedStep, SlicedSteps
 from mpistrategy.variables.variable import Variable
 
 #: How many variables of a step are named when ranks compare their calls.

@@ -17,7 +17,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.options import ReduceOp
 from mpistrategy.training import kernels
 from mpistrategy.training.kernels import Scratch
-from mpistrategy.training.sliced_update import MemoryRange, Run, SlicedUpdate
+from mpistrategy.training.sliced.update import MemoryRange, Run, SlicedUpdate
 
 pytestmark = [pytest.mark.mpi]
 several = pytest.mark.mpi(min_size=2)

@@ -8,7 +8,7 @@ is in their buffers, and wait for all of them.  The buffers belong to the compan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ MOST = 32
 #: The numbers of float32 whose sums are tried.
 _TRIED = (5, LARGEST_BYTES // 4)
 NONE = -1
+#: Of the sums by which the ranks' bits are compared: a few elements, and so many that every MPI takes the algorithm of
+#: its large messages.
+COUNTS = (5, 2**15)
+_EXPONENTS = 20
 
 
 class Companion:
@@ -60,9 +64,7 @@ class Companions:
         started: the one of this rank's present call; whoever starts it writes it here first.
     """
 
-    def __init__(
-        self, new_request: Callable[[Array, Array], Any], rank: int, all_equal: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, new_request: Callable[[Array, Array], Any], rank: int, all_equal: Callable[[int], bool]) -> None:
         self._new_request, self._rank, self._all_equal = new_request, rank, all_equal
         self._room = MOST
         self._made: dict[Hashable, Companion] = {}
@@ -90,7 +92,6 @@ class Companions:
 
     def _has_equal_bits(self) -> bool:
         """Return whether all ranks get the same bits of sums, which MPI does not promise.  Collective."""
-        from mpistrategy.mpi.contract.equal_bits import digest_of_sums  # here, since one node does not need it
 
         def allreduce(values: Array) -> None:
             mine = values.copy()
@@ -119,3 +120,28 @@ class Companions:
         """Free the requests, on ranks that have waited for all of them."""
         for companion in self._made.values():
             companion.request.Free()
+
+
+def digest_of_sums(
+    allreduce: Callable[[Array], None], rank: int, counts: Sequence[int] = COUNTS, dtype: Any = np.float32
+) -> int:
+    """Return a digest, below 2**62, of sums over the ranks that depend on the order of the additions.
+
+    If it is equal on all ranks, MPI's Allreduce gives them the same bits, which MPI does not promise.
+
+    Args:
+        allreduce: replaces an array by its sum over the ranks.  Collective.
+        rank: this rank's number.
+        counts: how many elements the arrays have.
+        dtype: of the arrays.
+    """
+    import hashlib  # here, since it loads OpenSSL and would slow `import mpistrategy`
+
+    found = hashlib.blake2b(digest_size=8)
+    random = np.random.default_rng(rank)
+    for count in counts:
+        values = random.standard_normal(count) * np.exp2(random.integers(-_EXPONENTS, _EXPONENTS, count))
+        summed = values.astype(dtype)
+        allreduce(summed)
+        found.update(summed.tobytes())
+    return int.from_bytes(found.digest(), "little") >> 2

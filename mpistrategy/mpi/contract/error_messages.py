@@ -73,9 +73,9 @@ class TellsErrors(ABC):
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
         """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
         self.fail(where, error, agreed=True)
-        if self.failures is None and isinstance(error, Exception) and _is_of_one_rank(error):
-            if not _is_after_messages(error):
-                self._end_the_job(error)
+        is_of_one = isinstance(error, Exception) and _is_of_one_rank(error)
+        if self.failures is None and is_of_one and not _is_after_messages(error):
+            self._end_the_job(error)
         self.mark_told(error)
 
     def _end_the_job(self, error: BaseException) -> None:
@@ -215,10 +215,9 @@ def _is_of_one_rank(error: Exception) -> bool:
     return not isinstance(error, MpiStrategyError) or isinstance(error, DeviceError)
 
 
-def mark_after_messages(error: E) -> E:
+def mark_after_messages(error: BaseException) -> None:
     """Mark an error of one rank that has sent and received all messages of its call, so that no rank waits for it."""
     error.__dict__[_AFTER_MESSAGES] = True
-    return error
 
 
 def _is_after_messages(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.channel import Steps, wait_patiently
-from mpistrategy.mpi.contract.companions import NONE, Companions
+from mpistrategy.mpi.contract.companions import NONE, Companions, digest_of_sums
 
 _DIGITS = 4
 _HEADER = _DIGITS + 1
@@ -116,7 +116,6 @@ class MpiControlChannel:
 
     def has_equal_sums(self) -> bool:
         """Return whether all ranks get the same bits in `sums`, which MPI does not promise; tried once.  Collective."""
-        from mpistrategy.mpi.contract.equal_bits import digest_of_sums  # here, since one node does not need it
 
         def allreduce(values: Array) -> None:
             self.values[...] = values

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract import companions
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
@@ -120,8 +121,6 @@ class Collectives(DeviceMemory):
         This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
         """
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
-            from mpistrategy.mpi.contract import equal_bits  # here, since only ranks of several nodes need it
-
             self._tried.add(way)
 
             def allreduce(values: Array) -> None:
@@ -130,7 +129,7 @@ class Collectives(DeviceMemory):
                 else:
                     self._comm.Allreduce(MPI.IN_PLACE, values)
 
-            if not self._control.all_equal(equal_bits.digest_of_sums(allreduce, self.rank)):
+            if not self._control.all_equal(companions.digest_of_sums(allreduce, self.rank)):
                 self._unequal.add(way)
                 self._routes.clear()
                 if self.rank == 0:

@@ -97,7 +97,8 @@ class BesideRoute:
         try:
             return self._results(companion, memory, len(arrays))
         except BaseException as error:
-            raise mark_after_messages(error)
+            mark_after_messages(error)
+            raise
 
     def _results(self, companion: Companion, memory: Array, count: int) -> list[Array]:
         memory[...] = companion.sums.reshape(memory.shape)

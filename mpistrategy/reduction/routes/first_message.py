@@ -96,7 +96,8 @@ class FirstMessageRoute:
         try:
             results: list[Array] = self._quiet(list, (read() for read in self._readers))
         except BaseException as error:
-            raise mark_after_messages(error)
+            mark_after_messages(error)
+            raise
         return results
 
     def repeated(self, repeated: Repeated) -> Run | None:
@@ -121,7 +122,8 @@ class FirstMessageRoute:
                     quiet(divide, total, operand, total)
                 return quiet(rounded, dtype)
             except BaseException as error:
-                failed(mark_after_messages(error))
+                mark_after_messages(error)
+                failed(error)
                 raise
 
         return run

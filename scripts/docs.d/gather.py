@@ -1,6 +1,6 @@
 """Gathers the pages of the site: README, the guide, one page for each public name, and the notebooks.
 
-    python scripts/docs.d/pages.py FOLDER
+    python scripts/docs.d/gather.py FOLDER
 
 FOLDER gets the pages and mkdocs.yml. Fails, with a list, when a public name or one of its arguments has no words, or
 when a link names a file that is not there.
