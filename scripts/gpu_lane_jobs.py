@@ -189,7 +189,8 @@ def prepare(lane: Lane, folder: Path | None) -> str:
     trouble = _stand_in(lane) if lane.on_cpu else ""
     if trouble:
         return trouble
-    paths = [str(ROOT), str(ROOT / "tests"), lane.environment.get("PYTHONPATH", "")]
+    helpers = [str(ROOT / "tests" / folder) for folder in ("", "doubles", "jobs")]
+    paths = [str(ROOT), *helpers, lane.environment.get("PYTHONPATH", "")]
     wheels = sorted(folder.glob("*.whl")) if folder else []
     if wheels:
         site = lane.work / "site"

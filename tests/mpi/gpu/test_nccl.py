@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import cupy_double
 import nccl_double
 import numpy as np
 import pytest
+from launching import HELPERS
 from replicas import RANK, SIZE, in_step
 from replicas import numbers_of as values
 
@@ -267,7 +267,7 @@ def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
 
 HANGS = """
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import cupy_double, nccl_double, numpy as np
 import mpistrategy as ms
 kind = {kind!r}
@@ -291,9 +291,7 @@ with cupy_double.installed(nccl_double.made()) as cupy:
 
 @pytest.mark.parametrize("kind", ["hangs", "failed"])
 def test_a_result_that_never_comes_ends_the_job_with_a_roll_call(launch: Any, kind: str) -> None:
-    job = launch(
-        2, HANGS.format(tests=str(Path(__file__).parents[2]), kind=kind, seconds=3 if kind == "hangs" else 300)
-    )
+    job = launch(2, HANGS.format(tests=HELPERS, kind=kind, seconds=3 if kind == "hangs" else 300))
     assert job.returncode
     assert job.seconds < 30
     assert "went on" not in job.stdout
