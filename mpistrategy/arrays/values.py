@@ -47,7 +47,7 @@ class ArrayLike(ArrayOperators):
         return self._read()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Share the value's memory, on the host or on a GPU; read-only where the value is, which torch does not heed."""
+        """Share the memory of the value; read-only if the value is, which torch does not heed."""
         return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -171,9 +171,7 @@ class Dataset(Generic[E]):
 
     def _describe(self, *, epochs: bool = True) -> str:
         """Return a text that must be equal on all ranks; without `epochs`, what the order of batches depends on."""
-        kinds = ", ".join(
-            f"{_dtype_name(s)}{list(s.shape)}" for s in self._sources
-        )
+        kinds = ", ".join(f"{_dtype_name(s)}{list(s.shape)}" for s in self._sources)
         order = (
             f"Dataset {self._structure.text} of {kinds}, global_batch_size={self._batch}, shuffle_seed={self._seed}, "
             f"drop_remainder={self._drop_remainder}, "

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, may_share_memory
 from mpistrategy.arrays.dtypes import Array, dtype_name, span
 from mpistrategy.arrays.values import IndexedSlices

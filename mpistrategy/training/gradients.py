@@ -44,7 +44,8 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         clip_norm: a positive number.
 
     Returns:
-        The scaled arrays, in their dtypes and of the kind that was given, and the norm before scaling.  If it is not finite, all numbers become NaN.
+        The scaled arrays, in their dtypes and of the kind that was given, and the norm before scaling.  If it is not
+        finite, all numbers become NaN.
 
     Raises:
         OptionTypeError, OptionError: for a clip_norm that is no positive number.

@@ -34,7 +34,7 @@ FLOORS = {
             "variables input",
             "strategy",
             "training telemetry",
-            "checkpoint",
+            "checkpoint torch jax",
             "testing",
             "cli __main__ plugins",
         )
