@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, Stateful
     from mpistrategy.checkpoint.manager import CheckpointManager
     from mpistrategy.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
-    from mpistrategy.training import gradients, metrics, optimizers
+    from mpistrategy.training import gradients, losses, metrics, optimizers, schedules
     from mpistrategy.training.gradient_buckets import GradientBuckets
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: What is loaded when the first of these names is used: thousands of ranks that import at once read fewer files.
 _CHECKPOINTS = {
@@ -71,7 +71,7 @@ _CHECKPOINTS = {
     "Stateful": "checkpoint",
     "TerminationConfig": "preemption",
 }
-_TRAINING = ("gradients", "metrics", "optimizers")
+_TRAINING = ("gradients", "losses", "metrics", "optimizers", "schedules")
 
 
 def __getattr__(name: str) -> Any:
@@ -84,8 +84,16 @@ def __getattr__(name: str) -> Any:
     elif name == "GradientBuckets" or name in _TRAINING:
         _load_training()
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _other_name(name)
     return globals()[name]
+
+
+def _other_name(name: str) -> Any:
+    """Return what has TensorFlow's former name; raise an AttributeError that says what to write for others."""
+    if name == "CollectiveHints":
+        return CommunicationOptions
+    words = _import("objects.other_names").MODULE
+    raise _import("objects.nearest").attribute_error(f"module {__name__!r}", name, words, _sys.modules[__name__])
 
 
 def _import(name: str) -> Any:
@@ -173,8 +181,10 @@ __all__ = [
     "gradients",
     "has_strategy",
     "in_cross_replica_context",
+    "losses",
     "metrics",
     "optimizers",
+    "schedules",
     "telemetry",
     "testing",
 ]

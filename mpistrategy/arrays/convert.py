@@ -122,6 +122,17 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
     return array
 
 
+def array_where_it_is(value: Any, where: str, path: str = "", name: str = "the value") -> Any:
+    """Return `value` as an array of any dtype of fixed size: in GPU memory as CuPy's, else as an ndarray.
+
+    Raises:
+        DTypeError, LeafError, UnsupportedError: as `to_array` and `as_device_array`.
+    """
+    if type(value) is not np.ndarray and is_on_device(value):
+        return as_device_array(value, where, path)
+    return to_array(value, where, path, name)
+
+
 def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
     """Return an array in GPU memory as a CuPy array of the same memory, in the order of CuPy's current stream.
 

@@ -40,14 +40,14 @@ class ArrayLike(ArrayOperators):
         value = self._kept()
         if type(value) is not np.ndarray or value.dtype.isbuiltin != 1:  # the others are said by __array__
             raise AttributeError("__array_interface__")
-        return value.__array_interface__  # type: ignore[no-any-return]
+        return value.__array_interface__
 
     def _kept(self) -> Any:
         """Return the value if its memory lives as long as this object; None else."""
         return self._read()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Share the memory of the value; read-only if the value is, which torch does not heed."""
+        """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""
         return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import as_kind_of, is_foreign
 from mpistrategy.errors import BatchError, OptionError
+from mpistrategy.objects.nearest import NamesOurs, refuses
 from mpistrategy.objects.settings import checked_switch, whole_number
 
 #: An element: a batch, or this rank's part of one.
@@ -50,12 +51,14 @@ def _read(block: Any) -> Any:
     return block.copy() if hasattr(block, "copy") and not isinstance(block, np.memmap) else np.array(block)
 
 
-class Dataset(Generic[E]):
+class Dataset(NamesOurs, Generic[E]):
     """Arrays, cut into global batches; made by `Dataset.from_arrays`.
 
     Iterating over it yields whole global batches.  Given to `experimental_distribute_dataset`, a rank reads only its
     own rows of each batch, from arrays in memory as from files (np.memmap, h5py, zarr).
     """
+
+    _words_of = "Dataset"
 
     def __init__(
         self,
@@ -84,6 +87,14 @@ class Dataset(Generic[E]):
             )
 
     @classmethod
+    @refuses(
+        batch_size="Write global_batch_size: the rows of all ranks together.",
+        seed="Write shuffle_seed.",
+        shuffle="Write shuffle_seed, a number.",
+        buffer_size="Leave it out: all rows are shuffled.",
+        repeat="Write epochs.",
+        count="Write epochs.",
+    )
     def from_arrays(
         cls,
         arrays: B,

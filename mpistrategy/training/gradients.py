@@ -13,6 +13,7 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.objects.copies import Created
 from mpistrategy.objects.settings import Fixed, Settable, checked_count
+from mpistrategy.training.gpu.norm import norm_of
 
 __all__ = [
     "GradientAccumulator",
@@ -26,8 +27,17 @@ def __dir__() -> list[str]:
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
-    """Return the Euclidean norm of all elements of all arrays, summed in float64."""
+    """Return the Euclidean norm of all elements of all arrays, summed in float64; local.
+
+    Args:
+        arrays: of any numeric dtypes and shapes.
+
+    Raises:
+        LeafError, DTypeError: for values that are no numeric arrays.
+    """
     dense = [reducible(array, "global_norm") for array in arrays]
+    if (on_gpu := norm_of(dense)) is not None:
+        return on_gpu.read()[0]
     with on_device_of_any(dense):
         squares = [np.square(np.abs(array), dtype=np.float64).sum() for array in dense]
     return float(np.sqrt(sum(float(square) for square in squares)))
@@ -58,9 +68,13 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
     scaled = [reducible(array, "clip_by_global_norm") for array in arrays]
     norm = global_norm(scaled)
     scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
-    with on_device_of_any(scaled):
-        clipped = [(array * scale).astype(array.dtype, copy=False) for array in scaled]
-        return [like_given(array, given) for array, given in zip(clipped, arrays, strict=True)], norm
+    return [like_given(array, given) for array, given in zip(scaled_by(scaled, scale), arrays, strict=True)], norm
+
+
+def scaled_by(arrays: Sequence[Array], scale: float) -> list[Array]:
+    """Return arrays times a number, in their dtypes."""
+    with on_device_of_any(arrays):
+        return [(array * scale).astype(array.dtype, copy=False) for array in arrays]
 
 
 class GradientAccumulator(Created, Settable):

@@ -11,14 +11,13 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, members_of
+from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, has_state, members_of
 from mpistrategy.checkpoint.storage.manifest import Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN, below, to_json
 from mpistrategy.checkpoint.storage.shards import shown
 from mpistrategy.errors import OptionTypeError
 
 _KEYS = (str, int)
-_STATEFUL = ("state_dict", "load_state_dict")
 
 
 class Container(Kind):
@@ -132,7 +131,7 @@ class Module(Kind):
     name = "module"
 
     def owns(self, value: Any) -> bool:
-        return all(callable(getattr(value, name, None)) for name in (*_STATEFUL, "named_parameters"))
+        return has_state(value) and callable(getattr(value, "named_parameters", None))
 
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.items[path] = Item(self.name)
@@ -164,7 +163,7 @@ class StatefulObject(Kind):
     name = "object"
 
     def owns(self, value: Any) -> bool:
-        return all(callable(getattr(value, name, None)) for name in _STATEFUL)
+        return has_state(value)
 
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.items[path] = Item(self.name)
