@@ -173,10 +173,8 @@ class Gradients:
 
     def _sorted(self) -> tuple[list[int], list[int]]:
         """Return the numbers of the fresh gradients that are dense, and of those that are sparse."""
-        dense, sparse = [], []
-        for number in sorted(self._fresh):
-            (sparse if self._parameters[number].tensor.grad.is_sparse else dense).append(number)
-        return dense, sparse
+        sparse = [number for number in sorted(self._fresh) if self._parameters[number].tensor.grad.is_sparse]
+        return sorted(self._fresh - set(sparse)), sparse
 
     def _arrange(self, dense: Sequence[int]) -> None:
         """Make an arena for the gradients that there are, and move them there.  Collective."""

@@ -16,7 +16,6 @@ from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.strategy import Strategy
 
 _WHERE = "mpistrategy.torch.broadcast"
-_SYNC = torch.nn.SyncBatchNorm
 
 
 def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -57,10 +56,9 @@ def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, na
 
 def _module(module: Any, root: int, strategy: Strategy, name: str | None) -> None:
     """Write `root`'s parameters and buffers into everybody's."""
-    tensors = {}
     with Call(strategy.extended.communicator.guard, _WHERE, called=name) as call:
         for path, inner in module.named_modules():
-            if isinstance(inner, _SYNC):
+            if isinstance(inner, torch.nn.SyncBatchNorm):
                 raise UnsupportedError.at(
                     call.where,
                     found=f"a SyncBatchNorm as {path or 'the module'!r}, which speaks through torch.distributed",

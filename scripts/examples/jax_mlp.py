@@ -1,6 +1,6 @@
 """A multi-layer perceptron in JAX with optax: compiled gradients, their mean over the ranks, a compiled update.
 
-    mpiexec -n 2 python scripts/examples/jax_mlp.py --steps 100
+Start it with: mpiexec -n 2 python scripts/examples/jax_mlp.py --steps 100
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ def main() -> None:
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state
 
-    for objects["step"] in range(objects["step"] + 1, arguments.steps + 1):
+    while objects["step"] < arguments.steps:
         rows, classes = next(batches)
         loss, gradients = gradients_of(objects["parameters"], rows, classes)
         gradients = msj.average_gradients(gradients, strategy=strategy)  # between the compiled functions
         objects["parameters"], objects["state"] = updated(objects["parameters"], objects["state"], gradients)
+        objects["step"] += 1
 
     if arguments.checkpoint:
         checkpoint.save(arguments.checkpoint)

@@ -1,8 +1,7 @@
-"""torch's ImageNet example for DDP with mpistrategy: accumulation, a schedule, clipping; the lines that differ are marked.
+"""torch's ImageNet example for DDP with mpistrategy, with accumulation, a schedule and clipping.
 
-The data are made here, so that nothing is downloaded, and the network is a small one.
-
-    mpiexec -n 2 python scripts/examples/torch_imagenet.py --steps 100
+The lines that differ are marked.  The data are made here, so that nothing is downloaded; the network is a small one.
+Start it with: mpiexec -n 2 python scripts/examples/torch_imagenet.py --steps 100
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def main() -> None:
 
     if arguments.checkpoint:
         checkpoint.save(arguments.checkpoint)
-    mean = mst.all_reduce(loss * arguments.accumulate, strategy=strategy)  # was: dist.all_reduce(loss); loss /= world_size
+    mean = mst.all_reduce(loss * arguments.accumulate, strategy=strategy)  # was: dist.all_reduce, and a division
     if strategy.rank == 0:
         print(f"after {arguments.steps} steps: loss {float(mean):.4f}")
 

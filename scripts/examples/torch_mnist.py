@@ -1,8 +1,7 @@
 """Horovod's torch MNIST example with mpistrategy: the lines that differ are marked.
 
 Horovod's program is examples/pytorch/pytorch_mnist.py.  The data are made here, so that nothing is downloaded.
-
-    mpiexec -n 2 python scripts/examples/torch_mnist.py --steps 100
+Start it with: mpiexec -n 2 python scripts/examples/torch_mnist.py --steps 100
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import argparse
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 import mpistrategy as ms  # was: import horovod.torch as hvd
 import mpistrategy.torch as mst
@@ -26,10 +25,10 @@ class Net(torch.nn.Module):
         self.fc2 = torch.nn.Linear(50, 10)
 
     def forward(self, x: Any) -> Any:
-        x = F.relu(F.max_pool2d(self.conv1(x), 2))
-        x = F.relu(F.max_pool2d(self.conv2(x), 2))
-        x = F.relu(self.fc1(x.view(-1, 320)))
-        return F.log_softmax(self.fc2(x), dim=1)
+        x = functional.relu(functional.max_pool2d(self.conv1(x), 2))
+        x = functional.relu(functional.max_pool2d(self.conv2(x), 2))
+        x = functional.relu(self.fc1(x.view(-1, 320)))
+        return functional.log_softmax(self.fc2(x), dim=1)
 
 
 def digits(rows: int = 1200) -> Any:
@@ -63,9 +62,10 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.5)
     mst.broadcast(model, strategy=strategy)  # was: hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     mst.broadcast(optimizer, strategy=strategy)  # was: hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = mst.DistributedOptimizer(optimizer, model.named_parameters(), strategy=strategy)  # without op, compression
+    optimizer = mst.DistributedOptimizer(optimizer, model.named_parameters(), strategy=strategy)  # no op=, compression=
+    progress = {"step": 0}
     with strategy.scope():
-        checkpoint = ms.Checkpoint(model=model, optimizer=optimizer, sampler=sampler, progress=(progress := {"step": 0}))
+        checkpoint = ms.Checkpoint(model=model, optimizer=optimizer, sampler=sampler, progress=progress)
     if arguments.restore:
         checkpoint.restore(arguments.restore)
 
@@ -73,7 +73,7 @@ def main() -> None:
     while progress["step"] < arguments.steps:
         for pictures, classes in sampler.over(loader):  # was: for ... in loader, after sampler.set_epoch(epoch)
             optimizer.zero_grad()
-            loss = F.nll_loss(model(pictures.to(torch.get_default_dtype())), classes)
+            loss = functional.nll_loss(model(pictures.to(torch.get_default_dtype())), classes)
             loss.backward()
             optimizer.step()
             progress["step"] += 1

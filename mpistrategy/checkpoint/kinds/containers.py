@@ -118,7 +118,7 @@ class Tuple(Container):
         if not self._expect(fit, path, item, value):
             return lambda: None
         children = _elements(fit, path, item, value, fresh)
-        there = fit.here.live.get(path) if value is ABSENT else value
+        there: Any = fit.here.live.get(path) if value is ABSENT else value
         make = getattr(type(there), "_make", tuple)
         if make is not tuple and item.more != len(there):
             return fit.problem(path, f"{item.more} elements in the checkpoint, a {type(there).__name__} here")
