@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.strategy.current import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch.collectives import replica_context
 from mpistrategy.training.gradient_buckets import GradientBuckets
@@ -62,20 +63,24 @@ class Gradients:
         op: SUM or MEAN.
         wire: the dtype between nodes, as in CommunicationOptions.
         bytes_per_bucket: the size of what travels in one piece between nodes.
+        names: of parameters, by the ids of their tensors.
     """
 
-    def __init__(self, strategy: Strategy, op: ReduceOp, wire: Any, bytes_per_bucket: int) -> None:
+    def __init__(
+        self, strategy: Strategy, op: ReduceOp, wire: Any, bytes_per_bucket: int, names: Mapping[int, str]
+    ) -> None:
         self.strategy = strategy
         self._op = op
         self._options = CommunicationOptions(wire=wire)
         self._bytes_per_bucket = bytes_per_bucket
+        self._names = names
         self._parameters: list[Parameter] = []
+        self._known: set[int] = set()
         self._unhooked: list[int] = []
-        #: The ids of their tensors.
-        self.known: set[int] = set()
         #: Where the gradients are that are not sparse; by the number of the parameter.
         self._views: dict[int, Any] = {}
         self._position: dict[int, int] = {}
+        self._arena: Any = None
         self._buckets: GradientBuckets | None = None
         #: Parameters whose gradients have changed since the last sum; and those that were summed in this step.
         self._fresh: set[int] = set()
@@ -85,14 +90,30 @@ class Gradients:
         #: Whether gradients are summed at the end of backward.
         self.is_syncing = True
 
-    def add(self, parameters: Sequence[Parameter]) -> None:
-        """Take parameters in.  All ranks have the same."""
-        self._unhooked += range(len(self._parameters), len(self._parameters) + len(parameters))
-        self._parameters += parameters
-        self.known |= {id(each.tensor) for each in parameters}
+    def take_in(self, groups: Sequence[Mapping[str, Any]]) -> list[Parameter]:
+        """Take in the parameters of an optimizer's groups that are new, and return them.  All ranks have the same."""
+        found = []
+        for at, group in enumerate(groups):
+            names = group.get("param_names") or [
+                f"parameter {each} of group {at}" for each in range(len(group["params"]))
+            ]
+            for tensor, name in zip(group["params"], names, strict=True):
+                if id(tensor) not in self._known:
+                    found.append(Parameter(self._names.get(id(tensor), name), tensor))
+        self._unhooked += range(len(self._parameters), len(self._parameters) + len(found))
+        self._parameters += found
+        self._known |= {id(each.tensor) for each in found}
+        return found
 
-    def look(self, *, sum_these: bool) -> None:
-        """Look for parameters that want gradients and are not watched, as those that were frozen until now.
+    def sum_rest(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Sum the gradients that have not been summed, those of parameters that are new included.  Collective."""
+        if sum(len(group["params"]) for group in groups) > len(self._parameters):
+            self.take_in(groups)
+        self.watch(sum_these=True)
+        self.sum()
+
+    def watch(self, *, sum_these: bool) -> None:
+        """Watch the parameters that want gradients, also those that were frozen until now.
 
         Args:
             sum_these: whether a gradient that such a parameter has is one of this step.
@@ -102,8 +123,8 @@ class Gradients:
             self._unhooked.remove(number)
 
             def changed(tensor: Any, number: int = number) -> None:
-                if (gradients := reference()) is not None:
-                    gradients._changed(number, tensor)
+                if (self := reference()) is not None:
+                    self._changed(number, tensor)
 
             tensor = self._parameters[number].tensor
             tensor.register_post_accumulate_grad_hook(changed)
@@ -147,7 +168,11 @@ class Gradients:
             return
         guard = self.strategy.extended.communicator.guard
         device = self._parameters[next(iter(self._fresh))].tensor.device
-        with replica_context(self.strategy, device), torch.no_grad(), Call(guard, WHERE, anywhere=True) as call:
+        with (
+            replica_context(self.strategy, device) as context,
+            torch.no_grad(),
+            Call(guard, WHERE, anywhere=True) as call,
+        ):
             call.name = self._in_words()
             call.agree("sum gradients", op=self._op.name)
             call.expect_more()
@@ -155,9 +180,9 @@ class Gradients:
             if any(number not in self._views for number in dense):
                 self._arrange(dense)
             if dense:
-                self._sum_arena(dense, call)
+                self._sum_arena(dense, call, context)
             for number in sparse:
-                self._sum_rows(self._parameters[number])
+                self._sum_rows(self._parameters[number], context)
         self._summed |= self._fresh
         self._fresh.clear()
         self._sums, self._queued = self._sums + 1, -1
@@ -182,7 +207,7 @@ class Gradients:
         if self._buckets is not None:
             self._buckets.reset()
         chosen = tuple(self._parameters[number] for number in members)
-        arena = self.strategy.arena([each.tensor.detach() for each in chosen])
+        self._arena = arena = self.strategy.arena([each.tensor.detach() for each in chosen])
         self._buckets = GradientBuckets(_Memory(arena, chosen), self._op, self._bytes_per_bucket, options=self._options)
         self._position = {number: position for position, number in enumerate(members)}
         for number, array, each in zip(members, arena.values, chosen, strict=True):
@@ -192,16 +217,15 @@ class Gradients:
                 view.copy_(grad)
                 each.tensor.grad = view  # the memory of the gradient before is free now
 
-    def _sum_arena(self, dense: Sequence[int], call: Call) -> None:
+    def _sum_arena(self, dense: Sequence[int], call: Call, context: ReplicaContext) -> None:
         assert self._buckets is not None
         for number in self._views.keys() - set(dense):
             if self._parameters[number].tensor.grad is not self._views[number]:
                 self._views[number].zero_()  # of an earlier step
         if self._buckets._reduced_early(self._op, call) is None:
-            arena = self._buckets._gradients.arena
-            arena._all_reduce(self.strategy.extended._reducer, self._op, call, options=self._options)
+            context.all_reduce(self._op, self._arena, self._options)
 
-    def _sum_rows(self, parameter: Parameter) -> None:
+    def _sum_rows(self, parameter: Parameter, context: ReplicaContext) -> None:
         """Sum a sparse gradient: the rows of all ranks."""
         grad = parameter.tensor.grad.coalesce()
         if grad.sparse_dim() != 1:
@@ -212,8 +236,7 @@ class Gradients:
                 fix="Make it dense.",
             )
         rows = IndexedSlices(host_array(grad.values()), host_array(grad.indices()[0]), tuple(grad.shape))
-        with replica_context(self.strategy) as context:
-            total = context.all_reduce(self._op, rows)
+        total = context.all_reduce(self._op, rows)
         indices, values = torch.as_tensor(total.indices)[None], torch.as_tensor(total.values)
         found = torch.sparse_coo_tensor(indices, values, grad.shape, device=grad.device, check_invariants=False)
         parameter.tensor.grad = found.coalesce()

@@ -15,7 +15,7 @@ from mpistrategy.options import Op, ReduceOp
 from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch.collectives import all_reduce
-from mpistrategy.torch.gradients import WHERE, Gradients, Parameter
+from mpistrategy.torch.gradients import WHERE, Gradients
 from mpistrategy.training.gradient_buckets import DEFAULT_BYTES_PER_BUCKET
 
 Optimizer = TypeVar("Optimizer")
@@ -25,7 +25,7 @@ class Distributed:
     """What `DistributedOptimizer` adds to the class of an optimizer."""
 
     _gradients: Gradients
-    _names: dict[int, str]
+    param_groups: list[dict[str, Any]]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class Distributed:
 
         Only after `no_sync`, to clip or look at gradients before `step`.
         """
-        _sum_rest(self)
+        self._gradients.sum_rest(self.param_groups)
 
 
 def DistributedOptimizer(  # noqa: N802  # the name that users of Horovod look for
@@ -95,12 +95,11 @@ def DistributedOptimizer(  # noqa: N802  # the name that users of Horovod look f
     of = strategy_for(strategy, WHERE)
     kind = type(given)
     made: Any = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    gradients = Gradients(of, op, wire, bytes_per_bucket)
     names = {id(tensor): key for key, tensor in named_parameters or ()}
-    given.__dict__.update(_gradients=gradients, _names=names, _known=0)
+    gradients = Gradients(of, op, wire, bytes_per_bucket, names)
     with Call(of.extended.communicator.guard, WHERE, called=name) as call:
-        found = _take_in(given)
-        gradients.look(sum_these=False)
+        found = gradients.take_in(given.param_groups)
+        gradients.watch(sum_these=False)
         call.structure = ", ".join(map(str, found))
         call.agree("distribute an optimizer", op=op.value, options=f"{kind.__name__}, {wire=}, {bytes_per_bucket=}")
         call.expect_more()
@@ -108,50 +107,24 @@ def DistributedOptimizer(  # noqa: N802  # the name that users of Horovod look f
         for tensor, value in zip(tensors, of.broadcast(tensors), strict=True):
             tensor.copy_(value)
     given.__class__ = made
-    given.register_step_pre_hook(_before_step)
-    given.register_step_post_hook(_after_step)
-    return optimizer
+    given.__dict__["_gradients"] = gradients
 
-
-def _take_in(optimizer: Any) -> list[Parameter]:
-    """Let the gradients of parameters that are new in the optimizer be summed, too; return those parameters."""
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if len(tensors) == optimizer._known:
-        return []
-    found = []
-    for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"parameter {at} of group {number}" for at in range(len(group["params"]))]
-        for tensor, name in zip(group["params"], names, strict=True):
-            if id(tensor) not in optimizer._gradients.known:
-                found.append(Parameter(optimizer._names.get(id(tensor), name), tensor))
-    optimizer._gradients.add(found)
-    optimizer._known = len(tensors)
-    return found
-
-
-def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sum what backward has not summed; let a closure do so each time."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-    if closure is None:
-        _sum_rest(optimizer)
-        return None
-
-    def together() -> Any:
-        loss = closure()
-        _sum_rest(optimizer)
-        if loss is None:
+    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            gradients.sum_rest(optimizer.param_groups)
             return None
-        return all_reduce(loss, strategy=optimizer._gradients.strategy, name="the loss of a closure")
 
-    return ((args[0], together), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": together})
+        def together() -> Any:
+            loss = closure()
+            gradients.sum_rest(optimizer.param_groups)
+            return loss if loss is None else all_reduce(loss, strategy=of, name="the loss of a closure")
 
+        return ((args[0], together), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": together})
 
-def _sum_rest(optimizer: Any) -> None:
-    """Sum the gradients that have not been summed."""
-    _take_in(optimizer)
-    optimizer._gradients.look(sum_these=True)
-    optimizer._gradients.sum()
+    def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients.step_is_over()
 
-
-def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    optimizer._gradients.step_is_over()
+    given.register_step_pre_hook(before)
+    given.register_step_post_hook(after)
+    return optimizer

@@ -162,7 +162,7 @@ def test_gradients_live_in_shared_memory_and_are_the_same_everywhere(strategy: m
         optimizer.zero_grad()
         net(torch.full((2, 6), RANK + 1.0, dtype=torch.float64)).sum().backward()
         optimizer.step()
-    arena = optimizer._gradients._buckets._gradients.arena
+    arena = optimizer._gradients._arena
     for tensor, array in zip(net.parameters(), arena.values, strict=True):
         assert tensor.grad.data_ptr() == array.ctypes.data
     gathered = mst.all_gather(net[2].bias.grad[None], strategy=strategy)
@@ -199,7 +199,8 @@ def test_sums_and_closures(strategy: ms.Strategy) -> None:
 
 def test_a_sum_is_not_summed_again(strategy: ms.Strategy) -> None:
     net = network()
-    mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, aggregation="SUM")
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, aggregation="SUM")
+    assert isinstance(optimizer, mst.Distributed)
     net(ONES).sum().backward()
     with pytest.raises(errors.OptionError, match="no_sync"):
         net(ONES).sum().backward()
