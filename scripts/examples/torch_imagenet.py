@@ -21,14 +21,14 @@ def network() -> Any:
     def block(before: int, after: int) -> list[Any]:
         return [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(4, after), nn.ReLU()]
 
-    return nn.Sequential(*block(3, 8), *block(8, 16), *block(16, 16), nn.Flatten(), nn.Linear(256, 20))
+    return nn.Sequential(*block(3, 8), *block(8, 16), *block(16, 16), nn.Flatten(), nn.Linear(64, 20))
 
 
 def pictures(rows: int = 960) -> Any:
     generator = torch.Generator().manual_seed(3)
     classes = torch.randint(0, 20, (rows,), generator=generator)
-    means = torch.randn(20, 3, 32, 32, generator=generator)
-    noise = torch.randn(rows, 3, 32, 32, generator=generator)
+    means = torch.randn(20, 3, 16, 16, generator=generator)
+    noise = torch.randn(rows, 3, 16, 16, generator=generator)
     return torch.utils.data.TensorDataset(means[classes] * 0.5 + noise, classes)
 
 

@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 Launch = Callable[..., launching.Finished]
 
 
+@pytest.mark.timeout(280)  # five jobs
 @pytest.mark.parametrize("port", ["torch_mnist", "torch_imagenet", "jax_mlp"])
 def test_as_one_process_and_resumed_elsewhere(launch: Launch, tmp_path: Path, port: str) -> None:
     pytest.importorskip(port.partition("_")[0])

@@ -197,6 +197,21 @@ def test_sums_and_closures(strategy: ms.Strategy) -> None:
         torch.testing.assert_close(mine, one, rtol=1e-9, atol=1e-12)
 
 
+def test_half_the_bytes_between_nodes(strategy: ms.Strategy) -> None:
+    def make(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, 0.5)
+
+    def single(net: Any, optimizer: Any, loss: Any) -> None:
+        plain(net.float(), optimizer, lambda number: net(torch.ones(2, 6) * (RANK + number + 1) / 9).sum())
+
+    found = train(single, strategy, make, wire="bfloat16")
+    for mine, first in zip(found, strategy.broadcast(found), strict=True):
+        assert (mine == first).all()
+    exact = train(single, strategy, make)
+    for mine, one in zip(found, exact, strict=True):
+        torch.testing.assert_close(mine, one, rtol=0.03, atol=0.03)
+
+
 def test_a_sum_is_not_summed_again(strategy: ms.Strategy) -> None:
     net = network()
     optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, aggregation="SUM")
