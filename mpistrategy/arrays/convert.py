@@ -26,7 +26,8 @@ from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, device_s
 from mpistrategy.errors import DTypeError, LeafError, ShapeError
 
 _INTERFACE = "__cuda_array_interface__"
-_NEVER_WRITTEN = ("jax", "jaxlib")
+#: The libraries whose arrays are never written.
+NEVER_WRITTEN = ("jax", "jaxlib")
 _REDUCIBLE_KINDS = "iufc"
 _NOT_FOREIGN = ("builtins", "numpy")
 _ON_HOST: AbstractContextManager[Any] = nullcontext()
@@ -167,7 +168,7 @@ def as_target(target: Any, where: str, name: str) -> Any:
             return target
     elif library_of(target) == "torch":
         return as_device_array(target, where, name) if is_on_device(target) else on_host(target, where, name)
-    elif is_on_device(target) and library_of(target) not in _NEVER_WRITTEN:
+    elif is_on_device(target) and library_of(target) not in NEVER_WRITTEN:
         array = None if _is_read_only(target) else as_device_array(target, where, name)
         if array is not None and not _overlaps_itself(array):
             return array

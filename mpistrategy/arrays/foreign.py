@@ -48,6 +48,14 @@ def is_in_gpu_memory(value: Any) -> bool:
             return True
         return is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY
     except Exception as error:  # libraries raise errors of many types
+        if any(base.__name__ == "Tracer" for base in type(value).__mro__):
+            raise LeafError.at(
+                "a collective inside a function that JAX traces",
+                found="a value that is not computed yet: the function runs once, while jit, grad or vmap looks at it",
+                expected="JAX arrays",
+                fix="Return the value, and call the collective between two compiled functions.  Inside jit only "
+                "mpi4jax communicates.",
+            ) from error
         raise LeafError.at(
             "an array of another library",
             found=f"{type(value).__module__}.{type(value).__name__} that does not say where it is ({error})",
@@ -103,8 +111,11 @@ def as_kind_of(result: Any, given: Any) -> Any:
     return result if wrap is None or library not in sys.modules else wrap(result)
 
 
-def _torchs(result: Any) -> Any:
-    torch = sys.modules["torch"]
+def as_tensor(result: Any) -> Any:
+    """Return a NumPy or CuPy array as a tensor; unchanged before torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return result
     if not isinstance(result, np.ndarray):
         return torch.from_dlpack(result)
     if not result.flags.writeable:
@@ -116,7 +127,9 @@ def _torchs(result: Any) -> Any:
 
 def _jaxs(result: Any) -> Any:
     jax = sys.modules["jax"]
-    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else jax.dlpack.from_dlpack(result)
+    if isinstance(result, np.ndarray) and (is_bfloat16(result.dtype) or not result.flags.writeable):
+        return jax.numpy.asarray(result)
+    return jax.dlpack.from_dlpack(result)  # of the same memory where it is aligned: nobody else has a result
 
 
 def _numbas(result: Any) -> Any:
@@ -127,4 +140,4 @@ def _numbas(result: Any) -> Any:
     return cuda.as_cuda_array(result)
 
 
-_KINDS = {"torch": _torchs, "jax": _jaxs, "jaxlib": _jaxs, "numba": _numbas}
+_KINDS = {"torch": as_tensor, "jax": _jaxs, "jaxlib": _jaxs, "numba": _numbas}

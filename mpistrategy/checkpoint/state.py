@@ -35,8 +35,8 @@ _DEEPEST = 100
 _MOST_NAMED = 3
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, numbers, strings, random generators, "
-    "strategy.rng(seed), iterators of distributed datasets, dicts, lists and tuples of these, and objects with "
-    "state_dict() and load_state_dict()"
+    "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "
+    "tuples of these, and objects with state_dict() and load_state_dict()"
 )
 
 #: Copies of an item before the ranks have compared them: kept once if they are equal, else one for each rank.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.settings import Fixed, checked_count
-from mpistrategy.options import ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.current import get_replica_context, get_strategy
 from mpistrategy.strategy.replica_context import ReplicaContext
@@ -45,6 +45,15 @@ class Bucket:
     memory: Array
 
 
+class Memory(Protocol):
+    """What buckets are cut of: an arena, and the variables, or what else has a name and a dtype, of its arrays."""
+
+    @property
+    def arena(self) -> Arena[Any]: ...
+    @property
+    def variables(self) -> tuple[Any, ...]: ...
+
+
 class GradientBuckets:
     """The gradients of some variables, to be reduced bucket by bucket while later ones are still computed.
 
@@ -67,6 +76,7 @@ class GradientBuckets:
         gradients: the memory of the gradients.
         op: how they are combined.
         bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
+        options: hints for their reduction; None for the strategy's own.
 
     Attributes:
         values: the arrays to write the gradients into, like the variables.
@@ -80,8 +90,11 @@ class GradientBuckets:
     op: Fixed[ReduceOp] = Fixed()
     starts_early: Fixed[bool] = Fixed()
 
-    def __init__(self, gradients: GradientArena, op: ReduceOp, bytes_per_bucket: int) -> None:
+    def __init__(
+        self, gradients: Memory, op: ReduceOp, bytes_per_bucket: int, options: CommunicationOptions | None = None
+    ) -> None:
         self._gradients = gradients
+        self._options = options
         self.values = gradients.arena.values
         self.variables = gradients.variables
         self.op = op
@@ -173,7 +186,7 @@ class GradientBuckets:
         number = len(self._handles)
         memory = self._buckets[number].memory
         name = f"gradient bucket {number} of {len(self._buckets)}"
-        self._handles.append(context.all_reduce_async(self.op, memory, name=name, out=memory))
+        self._handles.append(context.all_reduce_async(self.op, memory, self._options, name=name, out=memory))
 
     def _clear(self) -> None:
         self._ready: set[int] = set()
@@ -197,7 +210,7 @@ class GradientBuckets:
         return f"<GradientBuckets of {len(self.variables)} variables: {sizes}>"
 
 
-def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
+def _cut(gradients: Memory, bytes_per_bucket: int) -> list[Bucket]:
     """Return the buckets: neighbours in memory of one dtype, from the last variable to the first."""
     places = gradients.arena._places
     open_members: dict[int, list[int]] = {}

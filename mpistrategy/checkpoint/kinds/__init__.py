@@ -18,7 +18,9 @@ KINDS: tuple[Kind, ...] = (
     generators.Generator(),
     values.Scalar(),
     generators.Position(),
+    values.Tensor(),
     values.AnyArray(),
+    containers.Module(),
     containers.StatefulObject(),
     containers.WithVariables(),
 )
