@@ -7,8 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import cupy_double
