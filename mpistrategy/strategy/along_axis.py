@@ -10,7 +10,7 @@ from mpistrategy.arrays import dtypes, nest
 from mpistrategy.arrays.convert import like_given, to_reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.values import PerReplica, contribution, local_component
-from mpistrategy.cross_device_ops import CrossDeviceOps
+from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, ReduceOp

@@ -140,7 +140,7 @@ EAGER = Manner()
 
 def across_nodes(communicator: Any, way: Way, manner: Manner | None = None) -> AcrossNodes:
     """Return the two-level exchange of a communicator; the first call for each way is collective."""
-    chosen: Manner = getattr(communicator, "manner", EAGER) if manner is None else manner
+    chosen: Manner = manner or getattr(communicator, "manner", None) or EAGER
     found: AcrossNodes = communicator.once((AcrossNodes, way), lambda: AcrossNodes(communicator, way, chosen))
     return found
 

@@ -20,7 +20,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Case, Variant
 from mpistrategy.cli.bench.cases.sums import Bench
-from mpistrategy.cross_device_ops import MpiAllReduce
+from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.mpi.contract import check_level
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
