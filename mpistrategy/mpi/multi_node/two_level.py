@@ -75,6 +75,12 @@ def piece_bytes_for(way: Way, node_of: Sequence[int], thresholds: Thresholds, fl
     return min(wanted, max(most, _LEAST_PIECE_BYTES))
 
 
+def shared_bytes(way: Way, node_of: Sequence[int], thresholds: Thresholds, flights: int = PAIRWISE_FLIGHTS) -> int:
+    """Return how much memory each rank of a node with several shares for a way, from its first use on."""
+    piece_bytes = piece_bytes_for(way, node_of, thresholds, flights)
+    return BufferStage.bytes_of(piece_bytes, buffers_for(way, flights))
+
+
 def way_between(nodes: int, *, rounds: bool = False) -> Way:
     """Return the way of those who want the two levels at any size: pairwise between few nodes."""
     return "across" if rounds or nodes <= MOST_NODES_PAIRWISE else "lanes"

@@ -247,6 +247,9 @@ def described(
                 copies += result
             by = f"{lanes} of its ranks" if lanes > 1 else "one rank"
             moved = f"each node sends {size_in_words(sent)} and gets as much, by {by}"
+            if local > 1 and ranks.shares_memory:
+                taken = local * two_level.shared_bytes(chosen, ranks.node_of, ranks.thresholds)
+                moved += f"; this node shares {size_in_words(taken)} for it, from its first use on"
             within = rates.arena_bytes_per_second if seen else rates.window_bytes_per_second
             on_node = nbytes / within if local > 1 else 0
             seconds += rates.message_seconds + max(sent / rates.link_bytes_per_second, on_node)
