@@ -1,9 +1,9 @@
 """What protection costs: the same all-reduces without the check of calls, without the flight record, and with both.
 
 All variants enter where `ReplicaContext.all_reduce` has found its context; every one has a communicator of its own.
-On one node the check rides with the data; the variant without it looks up what it has worked out by dtype and shape
-alone, and leaves out the call site, the digests and what tells threads apart.  For the levels of
-checks between nodes every rank poses as a node of its own, so that everything goes through MPI.
+On one node the check travels with the data; the variant without it finds its plan by dtype and shape alone, without
+call site, digest and thread.  For the levels of checks between nodes every rank counts as a node of its own, so that
+everything goes through MPI.
 """
 
 from __future__ import annotations
