@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from mpistrategy.reduction.asynchronous import AllReduceHandle
     from mpistrategy.strategy.one_device import OneDeviceStrategy
     from mpistrategy.strategy.random_streams import Streams
-    from mpistrategy.training import gradients, metrics, optimizers
+    from mpistrategy.training import gradients, losses, metrics, optimizers, schedules
     from mpistrategy.training.gradient_buckets import GradientBuckets
     from mpistrategy.variables.variable import Variable
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: What is loaded when the first of these names is used: thousands of ranks that import at once read fewer files.
 _LATER = {
@@ -87,8 +87,10 @@ _LATER = {
 #: The same for modules.
 _MODULES = {
     "gradients": "training.gradients",
+    "losses": "training.losses",
     "metrics": "training.metrics",
     "optimizers": "training.optimizers",
+    "schedules": "training.schedules",
     "telemetry": "telemetry",
     "testing": "testing",
 }
@@ -103,9 +105,17 @@ def __getattr__(name: str) -> Any:
         _sys.modules[f"{__name__}.{name}"] = found  # so that ``from mpistrategy.optimizers import SGD`` finds it
         _show_as(f"{__name__}.{name}", *(getattr(found, each) for each in found.__all__))
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _other_name(name)
     globals()[name] = found
     return found
+
+
+def _other_name(name: str) -> Any:
+    """Return what has TensorFlow's former name; raise an AttributeError that says what to write for others."""
+    if name == "CollectiveHints":
+        return CommunicationOptions
+    words = _import("objects.other_names").MODULE
+    raise _import("objects.nearest").attribute_error(f"module {__name__!r}", name, words, _sys.modules[__name__])
 
 
 def _import(name: str) -> Any:
@@ -175,8 +185,10 @@ __all__ = [
     "gradients",
     "has_strategy",
     "in_cross_replica_context",
+    "losses",
     "metrics",
     "optimizers",
+    "schedules",
     "telemetry",
     "testing",
 ]

@@ -11,7 +11,8 @@ import numpy as np
 from replicas import gather_texts
 
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage import files, writers
+from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint.storage import files
 
 
 def shared_folder(tmp_path: Path) -> Path:
@@ -32,12 +33,12 @@ def watched(watcher: Callable[[str, str], None]) -> Iterator[None]:
 @contextmanager
 def many_writers() -> Iterator[None]:
     """Have each rank write a shard, whatever there is to write, and split what can be split."""
-    before = writers.BYTES_A_WRITER, writers.LEAST_CUT_BYTES
-    writers.BYTES_A_WRITER = writers.LEAST_CUT_BYTES = 1
+    before = collecting.BYTES_A_WRITER, collecting.LEAST_CUT_BYTES
+    collecting.BYTES_A_WRITER = collecting.LEAST_CUT_BYTES = 1
     try:
         yield
     finally:
-        writers.BYTES_A_WRITER, writers.LEAST_CUT_BYTES = before
+        collecting.BYTES_A_WRITER, collecting.LEAST_CUT_BYTES = before
 
 
 class Counting:

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, ClassVar, Self
 
+import fused_double
 import numpy as np
 
 from mpistrategy.arrays.dtypes import span
+from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.reduction.routes import copy_kernel
 
 _ARENA_BYTES = 192 * 2**20
@@ -582,9 +584,33 @@ def bfloat16() -> Any:
     return ml_dtypes.bfloat16
 
 
+def _of_keys(to_keys: bool) -> Callable[[Any, Any, Sequence[Any]], tuple[Callable[[], None], list[np.ndarray]]]:
+    """Do what `mpistrategy.mpi.gpu.transports.ordered_keys` says of its kernels."""
+
+    def kernel(grid: Any, block: Any, args: Sequence[Any]) -> tuple[Callable[[], None], list[np.ndarray]]:
+        keys, size, is_minimum = args[0]._view, int(args[1]), bool(args[2])
+        assert keys.size == size
+        floats = keys.view(f"f{keys.itemsize}")
+        limit = np.iinfo(keys.dtype).min if is_minimum else np.iinfo(keys.dtype).max
+
+        def do() -> None:
+            is_nan = np.isnan(floats) if to_keys else keys == limit
+            keys[...] = np.where(keys < 0, keys ^ np.iinfo(keys.dtype).max, keys)
+            if to_keys:
+                keys[is_nan] = limit
+            else:
+                floats[is_nan] = np.nan
+
+        return do, [keys]
+
+    return kernel
+
+
 #: What each kernel does: from the grid, the block and the arguments to its work and the memory that this touches.
 KERNELS: dict[str, Callable[[Any, Any, Sequence[Any]], tuple[Callable[[], None], list[np.ndarray]]]] = {
-    copy_kernel.NAME: _moves
+    copy_kernel.NAME: _moves,
+    **fused_double.kernels_on(_at),
+    **{name: _of_keys(name == both[0]) for both in ordered_keys.NAMES.values() for name in both},
 }
 
 

@@ -22,6 +22,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import local_component
 from mpistrategy.errors import MpiStrategyError
+from mpistrategy.input.distributed import part_of_batch
 from mpistrategy.mpi.over_mpi.progress import AtOnce, Engine
 
 FILE = "made_up_program.py"
@@ -86,6 +87,9 @@ KINDS = {
         _in_step("context().all_reduce(op, arena)[0]"), ("ReplicaContext.all_reduce",), OPS, _ARENAS
     ),
     "all_gather": Kind(_in_step("context().all_gather(value, 0)"), ("ReplicaContext.all_gather",), layouts=_WITH_AXES),
+    "reduce_scatter": Kind(
+        _in_step("context().reduce_scatter(op, value)"), ("ReplicaContext.reduce_scatter",), OPS, _WITH_AXES
+    ),
     "reduce": Kind("strategy.reduce(op, value)", ("Strategy.reduce",), OPS, _ALL_LAYOUTS),
     "gather": Kind("strategy.gather(value, 0)", ("Strategy.gather",), layouts=_WITH_AXES),
     "reduce_to": Kind(
@@ -213,7 +217,8 @@ def combined(one: Call) -> Array:
         return parts[0]
     ufunc = {"MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply}.get(one.op or "SUM", np.add)
     total = np.asarray(ufunc.reduce(np.stack(parts), axis=0, dtype=parts[0].dtype))
-    return np.asarray(total / total.dtype.type(SIZE)) if one.op == "MEAN" else total
+    total = np.asarray(total / total.dtype.type(SIZE)) if one.op == "MEAN" else total
+    return total[part_of_batch(len(total), RANK, SIZE)] if one.kind == "reduce_scatter" else total
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,17 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
     return array
 
 
+def array_where_it_is(value: Any, where: str, path: str = "", name: str = "the value") -> Any:
+    """Return `value` as an array of any dtype of fixed size: in GPU memory as CuPy's, else as an ndarray.
+
+    Raises:
+        DTypeError, LeafError, UnsupportedError: as `to_array` and `as_device_array`.
+    """
+    if type(value) is not np.ndarray and is_on_device(value):
+        return as_device_array(value, where, path)
+    return to_array(value, where, path, name)
+
+
 def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
     """Return an array in GPU memory as a CuPy array of the same memory, in the order of CuPy's current stream.
 
@@ -249,12 +260,16 @@ def copy_of(array: Any) -> Any:
 
 def host_array(value: Any) -> Array:
     """Return an array as an ndarray on the host; no copy when it is there already."""
-    return to_host(as_device_array(value, "a value")) if is_on_device(value) else np.asarray(value)
+    if type(value) is np.ndarray:
+        return value
+    if is_on_device(value):
+        return to_host(as_device_array(value, "a value"))
+    return on_host(value, "a value") if is_foreign(value) else np.asarray(value)
 
 
 def any_array(value: Any) -> Array:
     """Return an array in GPU memory as it is, and a number or an array on the host as an ndarray."""
-    array: Array = value if is_on_device(value) else np.asarray(value)
+    array: Array = value if is_on_device(value) else host_array(value)
     return array
 
 

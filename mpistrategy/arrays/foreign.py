@@ -16,6 +16,8 @@ from mpistrategy.arrays.dtypes import Array, is_bfloat16
 from mpistrategy.errors import LeafError
 
 _LIBRARIES = ("cupy", "torch", "jax", "jaxlib", "numba")
+#: A method of variables and containers, by which they are known here.
+OURS = "_contribution"
 _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
 
@@ -33,7 +35,8 @@ def _library_of(kind: type) -> str:
 
 def is_foreign(value: object) -> bool:
     """Return whether `value` is an array of another library than NumPy, on the host or on a GPU."""
-    return not isinstance(value, (np.ndarray, np.generic)) and hasattr(type(value), "__dlpack__")
+    kind = type(value)  # variables and containers have __dlpack__, too, and say by _contribution what they hold
+    return not issubclass(kind, (np.ndarray, np.generic)) and hasattr(kind, "__dlpack__") and not hasattr(kind, OURS)
 
 
 def is_in_gpu_memory(value: Any) -> bool:

@@ -87,6 +87,36 @@ class ArrayLike(ArrayOperators):
             raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
         return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
 
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """The memory of a value on the host, for libraries that share it; read-only where the value is."""
+        value = self._kept()
+        if type(value) is not np.ndarray or value.dtype.isbuiltin != 1:  # the others are said by __array__
+            raise AttributeError("__array_interface__")
+        return value.__array_interface__
+
+    def _kept(self) -> Any:
+        """Return the value if its memory lives as long as this object; None else."""
+        return self._read()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""
+        return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._shareable().__dlpack_device__()
+        return device
+
+    def _shareable(self) -> Any:
+        value = self._read()
+        return value if hasattr(value, "__dlpack__") else np.asarray(value)
+
+    def __jax_array__(self) -> Any:
+        """Return a copy for JAX, whose arrays never change."""
+        from jax import numpy as jax_numpy  # its caller has imported it
+
+        return jax_numpy.array(self._read(), copy=True)
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         # ufunc.at would write through a read-only view.
         written = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))

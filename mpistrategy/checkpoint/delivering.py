@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.checkpoint.fitting import Fit
 from mpistrategy.checkpoint.kinds.variables import store
 from mpistrategy.checkpoint.reading import Reading
+from mpistrategy.checkpoint.state import Fitting
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
 from mpistrategy.checkpoint.storage.shards import dtype_of, part_name
 from mpistrategy.options import VariableAggregation, VariableSynchronization
@@ -30,7 +30,7 @@ _NOTHING = np.empty(0, np.uint8)
 _ROWS, _TOTALS, _COPIES = "rows", "totals", "copies"
 
 
-def deliver(source: Reading, fit: Fit) -> None:
+def deliver(source: Reading, fit: Fitting) -> None:
     """Put the arrays that `fit` has fetched into variables and into ``fit.staged``.  Collective."""
     rank, size = source.communicator.rank, source.communicator.size
     variables = {path: None if make is None else make() for path, make in fit.fetched.items()}

@@ -74,6 +74,11 @@ class Fitting(Protocol):
     def is_lasting(self, path: str) -> bool: ...
 
 
+def has_state(value: Any) -> bool:
+    """Return whether an object saves and loads its state by its own methods."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 class Kind(ABC):
     """One kind of object in checkpoints.
 

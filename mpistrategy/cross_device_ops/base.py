@@ -183,7 +183,17 @@ class CrossDeviceOps:
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """Override: reduce one value.  The arguments have been checked."""
+        """Override: reduce one value.  The arguments have been checked.
+
+        Args:
+            reduce_op: the operation.
+            per_replica_value: a PerReplica with this rank's value, a Mirrored, or IndexedSlices.
+            destinations: where the result goes, as in `reduce`.
+            options: the strategy's, merged with those of the call.
+
+        Returns:
+            A Mirrored of the result, with a component on the ranks of the destinations.
+        """
         raise self._without("reduce")
 
     def batch_reduce_implementation(
@@ -192,7 +202,16 @@ class CrossDeviceOps:
         value_destination_pairs: list[tuple[Any, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Override: reduce several values.  The arguments have been checked; the pairs are a list of tuples."""
+        """Override: reduce several values.  The arguments have been checked.
+
+        Args:
+            reduce_op: the operation.
+            value_destination_pairs: tuples of a value and its destinations, as in `reduce_implementation`.
+            options: the strategy's, merged with those of the call.
+
+        Returns:
+            What `reduce_implementation` returns for each pair, in their order.
+        """
         raise self._without("batch_reduce")
 
     def _without(self, method: str) -> UnsupportedError:
@@ -200,7 +219,12 @@ class CrossDeviceOps:
         return UnsupportedError.at(where, found=f"no {method}_implementation", expected="one in your subclass")
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Override: send rank 0's value to the destinations."""
+        """Override: send rank 0's value to the destinations.
+
+        Args:
+            tensor: this rank's value, which matters on rank 0 alone.
+            destinations: where it goes, as in `reduce`.
+        """
         communicator, call = self._call("broadcast")
         with call:
             destination = placing.resolve(destinations, communicator, call.where)

@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
     from mpistrategy.mpi.multi_node import reduced_precision
     from mpistrategy.reduction import sparse
+    from mpistrategy.reduction.routes import gpu_operations
     from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 else:
     later(globals(), "mpistrategy.arrays.gpu", "check_device", "layout_of", "to_host")
     later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
     later(globals(), "mpistrategy.reduction.sparse")
     later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
+    later(globals(), "mpistrategy.reduction.routes.gpu_operations")
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -46,13 +49,13 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     Attributes:
         _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
-        _device_path: the path of arrays in GPU memory; "" leaves it to the options, None takes them through the host.
+        _device_path: the path of arrays in GPU memory; "" leaves it to the options.
         _to_every_rank: chooses the route to every rank, once for each list of layouts; None: their packs take `_route`.
     """
 
     _is_built_in = True
     _num_packs: float = 0
-    _device_path: str | None = ""
+    _device_path: str = ""
     _to_every_rank: ChooseRoute | None = staticmethod(usual_route)
 
     @property
@@ -87,14 +90,24 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         allreduce, text = communicator.allreduce, op._on_the_wire
         return CommunicatorRoute(communicator, packs, op, names, lambda source, target: allreduce(target, text, source))
 
+    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+        """Return how arrays in GPU memory are combined; None: on the host."""
+        root = destination.only_rank
+        return gpu_operations.ALL_REDUCE if root is None else gpu_operations.on_one_rank(root, destination)
+
     def _gpu_route(
-        self, ranks: Communicator, arrays: Sequence[DeviceArray], op: ReduceOp, options: CommunicationOptions
+        self,
+        ranks: Communicator,
+        arrays: Sequence[DeviceArray],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        operation: GpuOperation,
     ) -> Route:
-        """Return the route of arrays in GPU memory to every rank, where they are not reduced on the host."""
+        """Return the route of arrays in GPU memory that are combined there."""
         from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
 
         packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
-        return GpuRoute(ranks, packs, op, path_word(options, self._device_path or ""), options.wire)
+        return GpuRoute(ranks, packs, op, path_word(options, self._device_path), options.wire, operation)
 
     def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
@@ -160,8 +173,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if placed:
             arrays = [values[i] for i in placed]
             check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
-            if self._device_path is not None and target is EVERY_RANK:
-                routes.append((self._gpu_route(ranks, arrays, op, options), placed, arrays))
+            if (operation := self._gpu_operation(ranks, target)) is not None:
+                routes.append((self._gpu_route(ranks, arrays, op, options, operation), placed, arrays))
             else:
                 values = [to_host(value) if is_on_device(value) else value for value in values]
         dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
@@ -173,7 +186,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             route.bring(arrays)
         destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
         settings = self._settings(options)
-        call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
+        # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
+        sparingly = not placed
+        call.agree(
+            "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=sparingly
+        )
         results: list[Any] = [None] * len(values)
         for route, those, arrays in routes:
             for i, total in zip(those, route.run(arrays), strict=True):

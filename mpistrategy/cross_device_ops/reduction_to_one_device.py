@@ -19,6 +19,7 @@ from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import ChooseRoute, Plan
 from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.gpu_operations import GpuOperation, on_one_rank
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -38,7 +39,6 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         OptionTypeError: for an accumulation_fn that cannot be called.
     """
 
-    _device_path: str | None = None
     _to_every_rank: ChooseRoute | None = None
 
     reduce_to_device: Fixed[str | None] = Fixed()
@@ -80,11 +80,21 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             options = replace(options, bytes_per_pack=accumulation.bytes_per_pack(options, communicator.size))
         return super()._plan(communicator, layouts, op, options, destination)
 
+    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+        """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
+        if self.accumulation_fn is not None:
+            return None
+        return on_one_rank(self._root(communicator, destination), destination)
+
+    def _root(self, communicator: Communicator, destination: Destination) -> int:
+        """Return the rank that sums."""
+        if self.reduce_to_device is None:
+            return destination.only_rank or 0
+        return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
+
     def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: combined by MPI, or by the accumulation function."""
-        root = destination.only_rank or 0
-        if self.reduce_to_device is not None:
-            root = ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
+        root = self._root(communicator, destination)
         if self.accumulation_fn is None:
             return by_one_rank(communicator, packs, op, root, destination)
         return AccumulationRoute(communicator, packs, op, self.accumulation_fn, root, destination)

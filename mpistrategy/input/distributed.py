@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_device_array, copy_of, is_on_device
+from mpistrategy.arrays.convert import as_device_array, copy_of, host_array, is_on_device, like_given
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_cupy
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input.datasets import Dataset, common_length, to_rows
@@ -151,8 +151,9 @@ def _padded(block: Any, rows: int) -> Any:
         return block
     if is_on_device(block):
         return _padded_on_device(as_device_array(block, "distributed dataset"), rows)
-    block = np.asarray(block)
-    return np.concatenate([block, np.zeros((missing, *block.shape[1:]), block.dtype)])
+    rows_of = host_array(block)
+    padded = np.concatenate([rows_of, np.zeros((missing, *rows_of.shape[1:]), rows_of.dtype)])
+    return like_given(padded, block)
 
 
 def _padded_on_device(block: DeviceArray, rows: int) -> DeviceArray:

@@ -80,6 +80,9 @@ class InputContext:
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the number of rows of a global batch for one replica.
 
+        Args:
+            global_batch_size: the rows of all replicas together.
+
         Raises:
             OptionError: when the global batch cannot be divided evenly among the replicas.
 

@@ -132,7 +132,7 @@ def _prepared(
     value: Any, reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
 ) -> Callable[[], Any]:
     """Look at the arguments in the caller's thread and context; return the rest of the work."""
-    given, structure = nest.flatten(value)
+    given, structure = nest.flatten_without_none(value)
     leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
     targets = leaves_like(out, structure, _WHERE)
     op = ReduceOp._parse(reduce_op, _WHERE)
@@ -144,8 +144,10 @@ def _prepared(
             if result is not MISFIT:
                 return result
         with enter(structure.text) as call:
+            if reducer.agrees_on_none(call, op, structure):
+                return structure.pack([])
             results = reducer.all_reduce_leaves(
-                call, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
+                call, op, leaves, lambda: nest.paths_without_none(value), options=options, targets=targets
             )
         return structure.pack(results)
 

@@ -47,7 +47,7 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
 def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
     ranks, chosen = reducer.communicator, reducer.options.merge(options)
     nodes, thresholds = ranks.nodes, ranks.thresholds
-    leaves = value._leaves if isinstance(value, Arena) else nest.flatten(value)[0]
+    leaves = value._leaves if isinstance(value, Arena) else nest.flatten_without_none(value)[0]
     found, others = (_of_arena if isinstance(value, Arena) else _of_leaves)(reducer, leaves, value, op, chosen)
     size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))
     rates = thresholds.rates
@@ -87,7 +87,7 @@ def _of_leaves(
     if not leaves and not reducer.is_alone:
         raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
     values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
-    checked_leaves(values, lambda: nest.leaf_paths(value), _WHERE)
+    checked_leaves(values, lambda: nest.paths_without_none(value), _WHERE)
     algorithm: Any = reducer.algorithm
     if not algorithm._is_built_in:
         return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
@@ -97,7 +97,8 @@ def _of_leaves(
     algorithm._check_values(parts, op, _WHERE)
     placed = [part for part in parts if is_on_device(part)]
     others = []
-    if placed and algorithm._device_path is None:
+    operation = algorithm._gpu_operation(communicator, EVERY_RANK)
+    if placed and operation is None:
         size = f"{_count(len(placed), 'array')} on a GPU, {size_in_words(sum(map(_nbytes, placed)))}"
         others.append(f"{size}: copied to the host, reduced as other arrays are, and copied back")
         parts = [np.empty(part.shape, part.dtype) if is_on_device(part) else part for part in parts]
@@ -106,7 +107,9 @@ def _of_leaves(
     plan = algorithm._plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
     found = plan.route.describe(communicator, dense)
     if placed:
-        found += algorithm._gpu_route(reducer.communicator, placed, op, options).describe(communicator, placed)
+        found += algorithm._gpu_route(reducer.communicator, placed, op, options, operation).describe(
+            communicator, placed
+        )
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
     if slices:
         size = size_in_words(sum(map(_nbytes, slices)))

@@ -192,7 +192,7 @@ def leaves_like(out: Any, structure: nest.Structure, where: str) -> list[Any] | 
     """
     if out is None:
         return None
-    leaves, found = nest.flatten(out)
+    leaves, found = nest.flatten_without_none(out)
     if found.text != structure.text:
         raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
     return leaves

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
@@ -49,6 +50,7 @@ class Plan:
 
     Attributes:
         route, op, layouts, dtypes: as given.
+        is_exact: whether the route's results are the plan's.
         bring: does what comes before the ranks agree on the call.
         run: returns the results after that; the arguments of both are those of `Route.run`.
     """
@@ -65,14 +67,19 @@ class Plan:
             dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
             for dtype in self.dtypes
         )
+        self.is_exact: bool = is_exact
         self.run: Callable[..., list[Array]] = route.run if is_exact else self._run_and_finish
 
     def _run_and_finish(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         results = self.route.run(arrays, targets)
-        return [
-            finish(result, dtype, self.op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
-            for result, dtype in zip(results, self.dtypes, strict=True)
-        ]
+        try:
+            return [
+                finish(result, dtype, self.op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
+                for result, dtype in zip(results, self.dtypes, strict=True)
+            ]
+        except BaseException as error:
+            mark_after_messages(error)
+            raise
 
 
 def plan_of(
@@ -104,8 +111,17 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
     if names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:
-        return OneArrayRoute(communicator, packs[0], op, names[0])
-    return with_result_buffers(communicator, op, CommunicatorRoute(communicator, packs, op, names), names)
+        route: Route = OneArrayRoute(communicator, packs[0], op, names[0])
+    else:
+        route = CommunicatorRoute(communicator, packs, op, names)
+    if message is not None:
+        from mpistrategy.reduction.routes import beside  # here, since only ranks of several nodes need it
+
+        if message.companions is not None and beside.fits(communicator, packs, op, names):
+            return beside.BesideRoute(communicator, message.companions, packs[0], op, route)
+    if isinstance(route, OneArrayRoute):
+        return route
+    return with_result_buffers(communicator, op, route, names)
 
 
 def with_result_buffers(

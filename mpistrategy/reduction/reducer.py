@@ -190,6 +190,14 @@ class Reducer:
             hand_back(written, target)
         return list(targets)
 
+    def agrees_on_none(self, call: Call, op: ReduceOp, structure: nest.Structure) -> bool:
+        """Return whether a structure has no leaves but None; if so, the ranks have compared the call."""
+        if structure.num_leaves or not structure.num_none:
+            return False
+        if not self.is_alone:
+            call.agree("reduce", op=op.value)
+        return True
+
     def _weighted(
         self,
         call: Call,
@@ -255,7 +263,7 @@ class Reducer:
 
     def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
         """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
-        leaves, structure = nest.flatten(value)
+        leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
         return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
 

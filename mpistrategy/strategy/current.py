@@ -57,6 +57,9 @@ def in_cross_replica_context() -> bool:
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Enter the scope of `strategy` in this thread until this function is called again with None.
 
+    Args:
+        strategy: the strategy; None leaves the scope.
+
     Raises:
         ContextError: inside a scope or a step function.
         OptionTypeError: when `strategy` is no strategy.

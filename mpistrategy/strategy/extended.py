@@ -273,6 +273,13 @@ class StrategyExtended(Placement, NotPickled, Settable):
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` in update context, on the devices that `non_slot_devices` returned.
 
+        Args:
+            colocate_with: what `non_slot_devices` returned.
+            fn: changes state that belongs to no variable.
+            args: for `fn`.
+            kwargs: for `fn`.
+            group: whether this rank's result is returned; False returns a tuple of it.
+
         Raises:
             ContextError: in a step function.
             DeviceError: when `colocate_with` is not what `non_slot_devices` returned.

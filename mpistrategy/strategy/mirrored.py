@@ -14,6 +14,7 @@ from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.objects.later import later
+from mpistrategy.objects.nearest import did_you_mean, refuses
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.job.environment import warn_of_unknown
     from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
     from mpistrategy.mpi.over_threads import SimulatedCommunicator
-    from mpistrategy.objects.nearest import did_you_mean
 else:
     later(globals(), "mpistrategy.mpi.over_threads")
     later(globals(), "mpistrategy.mpi.faults.injection")
     later(globals(), "mpistrategy.mpi.gpu.device_selection", "activate", "choose_device", "requested")
     later(globals(), "mpistrategy.mpi.job.environment", "warn_of_unknown")
     later(globals(), "mpistrategy.mpi.over_threads", "SimulatedCommunicator")
-    later(globals(), "mpistrategy.objects.nearest", "did_you_mean")
 
 
 class MirroredStrategy(Strategy):
@@ -73,6 +72,10 @@ class MirroredStrategy(Strategy):
         All on every rank.
     """
 
+    @refuses(
+        cluster_resolver="Leave it out: mpiexec or srun tells the ranks who they are.",
+        communication="Write communication_options=CommunicationOptions(implementation=...).",
+    )
     def __init__(
         self,
         devices: Sequence[str] | str | None = None,
@@ -155,7 +158,7 @@ def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCom
         from mpistrategy.mpi.job import world
         from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
     except (ImportError, RuntimeError) as error:
-        raise no_mpi("MirroredStrategy", error) from error
+        raise no_mpi("MirroredStrategy", error) from None  # its traceback shows mpi4py's search alone
     world.refuse_child("MirroredStrategy", comm)
     with world.joining("MirroredStrategy", comm):
         return MpiCommunicator(comm, contains_errors=contains_errors)

@@ -16,6 +16,7 @@ from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, Re
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.objects.later import later
+from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.options import Mean, Op, ReduceOp
 from mpistrategy.reduction.inputs import as_given, to_reduce
 from mpistrategy.strategy.extended import StrategyExtended
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from mpistrategy.reduction.arena.arena import Arena
     from mpistrategy.reduction.broadcast import broadcast, checked_root
-    from mpistrategy.strategy.along_axis import reduce_along
     from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
     from mpistrategy.strategy.random_streams import Streams
     from mpistrategy.variables.variable import Variable
@@ -41,7 +41,7 @@ else:
     later(globals(), "mpistrategy.strategy.random_streams", "Streams")
 
 
-class Strategy(InputMethods, OldNames, Services):
+class Strategy(NamesOurs, InputMethods, OldNames, Services):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:
@@ -51,6 +51,7 @@ class Strategy(InputMethods, OldNames, Services):
         OptionTypeError: when `extended` is none.
     """
 
+    _words_of = "Strategy"
     _is_default = False
 
     def __init__(self, extended: StrategyExtended) -> None:
@@ -154,7 +155,7 @@ class Strategy(InputMethods, OldNames, Services):
         Args:
             reduce_op: a ReduceOp, or its name: "SUM", "MEAN", "MIN", "MAX", "PROD".
             value: this rank's value, e.g. what `run` returned; without axis also a nest of values, or an `Arena`,
-                which is reduced in place.
+                which is reduced in place.  None stays None; it must be None on every rank.
             axis: None reduces over the replicas only, and shapes must be equal.  An int (or a tuple of ints) also
                 reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
                 number of elements along it over all ranks.
@@ -179,16 +180,20 @@ class Strategy(InputMethods, OldNames, Services):
                 if axis is not None:
                     raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
                 return value._all_reduce(self.extended._reducer, reduce_op, call, weight=weight)
-            leaves, structure = nest.flatten(value)
+            leaves, structure = nest.flatten_without_none(value)
             call.structure = structure.text
             op = ReduceOp._parse(reduce_op, call.where)
+            if self.extended._reducer.agrees_on_none(call, op, structure):
+                return structure.pack([])
             if axis is not None:
                 if weight is not None:
                     raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
+                from mpistrategy.strategy.along_axis import reduce_along  # here, for the quick import
+
                 return reduce_along(algorithm, options, op, value, axis, call)
             if weight is not None:
                 reduced = self.extended._reducer.all_reduce_leaves(
-                    call, op, leaves, lambda: nest.leaf_paths(value), weight=weight
+                    call, op, leaves, lambda: nest.paths_without_none(value), weight=weight
                 )
                 return structure.pack(reduced)
             if not leaves:
@@ -212,7 +217,8 @@ class Strategy(InputMethods, OldNames, Services):
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
 
         Args:
-            value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.
+            value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.  None in a
+                nest stays None.
             axis: an int; negative counts from the end.
             name: is compared between the ranks instead of the call site.
 

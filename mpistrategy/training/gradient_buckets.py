@@ -21,7 +21,7 @@ from mpistrategy.strategy.current import get_replica_context, get_strategy
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.plans import StepPlans
-from mpistrategy.training.sliced_step import GradientArena
+from mpistrategy.training.sliced.step import GradientArena
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:

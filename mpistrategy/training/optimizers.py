@@ -17,6 +17,7 @@ from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.training import kernels
 from mpistrategy.training.hyperparameters import Momentum, OldNames
 from mpistrategy.training.optimizer import Optimizer
+from mpistrategy.training.schedules import Schedule
 from mpistrategy.variables.variable import Variable
 
 __all__ = [
@@ -36,7 +37,7 @@ class SGD(Optimizer):
     ``learning_rate * (g + momentum * v)``).  A sparse gradient changes only the rows that it names, as in TensorFlow.
 
     Args:
-        learning_rate: the step size.
+        learning_rate: the step size, or a schedule of it.
         momentum: from 0 to 1; with 0 there is no slot.
         nesterov: whether to use Nesterov momentum.
         aggregation: "SUM" or "MEAN".
@@ -51,7 +52,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float = 0.01,
+        learning_rate: float | Schedule = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
         *,
@@ -85,8 +86,8 @@ class SGD(Optimizer):
     def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
         if not self.momentum:
-            return kernels.sgd(float(self.learning_rate))
-        return kernels.momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
+            return kernels.Sgd(float(self.learning_rate))
+        return kernels.Momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
 
 
 class Adam(Optimizer):
@@ -95,7 +96,7 @@ class Adam(Optimizer):
     ``learning_rate * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + epsilon)``.
 
     Args:
-        learning_rate: the step size.
+        learning_rate: the step size, or a schedule of it.
         beta_1: the decay of m.
         beta_2: the decay of v.
         epsilon: added to the divisor.
@@ -112,7 +113,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: float | Schedule = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
@@ -144,7 +145,7 @@ class Adam(Optimizer):
 
     def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
-        return kernels.adam(
+        return kernels.Adam(
             self.step_size(self.next_step()), float(self.beta_1), float(self.beta_2), float(self.epsilon)
         )
 
@@ -158,7 +159,7 @@ class AdamW(Adam):
     ``learning_rate * weight_decay * variable``.
 
     Args:
-        learning_rate: the step size.
+        learning_rate: the step size, or a schedule of it.
         weight_decay: from 0 on.
         beta_1: the decay of m.
         beta_2: the decay of v.
@@ -173,7 +174,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: float | Schedule = 0.001,
         weight_decay: float = 0.004,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
@@ -207,7 +208,7 @@ class AdamW(Adam):
     def _kernel(self) -> kernels.Kernel | None:
         """Return the decay and Adam's step as one pass over memory."""
         adam = super()._kernel()
-        return adam and kernels.after_decay(float(self.learning_rate) * float(self.weight_decay), adam)
+        return adam and kernels.AfterDecay(float(self.learning_rate) * float(self.weight_decay), adam)
 
 
 def _store(slot: Variable, value: Any) -> None:

@@ -49,6 +49,9 @@ class Placement:
 
         Every replica has a copy of every variable, so this only records the relation.
 
+        Args:
+            colocate_with_variable: a variable of this strategy.
+
         Raises:
             ContextError: outside scope().
             OptionError: when the argument is no variable of this strategy.
@@ -130,7 +133,11 @@ class Placement:
         return value
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Return the devices of variables that are no slots of another variable: this rank's device."""
+        """Return the devices of variables that are no slots of another variable: this rank's device.
+
+        Args:
+            var_list: is not looked at; TensorFlow has it.
+        """
         return self.worker_devices
 
     @property

@@ -132,7 +132,7 @@ def user(bed: SlurmBed, tmp_path: Path) -> User:
 
 
 def twice(test: Callable[[User], None]) -> Callable[[User], None]:
-    """Try once more where MPICH 5.0.2 and Slurm's pmi2 misunderstood each other on several nodes (see the README)."""
+    """Try once more where MPICH 5.0.2 and Slurm's pmi2 misunderstood each other on several nodes (see the guide)."""
 
     @functools.wraps(test)
     def again(user: User) -> None:

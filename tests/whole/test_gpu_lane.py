@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 
 pytestmark = pytest.mark.one_rank
@@ -149,7 +150,7 @@ def test_wheels_and_a_packed_mpi_come_from_a_folder(gpu_lane: Any, lane: Any, tm
     assert "holds 2 archives" in gpu_lane.prepare(lane, folder)
 
 
-def test_readme_has_a_row_for_each_figure(gpu_lane: Any) -> None:
-    readme = (SCRIPT.parents[1] / "README.md").read_text()
+def test_the_guide_has_a_row_for_each_figure(gpu_lane: Any) -> None:
+    page = pages.TEXTS["gpus"]
     measured = ("limits", "packing", "staged", "mpi", "ipc", "nccl")
-    assert all(f"| {what} |" in readme for name, what, _ in gpu_lane.STEPS if name in measured)
+    assert all(f"| {what} |" in page for name, what, _ in gpu_lane.STEPS if name in measured)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, members_of
+from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, has_state, members_of
 from mpistrategy.checkpoint.storage.manifest import Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN, below, to_json
 from mpistrategy.checkpoint.storage.shards import shown
@@ -122,7 +122,7 @@ class StatefulObject(Kind):
     name = "object"
 
     def owns(self, value: Any) -> bool:
-        return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+        return has_state(value)
 
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.items[path] = Item(self.name)

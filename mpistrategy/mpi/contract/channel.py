@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.contract.companions import Companions
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 _LOOKS = 8
@@ -34,10 +35,29 @@ class FirstMessage(Protocol):
     Attributes:
         values: what this rank adds, float64; written before the comparison.
         sums: the sums over the ranks after it, until the next one.
+        companions: what travels beside it; None where nothing can.
     """
 
     values: Array
     sums: Array
+    companions: Companions | None
+
+
+class Steps(NamedTuple):
+    """`ControlChannel.all_equal` of one digest, step by step, for callers that repeat it.
+
+    Attributes:
+        place, numbers: ``place[:] = numbers`` comes first.
+        start, wait: are called next.
+        told, expected: all ranks have the digest if they are equal afterwards.
+    """
+
+    place: memoryview
+    numbers: bytes
+    expected: bytes
+    start: Callable[[], object]
+    wait: Callable[[], object]
+    told: memoryview
 
 
 def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] = lambda: None) -> bool:

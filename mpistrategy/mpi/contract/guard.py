@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
+from functools import partial
 from typing import Any, Protocol
 
 from mpistrategy import errors
 from mpistrategy.errors import MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
-from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently
+from mpistrategy.mpi.contract.channel import ControlChannel, Steps, all_equal_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failure, Failures
@@ -214,6 +215,29 @@ class Guard(TellsErrors):
         """Do `compare` with a known digest, sparingly, outside every `Call`."""
         if self._channel is not None and not self._agrees(digest, signature, due=False):
             self.resolve(signature)
+
+    def comparison(self, digest: int, signature: Signature) -> Callable[[], None]:
+        """Return what does `compare_digest`; in one step where the digest takes the first message between nodes."""
+        steps_of = getattr(self._channel, "steps_of", None)
+        steps: Steps | None = None if self._is_patient or self.skips or steps_of is None else steps_of(digest)
+        if steps is None:
+            return partial(self.compare_digest, digest, signature)
+        place, numbers, expected, start, wait, told = steps
+
+        def compare() -> None:
+            if self._flag:
+                self.compare_digest(digest, signature)
+                return
+            self.comparisons += 1
+            self.is_comparing = True
+            place[:] = numbers
+            start()
+            wait()
+            self.is_comparing = False
+            if told != expected:
+                self.resolve(signature)
+
+        return compare
 
     def resolve(self, signature: Signature) -> None:
         """Raise on every rank after the digests have differed, outside every `Call`; do nothing for a raised flag."""

@@ -5,7 +5,7 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,12 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
+from mpistrategy.mpi.over_mpi.device_memory import DeviceMemory
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
+    from mpistrategy.mpi.contract import companions
     from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across, way_between
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
@@ -33,6 +35,7 @@ else:
     later(globals(), "mpistrategy.mpi.over_mpi.gathering")
     later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
     later(globals(), "mpistrategy.mpi.tuning.costs")
+    later(globals(), "mpistrategy.mpi.contract.companions")
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
 #: 16 MiB both ways at 1 Gbit/s take 160-200 ms, and 142 ms in shorter messages.
@@ -49,7 +52,7 @@ _UNEQUAL = (
 )
 
 
-class Collectives:
+class Collectives(DeviceMemory):
     """The part of a `Communicator` that moves arrays, on ranks that have agreed on the call.
 
     Attributes:
@@ -133,8 +136,6 @@ class Collectives:
         This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
         """
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
-            from mpistrategy.mpi.contract import equal_bits  # here, since only ranks of several nodes need it
-
             self._tried.add(way)
 
             def allreduce(values: Array) -> None:
@@ -143,7 +144,7 @@ class Collectives:
                 else:
                     self._comm.Allreduce(MPI.IN_PLACE, values)
 
-            if not self._control.all_equal(equal_bits.digest_of_sums(allreduce, self.rank)):
+            if not self._control.all_equal(companions.digest_of_sums(allreduce, self.rank)):
                 self._unequal.add(way)
                 self._routes.clear()
                 if self.rank == 0:
@@ -182,6 +183,33 @@ class Collectives:
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
                 self._comm.Allreduce(those, piece, operation(op, buffer.dtype))
 
+    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Callable[[Array, Array], None]:
+        """Return ``f(source, target)``, which does `allreduce` with two arrays of so many bytes that share none.
+
+        Where MPI does it, in one call, this takes the fewest steps.
+        """
+        size = nbytes // dtype.itemsize
+        by_mpi, given = operation(op, dtype), nbytes <= _DIRECT_BYTES
+        in_place, copyto, allreduce = MPI.IN_PLACE, np.copyto, self._comm.Allreduce
+        fits = self.nodes > 1 and 0 < size <= self.max_count and nbytes <= self.thresholds.mpi_piece_bytes(self.nodes)
+        thresholds: Thresholds | None = None  # those under which MPI was found to do it
+
+        def reduce(source: Array, target: Array) -> None:
+            nonlocal thresholds
+            if self.thresholds is not thresholds:
+                if not fits or self.tried_route(nbytes, dtype, op) != "mpi":
+                    self.allreduce(target, op, source)
+                    return
+                thresholds = self.thresholds
+            flags = source.flags
+            if given and flags.c_contiguous and flags.aligned:
+                allreduce(source, target, by_mpi)
+            else:
+                copyto(target, source)
+                allreduce(in_place, target, by_mpi)
+
+        return reduce
+
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
     ) -> None:
@@ -196,11 +224,6 @@ class Collectives:
         for source, target in pairs:
             self.allreduce(target, op, source)
             divide_by(divisor, target)
-
-    def allreduce_device_memory(self, buffer: Any, op: str) -> None:
-        """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
-        for piece in buffers.pieces(buffer, self.max_count):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""

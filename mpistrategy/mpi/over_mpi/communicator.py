@@ -20,8 +20,8 @@ from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.buffers import Pool
-from mpistrategy.mpi.interface.communicator import NodeGroups, Once
+from mpistrategy.mpi.interface.buffers import Once, Pool
+from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.over_mpi.collectives import Collectives

@@ -296,7 +296,7 @@ class Arena(Generic[T]):
 
         packs = packing.plan(packing.layouts_of(self._mine), 1)  # each by itself
         targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
-        return GpuRoute(self._communicator, packs, op, path, wire, targets)
+        return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)
 
     def _make_plan(
         self, op: ReduceOp, communicator: Communicator, where: tuple[str, str]

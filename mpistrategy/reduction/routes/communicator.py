@@ -19,7 +19,7 @@ from mpistrategy.objects.shown import size_in_words, time_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Copies, Description, Repeated, Run, Targets, grouped, nbytes_of
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node import two_level
@@ -66,8 +66,11 @@ class CommunicatorRoute:
         self._memory: list[Array] = []
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for each pack: the target of a lone array, or memory that is used again."""
+        """Take memory for each pack: the target of a lone array, or memory that is used again; fill the others."""
         self._memory = [self._taken(pack, targets) for pack in self.packs]
+        for pack, taken in zip(self.packs, self._memory, strict=True):
+            if len(pack.members) > 1:
+                pack.fill(arrays, taken)
 
     def _taken(self, pack: Pack, targets: Targets) -> Array:
         first, dtype = pack.members[0], pack.dtype
@@ -98,8 +101,6 @@ class CommunicatorRoute:
                 index = pack.members[0].index
                 results[index], source = taken, self._source(pack, arrays[index], target)
             else:
-                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
-                np.concatenate(chosen, axis=None, out=target, casting="unsafe")
                 for m in pack.members:
                     results[m.index] = target[m.start : m.stop].reshape(m.shape)
             if pack.size:
@@ -147,7 +148,7 @@ class OneArrayRoute:
         self._new = partial(
             np.empty if pack.nbytes < LEAST_POOLED else communicator.pool.take, shape=self._shape, dtype=self._dtype
         )
-        self._allreduce, self._quiet = communicator.allreduce, quiet_runner()
+        self._communicator, self._allreduce, self._quiet = communicator, communicator.allreduce, quiet_runner()
         divisor = op._divisor(pack.dtype, communicator.size)
         self._division = None if divisor == 1 else division(divisor, pack.dtype)
         self._target: Any = None
@@ -169,6 +170,32 @@ class OneArrayRoute:
             divide, operand = self._division
             self._quiet(divide, target, operand, target)
         return [target]
+
+    def repeated(self, repeated: Repeated) -> Run | None:
+        """Return the whole call in the fewest steps; None where another layer is in between."""
+        prepare = getattr(self._communicator, "repeated_allreduce", None)
+        if prepare is None:
+            return None
+        compare, otherwise, failed = repeated
+        reduce = prepare(self.packs[0].nbytes, self._dtype, self._text)
+        new, quiet, divides = self._new, self._quiet, self._division is not None
+        divide, operand = self._division or (None, None)
+
+        def run(value: Any, out: Any) -> Any:
+            if out is not None:
+                return otherwise(value, out)
+            target = new()
+            compare()
+            try:
+                reduce(value, target)
+                if divides:
+                    quiet(divide, target, operand, target)
+            except BaseException as error:
+                failed(error)
+                raise
+            return target
+
+        return run
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         return [described(ranks, *group) for group in grouped(self.packs, (self._name,), arrays)]

@@ -1,4 +1,4 @@
-"""The route of arrays in GPU memory to every rank: packed on the device, reduced on the strategy's path.
+"""The route of arrays in GPU memory: packed on the device, combined on the strategy's path.
 
 Small and large arrays of a dtype are packed into buckets by one kernel; the results are views of the buckets.  The
 16-bit floats are converted to float32 on the way in and rounded once on the way out, as on the host.
@@ -22,6 +22,7 @@ from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.gpu_copy import fill
+from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
 
 _PATHS = {
     "alone": "on the only replica",
@@ -41,6 +42,7 @@ class GpuRoute:
         op: how they are combined.
         word: which path is asked for; see `mpistrategy.options.path_word`.
         wire: what travels between the nodes; see `mpistrategy.mpi.multi_node.reduced_precision.on`.
+        operation: who combines them, and who gets the results.
         targets: for arrays that travel one by one and lie in `communication_memory`: themselves, or such memory for
             each result; None: the arrays are packed, and the results are new.
     """
@@ -52,9 +54,11 @@ class GpuRoute:
         op: ReduceOp,
         word: str,
         wire: str | None,
+        operation: GpuOperation = ALL_REDUCE,
         targets: Sequence[DeviceArray] | None = None,
     ) -> None:
-        self.packs = packs
+        self.packs: tuple[Pack, ...] = packs
+        self._operation = operation
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
         #: For each pack.
         self._targets: list[Any] = [None if targets is None else targets[pack.members[0].index] for pack in packs]
@@ -91,7 +95,7 @@ class GpuRoute:
                 if bucket is target and bucket is not arrays[pack.members[0].index]:
                     bucket[...] = arrays[pack.members[0].index]  # only now: until here it is the result before
                 if pack.size:
-                    path.allreduce(communicator, bucket, self._op._on_the_wire)
+                    self._operation.run(path, communicator, bucket, self._op._on_the_wire)
             self._kept.clear()  # CuPy's pool has it ready, for this stream
             for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
                 divide_by(self._op._divisor(bucket.dtype, self._ranks.size), bucket)
@@ -114,9 +118,6 @@ class GpuRoute:
             results[index] = result.copy() if lone else result
 
     def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
-        paths, how = device_paths(ranks), "on a path that the ranks choose at the first such call"
-        if (path := paths.known.get(self._word)) is not None:
-            how = f"{_PATHS[path.name]} ({path.name}: {paths.reasons.get(self._word, '')})"
         groups: dict[tuple[Any, Copies], list[Pack]] = {}
         for pack, target in zip(self.packs, self._targets, strict=True):
             copies: Copies = ((1, "all into a bucket"),)
@@ -125,7 +126,19 @@ class GpuRoute:
             elif target is not None:
                 copies = () if target is arrays[pack.members[0].index] else ((1, "all into the result"),)
             groups.setdefault((pack.dtype, copies), []).append(pack)
-        return [Description(packs, f"in GPU memory, {how}", copies, "", None) for (_, copies), packs in groups.items()]
+        return [
+            Description(packs, self._way(ranks, dtype), copies, "", None) for (dtype, copies), packs in groups.items()
+        ]
+
+    def _way(self, ranks: Communicator, dtype: np.dtype[Any]) -> str:
+        paths, path = device_paths(ranks), device_paths(ranks).known.get(self._word)
+        if path is None:
+            return "in GPU memory, on a path that the ranks choose at the first such call"
+        how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
+        why = path.by_host(reduced_precision.on(ranks, self._wire), dtype, self._op._on_the_wire)
+        if why and path.name != "staged":
+            how = f"{_PATHS['staged']}, since {why}"
+        return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
 
 
 def _made_beside(wire: np.dtype[Any], wanted: Sequence[np.dtype[Any]], op: ReduceOp) -> list[np.dtype[Any]]:

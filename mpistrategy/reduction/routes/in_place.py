@@ -20,13 +20,13 @@ import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quiet_runner
-from mpistrategy.arrays.gpu import to_host, write_from_host
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction import on_device
 from mpistrategy.reduction.layout.packing import Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.communicator import described
@@ -171,9 +171,7 @@ class InPlaceRoute:
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
     """Write rank 0's array into everybody's; to be called inside an agreed call by all ranks."""
     if is_on_device(replicas.mine):
-        sent = to_host(replicas.mine)
-        communicator.bcast(sent, 0)
-        write_from_host(sent, replicas.mine)
+        on_device.bcast(communicator, replicas.mine, 0)
         return
     if not replicas.is_shared:
         communicator.bcast(replicas.mine, 0)

@@ -14,7 +14,7 @@ from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.direct import DirectPath
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath, device_paths
-from mpistrategy.options import GPU_PATH
+from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.interface.communicator import Communicator
@@ -60,6 +60,22 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
     paths.reasons[word] = choice.reason
     paths.known[word] = path
     return path
+
+
+def make_room_on_known(ranks: Communicator, nbytes: int) -> None:
+    """Let the path of `any_path`, if there is one, take what buffers of so many bytes need; before the ranks agree."""
+    for path in list(device_paths(ranks).known.values())[:1]:
+        path.make_room(nbytes)
+
+
+def any_path(ranks: Communicator, nbytes: int) -> DevicePath:
+    """Return the path that these ranks have already, else `device_path` of the usual word.
+
+    For calls that choose no path: broadcasts, gathers, assignments.
+    """
+    for path in device_paths(ranks).known.values():
+        return path
+    return device_path(ranks, path_word(CommunicationOptions()), nbytes)
 
 
 def _make(name: str, ranks: Communicator) -> DevicePath | str:

@@ -14,7 +14,7 @@ from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
 from mpistrategy.options import ReduceOp, VariableSynchronization
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training.kernels import Kernel, Scratch
-from mpistrategy.training.sliced_update import MemoryRange, Run, SlicedUpdate
+from mpistrategy.training.sliced.update import MemoryRange, Run, SlicedUpdate
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
