@@ -9,10 +9,14 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from mpistrategy.objects.nearest import did_you_mean
+else:
+    later(globals(), "mpistrategy.objects.nearest", "did_you_mean")
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -131,6 +135,20 @@ Synchronization: TypeAlias = (
 CheckLevel: TypeAlias = Literal["always", "off", "ALWAYS", "OFF"]
 OnError: TypeAlias = Literal["abort", "raise", "ABORT", "RAISE"]
 NonFinite: TypeAlias = Literal["raise", "skip", "warn", "RAISE", "SKIP", "WARN"]
+
+
+class InputReplicationMode(enum.Enum):
+    """How often a function that makes input is called: once a worker, or once a replica.
+
+    Here a worker is a rank with one replica, so the two are the same.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+#: The same as an argument.
+ReplicationMode: TypeAlias = InputReplicationMode | Literal["PER_WORKER", "PER_REPLICA", "per_worker", "per_replica"]
 
 
 class CommunicationImplementation(enum.Enum):

@@ -40,7 +40,7 @@ def figures(lane: Lane, row: Row, part: str, ranks: int, limit: float) -> Any:
 
 
 def gpu(lane: Lane, row: Row) -> None:
-    """Say what is here."""
+    """Report machine and packages."""
     row.result = RIGHT
     version = lane.facts.get("driver", 0)
     cuda = f"driver for CUDA {version // 1000}.{version % 1000 // 10}, CuPy {lane.facts.get('cupy')}"
@@ -56,7 +56,7 @@ def doctor(lane: Lane, row: Row) -> None:
 
 
 def limits(lane: Lane, row: Row) -> None:
-    """What nothing can be faster than."""
+    """The limits: what the device and the bus can do."""
     found = figures(lane, row, "limits", 2, 60)
     if found:
         row.text = "; ".join(f"{name}: {rate(value)}" for name, value in found.items())

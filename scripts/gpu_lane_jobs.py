@@ -200,7 +200,7 @@ def prepare(lane: Lane, folder: Path | None) -> str:
             return f"pip could not install the wheels of {folder} ({ended.why})"
         paths.insert(0, str(site))
         lane.environment["PATH"] = f"{site / 'bin'}:{lane.environment['PATH']}"
-    # Nothing that others have found out or compiled, and nothing left behind.
+    # Neither measurements nor compiled kernels of other runs; and this one leaves none.
     lane.environment |= {"XDG_CACHE_HOME": str(lane.work / "cache"), "CUPY_CACHE_DIR": str(lane.work / "cupy")}
     lane.environment["PYTHONPYCACHEPREFIX"] = str(lane.work / "bytecode")
     lane.environment["PYTHONPATH"] = ":".join(filter(None, paths))

@@ -8,22 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
-from mpistrategy.arrays.foreign import (
-    as_kind_of,
-    closed_to,
-    is_foreign,
-    is_in_gpu_memory,
-    library_of,
-    on_host,
-    unmarked,
-)
-from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, device_span, is_cupy, to_host
 from mpistrategy.errors import DTypeError, LeafError, ShapeError
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.arrays.foreign import (
+        as_kind_of,
+        closed_to,
+        is_foreign,
+        is_in_gpu_memory,
+        library_of,
+        on_host,
+        unmarked,
+    )
+    from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, device_span, is_cupy, to_host
+else:
+    later(
+        globals(),
+        "mpistrategy.arrays.foreign",
+        "as_kind_of",
+        "closed_to",
+        "is_foreign",
+        "is_in_gpu_memory",
+        "library_of",
+        "on_host",
+        "unmarked",
+    )
+    later(globals(), "mpistrategy.arrays.gpu", "check_device", "cupy_for", "device_span", "is_cupy", "to_host")
 
 _INTERFACE = "__cuda_array_interface__"
 #: The libraries whose arrays are never written.

@@ -1,4 +1,4 @@
-"""The algorithms that leave sums to the communicator: MpiAllReduce, HierarchicalCopyAllReduce and NcclAllReduce."""
+"""The algorithms beside MpiAllReduce that leave sums to the communicator."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ from typing import TYPE_CHECKING
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node.two_level import allreduce_across, way_between
+from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import checked_num_packs
 from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 if TYPE_CHECKING:
+    from mpistrategy.mpi.multi_node.two_level import allreduce_across, way_between
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute
     from mpistrategy.reduction.routes.gpu_operations import GpuOperation
-
-
-class MpiAllReduce(PackedCrossDeviceOps):
-    """Sums with MPI Allreduce, or with MPI Reduce where only one rank wants the result.
-
-    Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
-    """
-
-    _in_rank_order = True
-    _has_plans = True
+else:
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
 
 
 class NcclAllReduce(PackedCrossDeviceOps):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays.values import Mirrored, PerReplica, local_component
 from mpistrategy.errors import (
@@ -18,11 +18,16 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.algorithm import OnDevice
-from mpistrategy.reduction.broadcast import broadcast
 from mpistrategy.reduction.layout import destinations as placing
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.broadcast import broadcast
+else:
+    later(globals(), "mpistrategy.reduction.broadcast", "broadcast")
 
 
 class CrossDeviceOps:

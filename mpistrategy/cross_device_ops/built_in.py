@@ -1,6 +1,6 @@
 """The pipeline that every built-in algorithm shares: convert, agree, pack, sum, unpack, divide, wrap.
 
-A subclass says only by which routes its packs travel, where these are not the usual ones.
+A subclass says only by which routes its packs travel, where these are not the usual ones; MpiAllReduce takes these.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction import sparse
 from mpistrategy.reduction.algorithm import OnDevice
 from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, own_result
 from mpistrategy.reduction.layout import destinations as placing
@@ -29,11 +27,21 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 if TYPE_CHECKING:
+    from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
+    from mpistrategy.mpi.multi_node import reduced_precision
+    from mpistrategy.reduction import sparse
+    from mpistrategy.reduction.routes import gpu_operations
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute
     from mpistrategy.reduction.routes.gpu import GpuRoute
     from mpistrategy.reduction.routes.gpu_operations import GpuOperation
+else:
+    later(globals(), "mpistrategy.arrays.gpu", "check_device", "layout_of", "to_host")
+    later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
+    later(globals(), "mpistrategy.reduction.sparse")
+    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
+    later(globals(), "mpistrategy.reduction.routes.gpu_operations")
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -86,10 +94,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None: on the host."""
-        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, on_one_rank  # here, for the quick import
-
         root = destination.only_rank
-        return ALL_REDUCE if root is None else on_one_rank(root, destination)
+        return gpu_operations.ALL_REDUCE if root is None else gpu_operations.on_one_rank(root, destination)
 
     def _gpu_route(
         self,
@@ -244,6 +250,16 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 results[i] = value.values[0] if value.values else None
         ranks.guard.wait_for_gpu(read)
         return [in_kind(result, like) for result, like in zip(results, given, strict=True)]
+
+
+class MpiAllReduce(PackedCrossDeviceOps):
+    """Sums with MPI Allreduce, or with MPI Reduce where only one rank wants the result.
+
+    Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
+    """
+
+    _in_rank_order = True
+    _has_plans = True
 
 
 def by_one_rank(

@@ -19,10 +19,11 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena, resident
+from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.inputs import leaves_like
+from mpistrategy.reduction.inputs import leaves_like, resident
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 
@@ -283,3 +284,6 @@ def _on(reducer: Reducer, engine: AtOnce) -> Reducer:
     if other.options is not reducer.options:
         other.options = reducer.options
     return other
+
+
+show_as("mpistrategy", AllReduceHandle)

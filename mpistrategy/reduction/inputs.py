@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span, wire_dtype
-from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
@@ -31,16 +31,47 @@ from mpistrategy.errors import (
     ShapeError,
     StructureError,
 )
+from mpistrategy.mpi.contract.public_calls import is_arena
+from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
 #: What CuPy calls memory of cudaMalloc.
 _CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
+if TYPE_CHECKING:
+    from mpistrategy.arrays.foreign import is_foreign
+    from mpistrategy.reduction import sparse
+else:
+    later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
+    later(globals(), "mpistrategy.reduction.sparse")
+
+#: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
+resident_values: dict[int, weakref.ref[Any]] = {}
 
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
+
+
+class Weighted(NamedTuple):
+    """A nest of arrays, and what it counts for."""
+
+    value: Any
+    weight: Any
+
+
+def resident(value: Any, out: Any) -> Any:
+    """Return the arena in which ``all_reduce(op, value, out=out)`` can be done where the arrays are; else None.
+
+    It is `value` itself, or the one whose `values` both `value` and `out` are.
+    """
+    if is_arena(value):
+        return value
+    if out is None or value is not out:
+        return None
+    found = resident_values.get(id(value))
+    arena = None if found is None else found()
+    return arena if arena is not None and arena._values is value else None
 
 
 def checked_leaves(

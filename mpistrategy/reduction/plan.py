@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route, Targets
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
-from mpistrategy.reduction.routes.in_place import combine
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
-from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferRoute
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes import in_place
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
+    from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferRoute
+else:
+    later(globals(), "mpistrategy.reduction.routes.in_place")
+    later(
+        globals(),
+        "mpistrategy.reduction.routes.communicator",
+        "CommunicatorRoute",
+        "OneArrayRoute",
+        "hybrid",
+        "names_of",
+    )
+    later(globals(), "mpistrategy.reduction.routes.result_buffers", "ResultBufferRoute")
 
 #: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit).
 ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float], Route]
@@ -111,10 +125,10 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
 
 
 def with_result_buffers(
-    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination = combine
+    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination | None = None
 ) -> Route:
     """Return the route through result buffers where `names` say that all packs are pipelined, else `route`."""
     is_pipelined = {*names} == {"pipelined"} and any(pack.size for pack in route.packs)
     if is_pipelined and communicator.result_buffers is not None:
-        return ResultBufferRoute(communicator, op, route, combination)
+        return ResultBufferRoute(communicator, op, route, combination or in_place.combine)
     return route

@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.algorithm import Algorithm
-from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
+from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
@@ -37,7 +37,12 @@ from mpistrategy.reduction.routes.mailboxes import (
     Run,
     repeated_in_mailboxes,
 )
-from mpistrategy.reduction.weights import Weighted, weighted_mean
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.algorithm import Algorithm
+    from mpistrategy.reduction.weights import weighted_mean
+else:
+    later(globals(), "mpistrategy.reduction.weights", "weighted_mean")
 
 WHERE = "ReplicaContext.all_reduce"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,21 +13,26 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import check_device, is_cupy
 from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
+from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm, OnDevice
-from mpistrategy.reduction.gather import gather
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, in_kind
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
-from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, exchange_of_weights
+
+if TYPE_CHECKING:
+    from mpistrategy.arrays.gpu import check_device, is_cupy
+    from mpistrategy.reduction.gather import gather
+else:
+    later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
+    later(globals(), "mpistrategy.reduction.gather", "gather")
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16
@@ -219,6 +224,12 @@ class Reducer:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
+        from mpistrategy.reduction.weights import (  # here, for the quick start
+            EXCHANGE,
+            WeightedMean,
+            exchange_of_weights,
+        )
+
         where = call.where
         mine = gpu_of(self.communicator.devices, self.communicator.rank)
         check_device([array for array in arrays if is_on_device(array)], mine, where)

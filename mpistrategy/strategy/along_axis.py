@@ -11,7 +11,7 @@ from mpistrategy.arrays.convert import any_array, is_on_device, like_given, redu
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import PerReplica, contribution, event_of_reads, local_component
-from mpistrategy.cross_device_ops import CrossDeviceOps
+from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, ReduceOp

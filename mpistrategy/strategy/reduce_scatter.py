@@ -9,18 +9,23 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import copy_of, like_given, on_device_of, reducible
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import UnsupportedError
-from mpistrategy.input.distributed import part_of_batch
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
-from mpistrategy.reduction.gather import checked_axis
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.strategy.overloads import Floats, Integers, Named, S, T
-from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from mpistrategy.input.distributed import part_of_batch
+    from mpistrategy.reduction.gather import checked_axis
+    from mpistrategy.strategy.overloads import Floats, Integers, Named, S, T
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.input.distributed", "part_of_batch")
+    later(globals(), "mpistrategy.reduction.gather", "checked_axis")
 
 
 class _Extended(Protocol):

@@ -29,34 +29,31 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
-from mpistrategy.reduction.arena.arena import resident, resident_values
-from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
-from mpistrategy.reduction.inputs import leaves_like
+from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
-from mpistrategy.reduction.weights import Weighted
 from mpistrategy.strategy.outside_steps import warn_if_alone
-from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
 from mpistrategy.strategy.reduce_scatter import ReduceScatter
-from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
+    from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.reduction.asynchronous", "start_all_reduce")
 
 Hints: TypeAlias = CommunicationOptions | None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 #: What to call outside a step in place of a collective of the context.
-_OUTSIDE_STEPS = {
-    "all_reduce": "strategy.reduce",
-    "all_reduce_async": "strategy.reduce",
-    "all_gather": "strategy.gather",
-    "reduce_scatter": "strategy.reduce",
-}
+_OUTSIDE_STEPS = dict.fromkeys(("all_reduce", "all_reduce_async", "reduce_scatter"), "strategy.reduce")
+_OUTSIDE_STEPS["all_gather"] = "strategy.gather"
 
 
 class _Extended(Protocol):

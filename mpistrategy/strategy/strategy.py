@@ -11,32 +11,37 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
+from mpistrategy.context import Scope
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
+from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.options import Mean, Op, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena
-from mpistrategy.reduction.broadcast import broadcast, checked_root
-from mpistrategy.reduction.explain import Explained
 from mpistrategy.reduction.inputs import as_given, to_reduce
-from mpistrategy.strategy.arenas import Arenas
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
 from mpistrategy.strategy.outside_steps import OF_DEFAULT, warn_if_alone
-from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
-from mpistrategy.strategy.random_streams import Streams
-from mpistrategy.strategy.scope import Scope
-from mpistrategy.variables.mirrored_check import MirroredCheck
-from mpistrategy.variables.variable import Variable
+from mpistrategy.strategy.services import Services
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.broadcast import broadcast, checked_root
+    from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
+    from mpistrategy.strategy.random_streams import Streams
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.broadcast", "broadcast", "checked_root")
+    later(globals(), "mpistrategy.strategy.along_axis", "reduce_along")
+    later(globals(), "mpistrategy.strategy.random_streams", "Streams")
 
-class Strategy(NamesOurs, Arenas, Explained, InputMethods, MirroredCheck, OldNames):
+
+class Strategy(NamesOurs, InputMethods, OldNames, Services):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:

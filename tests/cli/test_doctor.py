@@ -196,6 +196,12 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         job(on(ALL, room_free=7 * MIB)), "shared memory", NOTE, ["less than half"], "--memory",
         {0, 1},
     ),
+    "no memory for large sums": (
+        job(on({2, 3}, room_free=17 * MIB)), "shared memory", NOTE,
+        ["2 ranks share 4.0 MiB for each strategy, and 16.0 MiB more from the first large sum between nodes on",
+         "all_reduce_async takes up to 64.0 MiB", "no room", "slower"],
+        "--mem", {2, 3},
+    ),
     "hidden GPUs": (
         job(on(ALL, gpu_devices=4, gpus_promised=4, visible="")), "gpus", BAD,
         ["Slurm gave the job 4 on node1", "ranks 0-3 see none", "CUDA_VISIBLE_DEVICES='' hides them"],

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +21,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.mpi.multi_node.two_level import Way, across_nodes, allreduce_across
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.mpi.tuning.costs import pairwise_piece_bytes
 from mpistrategy.mpi.watchdog import alarm, group
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.roll_call import Account
@@ -139,6 +142,143 @@ def creation_seconds(ranks: int, local: int, devices: Any = None) -> float:
     guard.closed = True  # nobody comes to the end
     strategy.extended.communicator.free()
     return took
+
+
+# ------------------------------------------------------------------------------------- messages between nodes
+
+
+class _Counted:
+    """A request that ends at once; what is asked of it is counted."""
+
+    def __init__(self, calls: Counter[str], start: Callable[[], object] = lambda: None) -> None:
+        self._calls, self._start = calls, start
+
+    def Start(self) -> None:  # noqa: N802
+        self._calls["Start"] += 1
+        self._start()
+
+    def Test(self) -> bool:  # noqa: N802
+        self._calls["Test"] += 1
+        return True
+
+    def Wait(self) -> None:  # noqa: N802
+        self._calls["Wait"] += 1
+
+    def Free(self) -> None:  # noqa: N802
+        pass
+
+
+class _Group:
+    """A group of ranks; all that matters is that it is one."""
+
+    def Incl(self, ranks: Any) -> _Group:  # noqa: N802
+        return self
+
+    def Free(self) -> None:  # noqa: N802
+        pass
+
+
+class CountedRanks(PretendedRanks):
+    """Pretended ranks whose messages take no time, and are counted; all ranks bring what this one brings."""
+
+    calls: Counter[str]
+
+    def _another(self, kind: str) -> CountedRanks:
+        made = CountedRanks(self.ranks, self.local, kind, self.spent)
+        made.calls = self.calls
+        return made
+
+    def Get_group(self) -> Any:  # noqa: N802
+        return _Group()
+
+    def Create_group(self, *how: Any) -> CountedRanks:  # noqa: N802
+        return self._another("counterparts")
+
+    def Allreduce_init(self, mine: Any, total: Any, *how: Any) -> Any:  # noqa: N802
+        return _Counted(self.calls, lambda: np.multiply(mine, self.size, out=total))
+
+    def Allreduce(self, *what: Any) -> None:  # noqa: N802
+        self.calls["Allreduce"] += 1
+
+    def Iprobe(self, *what: Any) -> bool:  # noqa: N802
+        self.calls["Iprobe"] += 1
+        return False
+
+    def _begun(self, name: str) -> Any:
+        self.calls[name] += 1
+        return _Counted(self.calls)
+
+    def Iallreduce(self, *what: Any) -> Any:  # noqa: N802
+        return self._begun("Iallreduce")
+
+    def Isend(self, *what: Any) -> Any:  # noqa: N802
+        return self._begun("Isend")
+
+    def Irecv(self, *what: Any) -> Any:  # noqa: N802
+        return self._begun("Irecv")
+
+
+@contextlib.contextmanager
+def strategy_of_many(nodes: int, local: int) -> Iterator[tuple[Any, Counter[str]]]:
+    """Yield a strategy of `local` pretended ranks on each of `nodes`, and the counts of its calls of MPI.
+
+    The other ranks of the node have always done what this one waits for.
+    """
+    import mpistrategy as ms
+
+    comm = CountedRanks(nodes * local, local)
+    comm.calls = Counter()
+    with whole_files(local):
+        strategy = ms.MirroredStrategy(communicator=comm)
+        ranks: Any = strategy.extended.communicator
+        ways: tuple[Way, ...] = ("lanes", "across")
+        for way in ways if nodes > 1 else ():
+            stage: Any = across_nodes(ranks, way)._node
+            for counter in (stage.sent, stage._shown, stage._done) if local > 1 else ():
+                for other, number in enumerate(counter.numbers):
+                    if other != ranks.local_rank:
+                        number[0] = 2**62
+        yield strategy, comm.calls
+    ranks.guard.closed = True  # nobody comes to the end
+    ranks.free()
+
+
+def calls_of(strategy: Any, calls: Counter[str], nbytes: int) -> dict[str, int]:
+    """Return how often a rank calls each function of MPI in an all-reduce of so many bytes, after the first ones."""
+    import mpistrategy as ms
+
+    value = np.ones(nbytes // 4, np.float32)
+
+    def step() -> None:
+        context = ms.get_replica_context()
+        assert context is not None
+        context.all_reduce("SUM", value)
+
+    for _ in range(3):
+        calls.clear()
+        strategy.run(step)
+    return dict(calls)
+
+
+def own_seconds(nodes: int, local: int, nbytes: int, way: Way) -> float:
+    """Return Python's CPU time in an all-reduce between nodes, without MPI, copies and additions.
+
+    Pieces are a thousandth as large, and as many: the steps are the same, and the arithmetic takes no time.
+    """
+    shrunk = 1024
+    with (
+        mock.patch.object(two_level, "LANES_PIECE_BYTES", two_level.LANES_PIECE_BYTES // shrunk),
+        mock.patch.object(two_level, "pairwise_piece_bytes", lambda *given: pairwise_piece_bytes(*given) // shrunk),
+        strategy_of_many(nodes, local) as (strategy, _),
+    ):
+        ranks = strategy.extended.communicator
+        source, target = np.ones(nbytes // shrunk // 4, np.float32), np.empty(nbytes // shrunk // 4, np.float32)
+        took = []
+        for _ in range(5):
+            began = time.process_time()
+            allreduce_across(ranks, target, source=source, way=way)
+            took.append(time.process_time() - began)
+        return min(took)
 
 
 # ------------------------------------------------------------------------------------- watchdogs

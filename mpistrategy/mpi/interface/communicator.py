@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,9 +18,11 @@ from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Once, Pool
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
-from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 
 
 class Communicator(Protocol):
@@ -38,7 +40,6 @@ class Communicator(Protocol):
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
         thresholds: from which size on a buffer takes which route.
         mailboxes: carry small values with the check of the call; None unless all ranks share one node's memory.
-        result_buffers: shared memory in which packs are reduced and results stay; None without mailboxes.
         first_message: adds up a few numbers with the check of the call; None where the check takes another way.
         pool: memory for results.
         once: returns what is made once for these ranks: ``once(key, make)``.
@@ -55,10 +56,13 @@ class Communicator(Protocol):
     shares_memory: bool
     thresholds: Thresholds
     mailboxes: Mailboxes | None
-    result_buffers: ResultBuffers | None
     first_message: FirstMessage | None
     pool: Pool
     once: Once
+
+    @property
+    def result_buffers(self) -> ResultBuffers | None:
+        """Shared memory in which packs are reduced and results stay; None without mailboxes."""
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""

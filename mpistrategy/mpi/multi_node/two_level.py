@@ -76,6 +76,12 @@ def piece_bytes_for(way: Way, node_of: Sequence[int], thresholds: Thresholds, fl
     return min(wanted, max(most, _LEAST_PIECE_BYTES))
 
 
+def shared_bytes(way: Way, node_of: Sequence[int], thresholds: Thresholds, flights: int = PAIRWISE_FLIGHTS) -> int:
+    """Return how much memory each rank of a node with several shares for a way, from its first use on."""
+    piece_bytes = piece_bytes_for(way, node_of, thresholds, flights)
+    return BufferStage.bytes_of(piece_bytes, buffers_for(way, flights))
+
+
 def way_between(nodes: int, *, rounds: bool = False) -> Way:
     """Return the way of those who want the two levels at any size: pairwise between few nodes.
 
@@ -157,7 +163,7 @@ CROWDED = Manner(crowded)
 
 def across_nodes(communicator: Any, way: Way, manner: Manner | None = None) -> AcrossNodes:
     """Return the two-level exchange of a communicator; the first call for each way is collective."""
-    chosen: Manner = getattr(communicator, "manner", EAGER) if manner is None else manner
+    chosen: Manner = manner or getattr(communicator, "manner", None) or EAGER
     found: AcrossNodes = communicator.once((AcrossNodes, way), lambda: AcrossNodes(communicator, way, chosen))
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, repeat
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -19,20 +19,21 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.multi_node.two_level import (
-    EAGER,
-    AcrossNodes,
-    Manner,
-    across_nodes,
-    allreduce_across,
-    way_between,
-)
-from mpistrategy.mpi.over_mpi import gathering
-from mpistrategy.mpi.over_mpi.operations import operation
-from mpistrategy.mpi.shared_memory.node_broadcast import LEAST_BYTES, NodeBroadcast
-from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
-from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.multi_node.two_level import AcrossNodes, Manner, across_nodes, allreduce_across, way_between
+    from mpistrategy.mpi.over_mpi import gathering
+    from mpistrategy.mpi.over_mpi.operations import operation
+    from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
+    from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+    from mpistrategy.mpi.tuning import costs
+else:
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "across_nodes", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.mpi.over_mpi.gathering")
+    later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
+    later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
 #: 16 MiB both ways at 1 Gbit/s take 160-200 ms, and 142 ms in shorter messages.
@@ -43,6 +44,8 @@ _ROUTES: dict[costs.Route, RouteName] = {"flat": "mpi", "lanes": "lanes", "pairw
 _REMEMBERED = 4096
 #: Writes the combination of a source into a target.
 Reduce: TypeAlias = "Callable[[Array, Array], object]"
+#: On one node larger arrays are broadcast through shared memory, smaller ones by one MPI Bcast.
+SHARED_BROADCAST_BYTES = 2**19
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
@@ -88,7 +91,6 @@ class Collectives:
         local_rank, local_size: the same among the ranks of this node.
         node_of: the node of each rank.
         nodes: how many nodes there are.
-        pipelined: the pipelined all-reduce of this node; None where its ranks share no memory.
         failures: tells the ranks of each other's failures; None on several nodes.
         thresholds: from how many bytes on which route is taken.
         max_count: how many elements one MPI call may carry.
@@ -104,12 +106,11 @@ class Collectives:
     nodes: int
     shares_memory: bool
     library: str
-    pipelined: PipelinedAllReduce | None = None
     failures: Failures | None = None
     thresholds: Thresholds
     max_count: int
-    #: How to wait for messages between nodes.
-    manner: Manner = EAGER
+    #: How to wait for messages between nodes; None: as `two_level.EAGER` says.
+    manner: Manner | None = None
     _control: MpiControlChannel | None
 
     def __init__(self) -> None:
@@ -120,14 +121,19 @@ class Collectives:
         self._tried: set[RouteName] = set()
         self._unequal: set[RouteName] = set()
 
+    @property
+    def pipelined(self) -> PipelinedAllReduce | None:
+        """The pipelined all-reduce of this node; None where its ranks share no memory."""
+        return None
+
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
         if (
-            self.pipelined is not None
-            and self.local_size == self.size
+            self.local_size == self.size
             and nbytes >= self.thresholds.window_bytes_for(dtype)
+            and self.pipelined is not None
         ):
             return "pipelined"
         return "mpi"
@@ -140,10 +146,11 @@ class Collectives:
             if len(self._routes) >= _REMEMBERED:
                 self._routes.clear()
             found = _ROUTES[costs.between_nodes(self.nodes, self.size // self.nodes, nbytes, self.thresholds)]
-            if found == "mpi" and not self.manner.blocks:
+            blocks = self.manner is None or self.manner.blocks
+            if found == "mpi" and not blocks:
                 found = way_between(self.nodes)
             if found == "lanes" and not self.shares_memory and self.size > self.nodes:
-                found = "mpi" if self.manner.blocks else "across"
+                found = "mpi" if blocks else "across"
             if found in self._unequal:
                 found = "across"
             self._routes[nbytes] = found
@@ -186,7 +193,7 @@ class Collectives:
         This rank's value is in `source`, which does not change; None means in `buffer`.
         """
         way = self.tried_route(buffer.nbytes, buffer.dtype, op)
-        if self.pipelined is not None and way == "pipelined":
+        if way == "pipelined" and self.pipelined is not None:
             flat = buffer.reshape(-1)
             self.pipelined.allreduce_many([(flat if source is None else source.reshape(-1), flat)], op)
             return
@@ -241,7 +248,7 @@ class Collectives:
         The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
         They are part of a list of `nbytes`, which is pipelined through shared memory as a whole or not at all.
         """
-        if self.pipelined is not None and self.route(nbytes, pairs[0][1].dtype, op) == "pipelined":
+        if self.route(nbytes, pairs[0][1].dtype, op) == "pipelined" and self.pipelined is not None:
             self.pipelined.allreduce_many(pairs, op, divisor)
             return
         for source, target in pairs:
@@ -302,7 +309,7 @@ class Collectives:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
         self._meet()
         flat = buffers.as_bytes(buffer)
-        if flat.size >= LEAST_BYTES and self.nodes == 1 and (slots := self.node_broadcast()) is not None:
+        if flat.size >= SHARED_BROADCAST_BYTES and self.nodes == 1 and (slots := self.node_broadcast()) is not None:
             slots.run(flat, root)
             return
         for piece in buffers.pieces(flat, self.max_count):

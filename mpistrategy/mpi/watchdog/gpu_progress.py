@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from mpistrategy.mpi.contract.flight_recorder import Entry, in_words
+from mpistrategy.mpi.watchdog.roll_call import FAILED
 
 #: Numbers are counted modulo this.
 _RING = 1024
 #: How many may be under way: half of the ring, so that it is clear which number is ahead.
 MOST = _RING // 2
-#: What `GpuProgress.in_words` says before the library's reason why the result will never come.
-FAILED = ", which has failed: "
 _BEGUN, _ENDED = 0, 1
 _NUMBER_BYTES = 8
 _TO_HOST = 2  # cudaMemcpyKind

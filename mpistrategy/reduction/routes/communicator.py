@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.shared_memory import pipelined
-from mpistrategy.mpi.tuning import costs
+from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.tuning.thresholds import RouteName
+from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import size_in_words, time_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Repeated, Run, Targets, grouped, nbytes_of
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.multi_node import two_level
+    from mpistrategy.mpi.shared_memory import pipelined
+    from mpistrategy.mpi.tuning import costs
+else:
+    later(globals(), "mpistrategy.mpi.multi_node.two_level")
+    later(globals(), "mpistrategy.mpi.shared_memory.pipelined")
+    later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]
@@ -252,7 +260,7 @@ def described(
     way, moved = "stays here, the only replica", ""
     match name:
         case "pipelined":
-            chunk = pipelined.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
+            chunk = setup.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
             way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
             if nbytes >= pipelined.LEAST_BYTES and local <= pipelined.MOST_RANKS and nodes == 1:
                 way += f", or of {size_in_words(pipelined.LARGE_BYTES)} while these are faster"
@@ -274,6 +282,9 @@ def described(
                 copies += result
             by = f"{lanes} of its ranks" if lanes > 1 else "one rank"
             moved = f"each node sends {size_in_words(sent)} and gets as much, by {by}"
+            if local > 1 and ranks.shares_memory:
+                taken = local * two_level.shared_bytes(chosen, ranks.node_of, ranks.thresholds)
+                moved += f"; this node shares {size_in_words(taken)} for it, from its first use on"
         case "mpi":
             copies += result
             way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.mpi_piece_bytes(nodes), 'piece')}"
