@@ -11,16 +11,16 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import cupy_here
 import pytest
+from launching import HELPERS
 
 TIMEOUT = 4
 PROGRAM = """
 import os, signal, sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 os.environ["MPISTRATEGY_CUDA_AWARE"], os.environ["MPISTRATEGY_GPU_PATH"] = "1", {path!r}
 import cupy_here, numpy as np
 import mpistrategy as ms
@@ -84,8 +84,7 @@ OUTCOMES = {
 @pytest.mark.parametrize("fault", OUTCOMES)
 @pytest.mark.parametrize("path", cupy_here.PATHS)
 def test_no_rank_waits_for_ever(launch: Any, path: str, fault: str, is_late: bool) -> None:
-    tests = str(Path(__file__).parents[2])
-    job = launch(2, PROGRAM.format(tests=tests, path=path, fault=fault, is_late=is_late, timeout=TIMEOUT), timeout=60)
+    job = launch(2, PROGRAM.format(tests=HELPERS, path=path, fault=fault, is_late=is_late, timeout=TIMEOUT), timeout=60)
     ended = time.time()
     begun = max(float(line.split()[-1]) for line in job.stdout.splitlines() if "FAULT" in line)
     word, seconds = OUTCOMES[fault]
