@@ -57,12 +57,14 @@ class CommunicatorRoute:
         #: Memory for each pack, between `bring` and `run`.
         self._memory: list[Array] = []
 
+    # What is done for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take memory for each pack: the target of a lone array, or memory that is used again; fill the others."""
         self._memory = [self._taken(pack, targets) for pack in self.packs]
         for pack, taken in zip(self.packs, self._memory, strict=True):
             if len(pack.members) > 1:
-                pack.fill(arrays, taken)
+                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
+                np.concatenate(chosen, axis=None, out=taken, casting="unsafe")
 
     def _taken(self, pack: Pack, targets: Targets) -> Array:
         first, dtype = pack.members[0], pack.dtype
@@ -76,7 +78,6 @@ class CommunicatorRoute:
             return np.empty(shape, dtype)
         return self._communicator.pool.take(dtype, shape)
 
-    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
         memory, self._memory = self._memory, []
