@@ -11,6 +11,7 @@ import pytest
 from replicas import RANK, SIZE, OnNodes, context, outcomes, still_works
 
 import mpistrategy as ms
+from mpistrategy.arrays.dtypes import quiet_runner
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.reduction import plan
 from mpistrategy.reduction.routes import first_message
@@ -62,7 +63,7 @@ def on_two_nodes() -> Iterator[ms.Strategy]:
     made.close()
 
 
-def summed(count: int, op: str = "SUM", dtype: Any = np.float32, **options: Any) -> Any:
+def summed(count: int, op: Any = "SUM", dtype: Any = np.float32, **options: Any) -> Any:
     mine = np.full(count, RANK + 1, dtype)
     return context().all_reduce(op, mine, ms.CommunicationOptions(**options) if options else None)
 
@@ -123,7 +124,7 @@ def check_the_others_hear(strategy: ms.Strategy, memory: Memory, call: Callable[
 
 
 def test_after_the_first_message(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = first_message.quiet_runner
+    usual = quiet_runner
 
     class Limited:
         def __init__(self) -> None:
