@@ -99,7 +99,8 @@ def load(version: str, place: Place) -> Outcome | None:
             speeds = [content.get(name) for name in ("direct", "staged", "nccl")]
             if isinstance(outcome, str) and outcome in _VERDICTS and isinstance(reason, str):
                 numbers = [float(each) if isinstance(each, (int, float)) else 0.0 for each in speeds]
-                return Outcome(outcome, reason, *numbers, network=str(content.get("network", "")))
+                direct, staged, nccl = numbers
+                return Outcome(outcome, reason, direct, staged, nccl, str(content.get("network", "")))
     return None
 
 
