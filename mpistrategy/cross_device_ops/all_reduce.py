@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -12,7 +14,9 @@ from mpistrategy.reduction.layout.packing import checked_num_packs
 from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
-from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, BY_SHARES, GpuOperation
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 
 
 class MpiAllReduce(PackedCrossDeviceOps):
@@ -74,6 +78,8 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined: share by share."""
+        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, BY_SHARES  # here, for the quick import
+
         usual = super()._gpu_operation(communicator, destination)
         return BY_SHARES if usual is ALL_REDUCE else usual
 

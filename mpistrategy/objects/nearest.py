@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -35,6 +36,14 @@ def attribute_error(owner: str, name: str, words: Mapping[str, str], of: object)
     if hint is None:
         return AttributeError(f"{owner} has no attribute {name!r}", name=name, obj=of)  # Python looks for a near name
     return AttributeError(f"{owner} has no attribute {name!r}. {hint}.")
+
+
+def not_in_module(name: str, module: str) -> AttributeError:
+    """Return what to raise for a name that a public module does not have."""
+    from mpistrategy.objects.other_names import OF_MODULE  # here, for the quick import
+
+    shown = f"mpistrategy.{module.rpartition('.')[2]}"
+    return attribute_error(f"module {shown!r}", name, OF_MODULE[module.rpartition(".")[2]], sys.modules[module])
 
 
 class NamesOurs:

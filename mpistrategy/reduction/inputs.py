@@ -11,8 +11,9 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span, wire_dtype
 from mpistrategy.arrays.foreign import is_foreign
+from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
@@ -35,6 +36,9 @@ from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.mailboxes import NUMBERS
+
+#: What CuPy calls memory of cudaMalloc.
+_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
@@ -176,6 +180,16 @@ def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
             found=f"{dtype_name(target.dtype)}{list(target.shape)}",
             expected=f"{dtype_name(dtype)}{list(value.shape)}, as the result",
         )
+
+
+def own_result(array: Any, out: Any) -> Any:
+    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
+
+    It is contiguous, of the dtype that travels, and in memory of cudaMalloc: an MPI may not take other memory.
+    """
+    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
+    fits = same and array.flags.c_contiguous and out.flags.c_contiguous and array.dtype == wire_dtype(array.dtype)
+    return array if fits and type(array.data.mem).__name__ in _CUDA_MALLOC else None
 
 
 def as_given(result: Any, value: Any) -> Any:

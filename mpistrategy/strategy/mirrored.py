@@ -28,7 +28,7 @@ class MirroredStrategy(Strategy):
     """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
 
     Make it early: some MPIs (MPICH's under ``srun --mpi=pmi2``) fail to start after large packages were imported.
-    Started without a launcher (plain ``python``), it has one replica.
+    Started without a launcher (plain ``python``), it has one replica.  Errors are raised on every rank.
 
     Args:
         devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": each rank gets a GPU of its own, the one
@@ -59,7 +59,6 @@ class MirroredStrategy(Strategy):
         OptionTypeError: for arguments of the wrong type.
         OptionError: for an unknown `check` or `on_error`; for a malformed plan in MPISTRATEGY_INJECT, level in
             MPISTRATEGY_CHECK or number in MPISTRATEGY_TIMEOUT_SECONDS.
-        All on every rank.
     """
 
     @refuses(

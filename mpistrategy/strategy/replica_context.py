@@ -290,6 +290,7 @@ class ReplicaContext(NamesOurs, ReduceScatter, NotPickled):
         On several nodes the values travel while the step goes on computing.  Several may be under way; every rank
         starts them, and waits for them, in the same order.  On a single node, and where the MPI was not started for
         several threads, the reduction is done before this returns: the ranks have no core to spare for it.
+        Arrays in GPU memory are reduced on a stream of their own; `wait` makes the current stream wait, not the host.
 
         Args:
             reduce_op: as in `all_reduce`.

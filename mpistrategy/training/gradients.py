@@ -104,7 +104,7 @@ class GradientAccumulator(Created, Settable):
         return f"<GradientAccumulator with {self._count} of {self.steps} steps>"
 
     def add(self, gradients: Sequence[Any]) -> list[Array] | None:
-        """Add one step's gradients; local.
+        """Add one step's gradients; local.  After an error nothing has been added.
 
         Returns:
             At every `steps`-th call the sums, for an optimizer, of the kind that was given; the next call starts at 0.
@@ -113,7 +113,6 @@ class GradientAccumulator(Created, Settable):
         Raises:
             ShapeError: when the number or the shapes of gradients differ from the step before.
             LeafError, DTypeError: for values that are no numeric arrays.
-            After an error nothing has been added.
         """
         given = [reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
         # 16-bit floats are added in 32 bits, as in a reduction.

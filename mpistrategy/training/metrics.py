@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
-from mpistrategy.objects.nearest import NamesOurs, refuses
+from mpistrategy.objects.nearest import NamesOurs, not_in_module, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.variable import Variable
 
@@ -25,6 +25,12 @@ _DTYPE = "Leave it out: metrics add in float64."
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise not_in_module(name, __name__)
 
 
 class Sum(NamesOurs):

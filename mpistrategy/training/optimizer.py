@@ -179,6 +179,8 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
     ) -> None:
         """Combine the replicas' gradients and update the variables.  Collective; called in a step function.
 
+        Errors are raised on every rank, and all but ReplicasDivergedError before anything has changed.
+
         Args:
             grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
                 None to leave the variable as it is) and the variable; or GradientBuckets.
@@ -191,7 +193,6 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
             CollectiveMismatchError: when the ranks' gradients differ in number, dtype or shape.
             NonFiniteError: when nonfinite is "raise", and a reduced gradient is not finite.
             ReplicasDivergedError: when a check after the step finds copies that differ.
-            All are raised on every rank, and all but the last before anything has changed.
         """
         where = f"{type(self).__name__}.apply_gradients"
         frame = current_frame()

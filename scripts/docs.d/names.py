@@ -1,21 +1,28 @@
-"""For mkdocstrings: public names between backticks in docstrings become links to their pages."""
+"""For mkdocstrings: public names in docstrings become links to their pages, and examples are shown as such."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import griffe
 
 _HELD = Path(__file__).resolve().parents[2] / "tests" / "public_names.txt"
+_EXAMPLES = "Examples:\n"
 _CODE = re.compile(r"(?<![`\[])`([A-Za-z_][\w.]*)`(?!`)")
 
 
-def _public() -> set[str]:
-    """Return all public names, with their modules."""
-    lines = _HELD.read_text(encoding="utf-8").splitlines()
-    return {re.split(r"[(:= ]", line.removeprefix("class "))[0] for line in lines}
+def _public() -> dict[str, str]:
+    """Return for each public name what has a place in a page: itself, or for an attribute of a class that class."""
+    found: dict[str, str] = {}
+    for line in _HELD.read_text(encoding="utf-8").splitlines():
+        name = re.split(r"[(:= ]", line.removeprefix("class "))[0]
+        if not line.endswith(": a module"):
+            has_place = "(" in line.partition(":")[0] or line.endswith("(property)") or line.startswith("class ")
+            found.setdefault(name, name if has_place else name.rpartition(".")[0])
+    return found
 
 
 PUBLIC = _public()
@@ -33,7 +40,13 @@ class Names(griffe.Extension):
         if obj.docstring is None:
             return
         owner = obj.path if obj.is_class else obj.parent.path if obj.parent is not None else ""
-        obj.docstring.value = _CODE.sub(lambda match: _link(match, owner), obj.docstring.value)
+        paragraphs = obj.docstring.value.split("\n\n")
+        obj.docstring.value = "\n\n".join(
+            _EXAMPLES + textwrap.indent(paragraph, "    ")
+            if paragraph.startswith(">>> ")
+            else _CODE.sub(lambda match: _link(match, owner), paragraph)
+            for paragraph in paragraphs
+        )
 
 
 def _link(match: re.Match[str], owner: str) -> str:
@@ -42,5 +55,5 @@ def _link(match: re.Match[str], owner: str) -> str:
     module = owner.split(".")
     near = [kind, *module[1:-1]]
     places = [name, *(f"mpistrategy.{place}.{name}" for place in near), f"mpistrategy.{name}"]
-    wanted = next((place for place in places if place in PUBLIC and place.startswith("mpistrategy.")), None)
-    return match[0] if wanted is None else f"[`{name}`][{wanted}]"
+    wanted = next((PUBLIC[place] for place in places if place in PUBLIC and place.startswith("mpistrategy.")), None)
+    return match[0] if wanted is None or PUBLIC.get(wanted) != wanted else f"[`{name}`][{wanted}]"

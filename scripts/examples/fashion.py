@@ -22,7 +22,7 @@ def load_data(rows, seed):
     shapes = np.random.default_rng(7).uniform(0, 1, (CLASSES, 7, 7)).repeat(4, axis=1).repeat(4, axis=2)
     random = np.random.default_rng(seed)
     labels = random.integers(CLASSES, size=rows)
-    images = shapes[labels] * random.uniform(0.5, 1, (rows, 1, 1)) + random.normal(0, 0.4, (rows, 28, 28))
+    images = shapes[labels] * random.uniform(0.5, 1, (rows, 1, 1)) + random.normal(0, 1.1, (rows, 28, 28))
     return (255 * images.clip(0, 1)).astype(np.uint8), labels
 
 

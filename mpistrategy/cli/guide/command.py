@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import inspect
-import itertools
 import sys
 from collections.abc import Iterable
-
-from mpistrategy.cli.guide import pages, terminal
 
 _COULD_NOT = 2
 _NEAREST = 4
@@ -25,6 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show what is asked for; return the exit status."""
+    # What reads pages is imported in functions: `mpistrategy run` imports this file on every rank.
     if options.search is not None:
         return _search(options.search)
     if options.list or options.page is None:
@@ -33,6 +29,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list() -> int:
+    from mpistrategy.cli.guide import pages
+
     every = pages.pages()
     width = max(map(len, every))
     for page in every.values():
@@ -43,6 +41,8 @@ def _list() -> int:
 
 
 def _show(given: str) -> int:
+    from mpistrategy.cli.guide import pages, terminal
+
     every, classes = pages.pages(), pages.classes()
     name = given.removesuffix(".md").rpartition(".")[2]  # mpistrategy.errors.ShapeError
     by_lower_case = {each.lower(): each for each in (*every, *classes)}
@@ -56,6 +56,10 @@ def _show(given: str) -> int:
 
 def _about(kind: type[BaseException]) -> str:
     """Return what an error's class says, and what the guide says about it."""
+    import inspect
+
+    from mpistrategy.cli.guide import pages
+
     bases = ", ".join(base.__name__ for base in kind.__mro__[1:] if base not in (Exception, BaseException, object))
     text = f"# {kind.__name__}\n\nIs also: {bases}\n\n{inspect.getdoc(kind)}\n"
     if found := pages.entry(kind.__name__):
@@ -65,6 +69,10 @@ def _about(kind: type[BaseException]) -> str:
 
 
 def _search(word: str) -> int:
+    import itertools
+
+    from mpistrategy.cli.guide import pages
+
     found = list(pages.search(word)) if word.strip() else []
     if not found:
         _refuse(f"no page has {word!r}", word, pages.words(), "mpistrategy guide --list shows all pages")
@@ -80,6 +88,8 @@ def _search(word: str) -> int:
 
 
 def _refuse(what: str, given: str, names: Iterable[str], else_say: str) -> None:
+    import difflib
+
     known = {name.lower(): name for name in names}
     near = [known[each] for each in difflib.get_close_matches(given.lower(), known, _NEAREST, 0.6)]
     more = f"the nearest: {', '.join(near)}" if near else else_say

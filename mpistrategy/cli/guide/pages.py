@@ -17,7 +17,7 @@ ORDER = (
     *("environment", "mpi", "slurm", "doctor", "gpus", "performance", "figures", "many-nodes", "numerics"),
     *("tracing", "testing", "faults"),
     *("tensorflow", "tensorflow-steps", "tensorflow-training", "torch", "jax", "horovod", "mpi4py"),
-    *("assistants", "developers", "changes"),
+    *("assistants", "developers", "public", "changes"),
 )
 _HEADING = re.compile(r"(#{1,6}) (.+)")
 
