@@ -5,10 +5,10 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -19,6 +19,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
+from mpistrategy.mpi.over_mpi.repeated import Reduce, RepeatedAllReduce
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.objects.later import later
 
@@ -42,44 +43,12 @@ _MESSAGE_BYTES = 60 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MA
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 _ROUTES: dict[costs.Route, RouteName] = {"flat": "mpi", "lanes": "lanes", "pairwise": "across"}
 _REMEMBERED = 4096
-#: Writes the combination of a source into a target.
-Reduce: TypeAlias = "Callable[[Array, Array], object]"
 #: On one node larger arrays are broadcast through shared memory, smaller ones by one MPI Bcast.
 SHARED_BROADCAST_BYTES = 2**19
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
 )
-
-
-class RepeatedAllReduce:
-    """The all-reduce of arrays of one size.
-
-    Args:
-        prepare: returns how, on ranks that have agreed on the first call.  Collective.
-
-    Attributes:
-        reduce: ``reduce(source, target)`` does it.
-    """
-
-    def __init__(self, prepare: Callable[[], tuple[Reduce, AcrossNodes | None]]) -> None:
-        self._prepare = prepare
-        self._lanes: AcrossNodes | None = None
-        self.reduce: Reduce = self._first
-
-    def _first(self, source: Array, target: Array) -> None:
-        self.reduce, self._lanes = self._prepare()
-        self.reduce(source, target)
-
-    def begin(self, source: Array) -> None:
-        """Do what can be done before the ranks have agreed on the call; `reduce` with `source` follows, or `forget`."""
-        if self._lanes is not None:
-            self._lanes.write(source)
-
-    def forget(self) -> None:
-        """Forget what was begun."""
-        if self._lanes is not None:
-            self._lanes.forget()
 
 
 class Collectives:
