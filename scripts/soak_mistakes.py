@@ -16,9 +16,9 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from mistakes.judging import judge
-from mistakes.matrix import load
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("", "jobs")]
+from mistakes.judging import judge  # noqa: E402
+from mistakes.matrix import load  # noqa: E402
 
 
 def main() -> int:

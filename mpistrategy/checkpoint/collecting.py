@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage.manifest import ONE, Item, Run, runs_of
@@ -150,7 +151,7 @@ class Collected:
         arrays = state.arrays
         self.items: dict[str, Item] = dict(state.items)
         once = {path: array for path, array in arrays.items() if self.items[path].copies == ONE}
-        own = {path: array for path, array in arrays.items() if path not in once}
+        own = {path: host_array(array) for path, array in arrays.items() if path not in once}
         line = self._line_of(state)
         self._plan: Plan = plan(communicator.node_of, once, self._own_bytes(own, line))
         self.writers: list[int] = self._plan.writers
@@ -195,11 +196,11 @@ class Collected:
         for path, array in once.items():
             if not self.items[path].parts:
                 if self.items[path].shard == shard:
-                    found[path] = array
+                    found[path] = host_array(array)  # only on the rank that writes it
                 continue
             for number, start, count in self.items[path].places:
                 if number == shard:
-                    found[part_name(path, start)] = array.reshape(-1)[start : start + count]
+                    found[part_name(path, start)] = host_array(array.reshape(-1)[start : start + count])
         return found
 
     def _gathered(self, own: dict[str, Array], line: bytes) -> dict[str, Array]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, Manifest
@@ -192,7 +193,7 @@ class State:
         self._last.append(add)
 
     def add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
-        """Enter an array; DTypeError for one of objects."""
+        """Enter an array, NumPy's or CuPy's; DTypeError for one of objects."""
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
         self.items[path] = Item(kind, copies, dtype, array.shape)
         self.arrays[path] = array
@@ -230,6 +231,7 @@ class State:
         array = self.arrays.get(path)
         if array is None:
             return int.from_bytes(checksum_of(repr(self.values[path]).encode()).digest()[:8], "little")
+        array = host_array(array)
         if array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
             array = np.frombuffer(array.tobytes(), np.uint8)
         return digest(array)

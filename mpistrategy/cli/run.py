@@ -22,6 +22,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from mpistrategy.cli.gpu_trial import try_once
 from mpistrategy.errors import LaunchError, OptionError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.faults import plans
@@ -179,7 +180,8 @@ def _start_mpi() -> int:
     except (ImportError, RuntimeError) as error:
         raise no_mpi(_WHERE, error) from error
     world.check(_WHERE)
-    world.watch_from_now_on()
+    hosts = world.watch_from_now_on()
+    try_once(world.rank_in_job(), hosts)
     return world.rank_in_job()
 
 

@@ -13,11 +13,11 @@ from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import checked_num_packs
 from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, BY_SHARES, GpuOperation
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.two_level import allreduce_across, way_between
     from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 else:
     later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
     later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
@@ -72,6 +72,8 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined: share by share."""
+        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, BY_SHARES  # here, for the quick import
+
         usual = super()._gpu_operation(communicator, destination)
         return BY_SHARES if usual is ALL_REDUCE else usual
 

@@ -24,6 +24,7 @@ from mpistrategy.options import CommunicationImplementation, CommunicationOption
 from mpistrategy.reduction.layout import destinations as placing
 
 if TYPE_CHECKING:
+    from mpistrategy.reduction.algorithm import OnDevice
     from mpistrategy.reduction.broadcast import broadcast
 else:
     later(globals(), "mpistrategy.reduction.broadcast", "broadcast")
@@ -154,7 +155,13 @@ class CrossDeviceOps:
             return list(results)
 
     def _all_reduce_values(
-        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+        self,
+        call: Call,
+        communicator: Communicator,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.algorithm.Algorithm`."""
         wrapped = [value if isinstance(value, Mirrored) else PerReplica((value,)) for value in values]
@@ -176,6 +183,18 @@ class CrossDeviceOps:
         with call:
             placing.resolve(destinations, communicator, call.where)
             return self.broadcast_implementation(tensor, destinations)
+
+    def _begin_on_device(
+        self,
+        ranks: Communicator,
+        op: ReduceOp,
+        given: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None,
+        where: str,
+    ) -> OnDevice | None:
+        """Return None: nothing is known of how it reduces."""
+        return None
 
     def __repr__(self) -> str:
         return in_words(self)

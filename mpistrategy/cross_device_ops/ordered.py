@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,9 @@ from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import ChooseRoute, with_result_buffers
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
-from mpistrategy.reduction.routes.gpu_operations import GpuOperation
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 
 #: About so much of a buffer is exchanged at a time where the ranks do not share memory.  As much is needed besides;
 #: three times as much for a last piece that cannot be cut into equal shares.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays import devices
 from mpistrategy.arrays.dtypes import Array
@@ -19,7 +19,9 @@ from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import ChooseRoute, Plan
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.gpu_operations import GpuOperation, on_one_rank
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -82,6 +84,8 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
+        from mpistrategy.reduction.routes.gpu_operations import on_one_rank  # here, for the quick import
+
         if self.accumulation_fn is not None:
             return None
         return on_one_rank(self._root(communicator, destination), destination)

@@ -11,12 +11,11 @@ from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_giv
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device, layout_of
-from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.segments import aligned
-from mpistrategy.reduction import on_device
 
 #: Arrays that are smaller share a message.
 _SMALL_BYTES = 64 * 2**10
@@ -50,6 +49,8 @@ def broadcast(
     # Before the agreement: short memory must show while all ranks can still raise.
     messages, on_host = _packed([array for array in arrays if not is_on_device(array)])
     if placed:
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
         memory, copies = on_device.packed(placed)
@@ -58,7 +59,9 @@ def broadcast(
     for message in messages:
         communicator.bcast(message, root)
     if placed:
+        read = event_of_reads(given)
         on_device.bcast(communicator, memory, root)
+        communicator.guard.wait_for_gpu(read)
     results = [copies.pop(0) if is_on_device(array) else on_host.pop(0) for array in arrays]
     return [like_given(result, value) for result, value in zip(results, given, strict=True)]
 

@@ -10,11 +10,10 @@ from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_giv
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import check_device, layout_of
-from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.reduction import on_device
 from mpistrategy.reduction.sparse import gather_rows
 
 
@@ -38,6 +37,8 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
     moved = [_moved(array, position, 0) for array, position in zip(arrays, positions, strict=True)]
     placed = [array for array in moved if is_on_device(array)]
     if placed:
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
     layouts = tuple(_layout(array) for array in moved)
@@ -45,6 +46,8 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
     lengths = communicator.allgather_text(" ".join(str(array.shape[0]) for array in moved))
     rows = list(zip(*(map(int, text.split()) for text in lengths), strict=True))
     gathered = [gather_rows(communicator, array, list(n)) for array, n in zip(moved, rows, strict=True)]
+    if placed:
+        communicator.guard.wait_for_gpu(event_of_reads(map(contribution, values)))
     return [
         like_given(_contiguous(_moved(array, 0, position)), contribution(value))
         for array, position, value in zip(gathered, positions, values, strict=True)

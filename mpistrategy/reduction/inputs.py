@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span, wire_dtype
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
@@ -39,13 +39,17 @@ from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.foreign import is_foreign
+    from mpistrategy.arrays.gpu import is_cupy
     from mpistrategy.reduction import sparse
 else:
     later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
     later(globals(), "mpistrategy.reduction.sparse")
+    later(globals(), "mpistrategy.arrays.gpu", "is_cupy")
 
 #: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
 resident_values: dict[int, weakref.ref[Any]] = {}
+#: What CuPy calls memory of cudaMalloc.
+_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
@@ -208,6 +212,16 @@ def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
             found=f"{dtype_name(target.dtype)}{list(target.shape)}",
             expected=f"{dtype_name(dtype)}{list(value.shape)}, as the result",
         )
+
+
+def own_result(array: Any, out: Any) -> Any:
+    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
+
+    It is contiguous, of the dtype that travels, and in memory of cudaMalloc: an MPI may not take other memory.
+    """
+    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
+    fits = same and array.flags.c_contiguous and out.flags.c_contiguous and array.dtype == wire_dtype(array.dtype)
+    return array if fits and type(array.data.mem).__name__ in _CUDA_MALLOC else None
 
 
 def as_given(result: Any, value: Any) -> Any:

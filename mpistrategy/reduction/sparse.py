@@ -14,7 +14,6 @@ from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction import on_device
 from mpistrategy.reduction.layout.finish import divide
 
 
@@ -67,6 +66,8 @@ def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp,
 def gather_rows(communicator: Communicator, block: Array, rows: list[int]) -> Array:
     """Return the blocks of all ranks along the first axis; ``rows[r]`` is the length of rank r's block."""
     if is_on_device(block):
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
         gathered: Array = on_device.gather_rows(communicator, block, rows)
         return gathered
     result = np.empty((sum(rows), *block.shape[1:]), block.dtype)

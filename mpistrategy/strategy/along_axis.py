@@ -10,11 +10,10 @@ from mpistrategy.arrays import dtypes, nest
 from mpistrategy.arrays.convert import any_array, is_on_device, like_given, reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
-from mpistrategy.arrays.values import PerReplica, contribution, local_component
+from mpistrategy.arrays.values import PerReplica, contribution, event_of_reads, local_component
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.gather import checked_axis
 from mpistrategy.reduction.inputs import refuse_mirrored_sum
@@ -41,6 +40,8 @@ def reduce_along(
     if is_on_device(array):
         with array.device:
             here = _combine_on_device(array, axes, op)
+            read = event_of_reads([given])
+        call._guard.wait_for_gpu(read)
     else:
         here = _combine_along(array, axes, op)
     length = np.asarray(np.prod([array.shape[a] for a in axes], dtype=np.int64))
@@ -70,6 +71,8 @@ def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
 
 def _combine_on_device(array: DeviceArray, axes: tuple[int, ...], op: ReduceOp) -> DeviceArray:
     """Do `_combine_along` in GPU memory; MIN and MAX of floats are those of keys, so that the bits are the same."""
+    from mpistrategy.mpi.gpu.transports import ordered_keys  # here, for the quick import
+
     cupy, dtype = cupy_for("an array in GPU memory"), wire_dtype(array.dtype)
     wide = array.astype(dtype, copy=False)
     if op not in (ReduceOp.MIN, ReduceOp.MAX):

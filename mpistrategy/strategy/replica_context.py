@@ -101,7 +101,7 @@ class ReplicaContext(NamesOurs, ReduceScatter, NotPickled):
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
             raise OptionError.at(
                 "ReplicaContext",
-                found=f"replica_id_in_sync_group={replica_id_in_sync_group!r}",
+                found=f"{replica_id_in_sync_group=}",
                 expected="an int or None",
             )
         self._strategy = strategy
@@ -291,6 +291,7 @@ class ReplicaContext(NamesOurs, ReduceScatter, NotPickled):
         On several nodes the values travel while the step goes on computing.  Several may be under way; every rank
         starts them, and waits for them, in the same order.  On a single node, and where the MPI was not started for
         several threads, the reduction is done before this returns: the ranks have no core to spare for it.
+        Arrays in GPU memory are reduced on a stream of their own; `wait` makes the current stream wait, not the host.
 
         Args:
             reduce_op: as in `all_reduce`.

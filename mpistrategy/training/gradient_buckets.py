@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
@@ -55,9 +56,9 @@ class GradientBuckets:
         ...
         optimizer.apply_gradients(buckets)
 
-    On several nodes a bucket's all-reduce starts as soon as all of its gradients are ready and the buckets before it
-    have started.  It runs while the step computes.  On a single node nothing starts before `apply_gradients`: its ranks
-    have no free core for the all-reduce, and the sliced update is faster.
+    On several nodes, and in GPU memory, a bucket's all-reduce starts as soon as all of its gradients are ready and the
+    buckets before it have started.  It runs while the step computes.  On the host of a single node nothing starts
+    before `apply_gradients`: its ranks have no free core for the all-reduce, and the sliced update is faster.
 
     Buckets hold the variables from the last to the first, in the order of backward propagation.  They are cut once, the
     same on all ranks, so that equal runs give equal bits.  `Strategy.layout` and checkpoints record them.
@@ -90,7 +91,8 @@ class GradientBuckets:
         self._index = {id(var): number for number, var in enumerate(self.variables)}
         extended = gradients.arena.strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
-        self.starts_early = extended._reducer.communicator.nodes > 1
+        communicator = extended._reducer.communicator
+        self.starts_early = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
         self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
 

@@ -23,7 +23,6 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
 from mpistrategy.options import VariableSynchronization as Synchronization
-from mpistrategy.reduction import on_device
 from mpistrategy.variables.protocols import Replica
 from mpistrategy.variables.writes import Write
 
@@ -148,6 +147,8 @@ def replica_0s(write: Write) -> Change:
                 communicator.bcast(part, 0)
             return IndexedSlices(*parts)
         if is_on_device(mine):
+            from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
             on_device.prepare(communicator, [mine], call.where)
         call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=not is_on_device(mine))
         return _of_replica_0(mine, communicator)
@@ -156,6 +157,8 @@ def replica_0s(write: Write) -> Change:
 def _of_replica_0(mine: Array, communicator: Communicator) -> Array:
     """Return a copy of replica 0's array, where this replica's is."""
     if is_on_device(mine):
+        from mpistrategy.reduction.routes import on_device
+
         memory, copies = on_device.packed([mine])
         on_device.bcast(communicator, memory, 0)
         copy: Array = copies[0]

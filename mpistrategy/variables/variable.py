@@ -22,7 +22,6 @@ from mpistrategy.options import (
     VariableSynchronization,
     checked_member,
 )
-from mpistrategy.reduction.on_device import write_that_of_rank_0
 from mpistrategy.variables.creation import check_dtype, kept_as, parsed_dtype
 from mpistrategy.variables.policies import CREATION, Policy, policies_of
 from mpistrategy.variables.protocols import Extended
@@ -113,6 +112,8 @@ class Variable(ArrayLike, Settable):
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
+                from mpistrategy.reduction.routes.on_device import write_that_of_rank_0  # here, for the quick import
+
                 storage, slot = on_device, None
                 write_that_of_rank_0(communicator, array, on_device)
         # Numbered after the agreement: a creation that some ranks refused must not be counted.

@@ -1,4 +1,5 @@
 // NCCL between processes of one host: ranks meet in a file in /dev/shm, on their streams.
+#include "half.hpp"
 #include "work.hpp"
 
 #include <atomic>
@@ -65,6 +66,30 @@ T combined(T a, T b, int op) {
     }
 }
 
+// 16-bit floats: each operation is made in float, and rounded.
+template <float FROM(unsigned short), unsigned short OF(double)>
+struct Narrow {
+    unsigned short bits;
+    Narrow() = default;
+    explicit Narrow(float value) : bits(OF(value)) {}
+    operator float() const { return FROM(bits); }
+};
+float of_brain(unsigned short bits) {
+    const std::uint32_t wide = (std::uint32_t)bits << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+}
+unsigned short brain_of(double given) {
+    const float value = (float)given;  // a float before
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return 0x7fc0;
+    return (unsigned short)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+typedef Narrow<half_to_float, half_of> Half;
+typedef Narrow<of_brain, brain_of> Brain;
+
 // Combine all ranks' `source` into the `target` of `root`; of every rank for a root of -1.
 template <class T>
 void reduce(Communicator* communicator, const char* source, char* target, std::size_t size, int op, int root) {
@@ -121,6 +146,10 @@ Type type_of(int type) {
             return {8, reduce<std::int64_t>};
         case 5:
             return {8, reduce<std::uint64_t>};
+        case 6:
+            return {2, reduce<Half>};
+        case 9:
+            return {2, reduce<Brain>};
         case 7:
             return {4, reduce<float>};
         case 8:

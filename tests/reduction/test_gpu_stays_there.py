@@ -6,6 +6,7 @@ The bytes are counted on tests/cuda_on_cpu; elsewhere the results are compared a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -162,3 +163,17 @@ def test_an_arena_takes_that_of_rank_0(cupy: Any, path: str) -> None:
         arena.values[0][...] = cupy.asarray(value(RANK))
         _, moved = bytes_to_host(lambda: strategy.extended.broadcast_to(arena, arena))
         assert is_right(path, arena.values[0], value(0), moved)
+
+
+def test_a_checkpoint_is_restored_without_reading_what_is_there(cupy: Any, path: str, tmp_path: Path) -> None:
+    with made(path) as strategy, strategy.scope():
+        var, large = ms.Variable(value(0)), ms.Variable(value(0, "float64", (300, 1000)))
+        checkpoint = ms.Checkpoint(var=var, large=large)
+        folder = strategy.extended.communicator.allgather_text(str(tmp_path))[0]
+        checkpoint.save(f"{folder}/one")
+        var.assign(cupy.asarray(value(1)))
+        large.assign(cupy.asarray(value(1, "float64", (300, 1000))))
+        _, moved = bytes_to_host(lambda: checkpoint.restore(f"{folder}/one"))
+        assert is_right(path, var.local_view, value(0), 0)
+        assert is_right(path, large.local_view, value(0, "float64", (300, 1000)), 0)
+        assert path == "staged" or moved == 0

@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 @pytest.fixture
 def pages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pages_of_the_site", SCRIPTS / "docs.d" / "pages.py")
+    spec = importlib.util.spec_from_file_location("pages_of_the_site", SCRIPTS / "docs.d" / "gather.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -144,10 +144,11 @@ def test_the_recorded_cases(installed: Installed, how: Sequence[str]) -> None:
     tests = installed.folder / "checks" / "tests"
     if not tests.exists():
         shutil.copytree(ROOT / "tests" / "conformance", tests / "conformance")
-        shutil.copy(ROOT / "tests" / "launching.py", tests)
+        (tests / "jobs").mkdir()
+        shutil.copy(ROOT / "tests" / "jobs" / "launching.py", tests / "jobs")
         (tests.parent / "scripts").mkdir()
         shutil.copy(ROOT / "scripts" / "environment.sh", tests.parent / "scripts")
-    program = f"import sys; sys.path.insert(0, {str(tests)!r})\nfrom conformance.launch import main\n"
+    program = f"import sys; sys.path[:0] = {[str(tests), str(tests / 'jobs')]!r}\nfrom conformance.launch import main\n"
     program += f"sys.exit(main(['--mpi', 'mpich', *{list(how)!r}]))"
     last = installed.run("python", "-c", program, seconds=280).splitlines()[-1]
     assert last.startswith("conformance: passed=")

@@ -258,7 +258,7 @@ class _OptimizerFit:
 def _add_variable(entries: State, path: str, var: Variable) -> None:
     copies = _copies_of(entries, var)
     entries.variables[path] = var
-    entries.add_array(path, OneVariable.name, copies, host_array(var.local_view))
+    entries.add_array(path, OneVariable.name, copies, var.local_view)
 
 
 def _copies_of(entries: State, var: Variable) -> str:

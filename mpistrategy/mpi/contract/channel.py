@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.contract.companions import Companions
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.contract.sums_by_mpi import Companions
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 _LOOKS = 8
@@ -35,12 +37,20 @@ class FirstMessage(Protocol):
     Attributes:
         values: what this rank adds, float64; written before the comparison.
         sums: the sums over the ranks after it, until the next one.
-        companions: what travels beside it; None where nothing can.
     """
 
     values: Array
     sums: Array
-    companions: Companions | None
+
+    @property
+    def companions(self) -> Companions | None:
+        """What travels beside it; None where nothing can."""
+
+
+class Compare(Protocol):
+    """Compares one call with those of the other ranks: see `mpistrategy.mpi.contract.guard.Guard.comparison`."""
+
+    def __call__(self, work: Callable[[], object] | None = None) -> None: ...
 
 
 class Steps(NamedTuple):

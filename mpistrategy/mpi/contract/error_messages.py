@@ -73,8 +73,8 @@ class TellsErrors(ABC):
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
         """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
         self.fail(where, error, agreed=True)
-        is_of_one = isinstance(error, Exception) and _is_of_one_rank(error)
-        if self.failures is None and is_of_one and not _is_after_messages(error):
+        others_know = self.failures is not None or _is_after_messages(error)
+        if not others_know and isinstance(error, Exception) and _is_of_one_rank(error):
             self._end_the_job(error)
         self.mark_told(error)
 
@@ -215,9 +215,10 @@ def _is_of_one_rank(error: Exception) -> bool:
     return not isinstance(error, MpiStrategyError) or isinstance(error, DeviceError)
 
 
-def mark_after_messages(error: BaseException) -> None:
+def mark_after_messages(error: E) -> E:
     """Mark an error of one rank that has sent and received all messages of its call, so that no rank waits for it."""
     error.__dict__[_AFTER_MESSAGES] = True
+    return error
 
 
 def _is_after_messages(error: BaseException) -> bool:

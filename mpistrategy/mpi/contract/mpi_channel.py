@@ -16,19 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.channel import Steps, wait_patiently
-from mpistrategy.mpi.contract.companions import NONE, Companions, digest_of_sums
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.contract.sums_by_mpi import Companions
 
 _DIGITS = 4
 _HEADER = _DIGITS + 1
 _BITS = 16
 _REMEMBERED = 4096
+#: The number of no companion.
+_NONE = -1
 
 
 def elements_for(size: int, library: str) -> int:
@@ -54,7 +58,6 @@ class MpiControlChannel:
     Attributes:
         values: what this rank adds to the sums; written before a comparison, whose call gives them a meaning.
         sums: the sums over the ranks after it.
-        companions: what travels beside it; None for an MPI without persistent collectives.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -71,12 +74,20 @@ class MpiControlChannel:
         self._persistent = True
         #: The request for texts that this rank may have left: MPI could still write into its buffers.
         self._texts: Any = None
-        self.companions: Companions | None = None
+        self._companions: Companions | None = None
         try:
             self._request = self._sum_of(self._mine, self._totals)
-            self.companions = Companions(self._sum_of, self._comm.rank, self.all_equal)
         except NotImplementedError:  # an MPI before 4.0
             self._persistent = False
+
+    @property
+    def companions(self) -> Companions | None:
+        """What travels beside the first message; None for an MPI without persistent collectives."""
+        if self._companions is None and self._persistent:
+            from mpistrategy.mpi.contract.sums_by_mpi import Companions  # here, since one node does not need it
+
+            self._companions = Companions(self._sum_of, self._comm.rank, self.all_equal)
+        return self._companions
 
     def _sum_of(self, mine: Array, totals: Array) -> Any:
         return self._comm.Allreduce_init(mine, totals, MPI.SUM)
@@ -116,6 +127,7 @@ class MpiControlChannel:
 
     def has_equal_sums(self) -> bool:
         """Return whether all ranks get the same bits in `sums`, which MPI does not promise; tried once.  Collective."""
+        from mpistrategy.mpi.contract.sums_by_mpi import digest_of_sums  # here, since one node does not need it
 
         def allreduce(values: Array) -> None:
             self.values[...] = values
@@ -134,15 +146,15 @@ class MpiControlChannel:
         What some ranks have started beside the first message is completed.
         """
         mine = np.frombuffer(text.encode(), np.uint8)
-        started = NONE if self.companions is None else self.companions.number_started()
+        started = _NONE if self._companions is None else self._companions.number_started()
         told = np.zeros((self._comm.size, 2), np.int64)
         self._gather(self._comm.Iallgather(np.array([mine.size, started], np.int64), told), look)
         counts = told[:, 0].copy()
         together = np.empty(int(counts.sum()), np.uint8)
         self._gather(self._comm.Iallgatherv(mine, [together, counts]), look)
-        numbers = {*told[:, 1].tolist()} - {NONE}
-        if self.companions is not None and numbers:
-            self.companions.complete(numbers, partial(self._gather, look=look))
+        numbers = {*told[:, 1].tolist()} - {_NONE}
+        if self._companions is not None and numbers:
+            self._companions.complete(numbers, partial(self._gather, look=look))
         texts, ends = together.tobytes(), np.cumsum(counts).tolist()
         return [texts[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -155,8 +167,8 @@ class MpiControlChannel:
 
     def close(self) -> None:
         """Free the requests and the communicator."""
-        if self.companions is not None:
-            self.companions.free()
+        if self._companions is not None:
+            self._companions.free()
         if self._persistent:
             self._request.Free()
         self._comm.Free()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 PathName = Literal["alone", "mpi", "staged", "nccl", "ipc"]
+#: The paths that need nothing of the host once their work is on the stream.
+ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 
 
 class DevicePath(Protocol):

@@ -6,36 +6,34 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import accumulate, repeat
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
+from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer, quiet_runner
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.over_mpi.device_memory import DeviceMemory
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.contract import companions
-    from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across, way_between
+    from mpistrategy.mpi.multi_node.two_level import AcrossNodes, Manner, across_nodes, allreduce_across, way_between
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
     from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
     from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
     from mpistrategy.mpi.tuning import costs
 else:
-    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "across_nodes", "allreduce_across", "way_between")
     later(globals(), "mpistrategy.mpi.over_mpi.gathering")
     later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
     later(globals(), "mpistrategy.mpi.tuning.costs")
-    later(globals(), "mpistrategy.mpi.contract.companions")
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
 #: 16 MiB both ways at 1 Gbit/s take 160-200 ms, and 142 ms in shorter messages.
@@ -46,13 +44,45 @@ _ROUTES: dict[costs.Route, RouteName] = {"flat": "mpi", "lanes": "lanes", "pairw
 _REMEMBERED = 4096
 #: On one node larger arrays are broadcast through shared memory, smaller ones by one MPI Bcast.
 SHARED_BROADCAST_BYTES = 2**19
+#: Writes the combination of a source into a target.
+Reduce: TypeAlias = "Callable[[Array, Array], object]"
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
 )
 
 
-class Collectives(DeviceMemory):
+class RepeatedAllReduce:
+    """The all-reduce of arrays of one size.
+
+    Args:
+        prepare: returns how, on ranks that have agreed on the first call.  Collective.
+
+    Attributes:
+        reduce: ``reduce(source, target)`` does it.
+    """
+
+    def __init__(self, prepare: Callable[[], tuple[Reduce, AcrossNodes | None]]) -> None:
+        self._prepare = prepare
+        self._lanes: AcrossNodes | None = None
+        self.reduce: Reduce = self._first
+
+    def _first(self, source: Array, target: Array) -> None:
+        self.reduce, self._lanes = self._prepare()
+        self.reduce(source, target)
+
+    def begin(self, source: Array) -> None:
+        """Do what can be done before the ranks have agreed on the call; `reduce` with `source` follows, or `forget`."""
+        if self._lanes is not None:
+            self._lanes.write(source)
+
+    def forget(self) -> None:
+        """Forget what was begun."""
+        if self._lanes is not None:
+            self._lanes.forget()
+
+
+class Collectives:
     """The part of a `Communicator` that moves arrays, on ranks that have agreed on the call.
 
     Attributes:
@@ -79,7 +109,7 @@ class Collectives(DeviceMemory):
     failures: Failures | None = None
     thresholds: Thresholds
     max_count: int
-    #: How to wait for messages between nodes; None: as `two_level.EAGER` says.
+    #: How to wait for messages between nodes; None: the usual one of `two_level`.
     manner: Manner | None = None
     _control: MpiControlChannel | None
 
@@ -100,13 +130,8 @@ class Collectives(DeviceMemory):
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
-        if (
-            self.local_size == self.size
-            and nbytes >= self.thresholds.window_bytes_for(dtype)
-            and self.pipelined is not None
-        ):
-            return "pipelined"
-        return "mpi"
+        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes_for(dtype)
+        return "pipelined" if is_large and self.pipelined is not None else "mpi"
 
     def _route_between_nodes(self, nbytes: int) -> RouteName:
         if self._routes_by is not self.thresholds:
@@ -136,6 +161,8 @@ class Collectives(DeviceMemory):
         This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
         """
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
+            from mpistrategy.mpi.contract import sums_by_mpi  # here, since only ranks of several nodes need it
+
             self._tried.add(way)
 
             def allreduce(values: Array) -> None:
@@ -144,7 +171,7 @@ class Collectives(DeviceMemory):
                 else:
                     self._comm.Allreduce(MPI.IN_PLACE, values)
 
-            if not self._control.all_equal(companions.digest_of_sums(allreduce, self.rank)):
+            if not self._control.all_equal(sums_by_mpi.digest_of_sums(allreduce, self.rank)):
                 self._unequal.add(way)
                 self._routes.clear()
                 if self.rank == 0:
@@ -183,32 +210,30 @@ class Collectives(DeviceMemory):
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
                 self._comm.Allreduce(those, piece, operation(op, buffer.dtype))
 
-    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> Callable[[Array, Array], None]:
-        """Return ``f(source, target)``, which does `allreduce` with two arrays of so many bytes that share none.
+    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RepeatedAllReduce:
+        """Return `allreduce` of two arrays of so many bytes that share none; it finds out once which way it takes."""
+        return RepeatedAllReduce(lambda: self._prepared(nbytes, dtype, op))
 
-        Where MPI does it, in one call, this takes the fewest steps.
-        """
-        size = nbytes // dtype.itemsize
-        by_mpi, given = operation(op, dtype), nbytes <= _DIRECT_BYTES
-        in_place, copyto, allreduce = MPI.IN_PLACE, np.copyto, self._comm.Allreduce
-        fits = self.nodes > 1 and 0 < size <= self.max_count and nbytes <= self.thresholds.mpi_piece_bytes(self.nodes)
-        thresholds: Thresholds | None = None  # those under which MPI was found to do it
+    def _prepared(self, nbytes: int, dtype: np.dtype[Any], op: str) -> tuple[Reduce, AcrossNodes | None]:
+        way, size = self.tried_route(nbytes, dtype, op), nbytes // dtype.itemsize
+        if way == "lanes":
+            lanes = across_nodes(self, way)
+            return partial(quiet_runner(), lanes.allreduce_arrays, op), lanes
+        most = min(self.max_count, self.thresholds.mpi_piece_bytes(self.nodes) // dtype.itemsize)
+        if way != "mpi" or self.nodes == 1 or not 0 < size <= most:
+            return lambda source, target: self.allreduce(target, op, source), None
+        allreduce, in_place, by_mpi, copyto = self._comm.Allreduce, MPI.IN_PLACE, operation(op, dtype), np.copyto
+        is_given = nbytes <= _DIRECT_BYTES
 
-        def reduce(source: Array, target: Array) -> None:
-            nonlocal thresholds
-            if self.thresholds is not thresholds:
-                if not fits or self.tried_route(nbytes, dtype, op) != "mpi":
-                    self.allreduce(target, op, source)
-                    return
-                thresholds = self.thresholds
+        def by_one_call(source: Array, target: Array) -> None:
             flags = source.flags
-            if given and flags.c_contiguous and flags.aligned:
+            if is_given and flags.c_contiguous and flags.aligned:
                 allreduce(source, target, by_mpi)
             else:
                 copyto(target, source)
                 allreduce(in_place, target, by_mpi)
 
-        return reduce
+        return by_one_call, None
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
@@ -224,6 +249,35 @@ class Collectives(DeviceMemory):
         for source, target in pairs:
             self.allreduce(target, op, source)
             divide_by(divisor, target)
+
+    def allreduce_device_memory(self, buffer: Any, op: str) -> None:
+        """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
+
+    def reduce_device_memory(self, buffer: Any, root: int, op: str) -> None:
+        """Do `reduce` with such an array."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            if self.rank == root:
+                self._comm.Reduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype), root)
+            else:
+                self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
+
+    def bcast_device_memory(self, buffer: Any, root: int) -> None:
+        """Do `bcast` with such an array, of any dtype."""
+        for piece in buffers.pieces(buffers.as_bytes(buffer), self.max_count):
+            self._comm.Bcast(piece, root)
+
+    def allgather_device_memory(self, counts: Sequence[int], together: Any) -> None:
+        """Do `allgatherv` with such an array, of any dtype, in which the own block is in its place."""
+        sizes = [count * together.itemsize for count in counts]
+        begins = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+        whole = buffers.as_bytes(together)
+        for start in range(0, whole.size, self.max_count):
+            stop = min(start + self.max_count, whole.size)
+            first = np.clip(begins, start, stop)
+            parts = np.clip(np.add(begins, sizes), start, stop) - first
+            self._comm.Allgatherv(MPI.IN_PLACE, [whole[start:stop], parts, first - start, MPI.BYTE])
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""

@@ -280,7 +280,7 @@ class Arena(Generic[T]):
         route = self._route(op, path, chosen.wire, in_place)
         route.bring(self._mine)
         signature = self._signature(op, call.where, call.place, in_place, chosen.wire, path and f", path={path}")
-        call.agree_on(signature._replace(destination=destination, name=call.name), sparingly=True)
+        call.agree_on(signature._replace(destination=destination, name=call.name), sparingly=not self._on_device)
         route.run(self._mine)
         return self._values if in_place else self._result
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.contract.channel import Compare
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.reduction.layout.packing import Pack
 
@@ -31,7 +32,7 @@ class Repeated(NamedTuple):
         failed: is called with an error that comes after the comparison.
     """
 
-    compare: Callable[[], None]
+    compare: Compare
     otherwise: Run
     failed: Callable[[BaseException], object]
 

@@ -1,6 +1,6 @@
 """The route of a small pack between nodes: its sum travels beside the first message of the call.
 
-It is started before the ranks have agreed on the call, in memory of its own; see `mpistrategy.mpi.contract.companions`.
+It is started before the ranks have agreed on the call, in memory of its own (`mpistrategy.mpi.contract.sums_by_mpi`).
 The first call of a size makes that memory, after the agreement.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, division, quiet_runner
 from mpistrategy.mpi.contract.check_level import ALWAYS
-from mpistrategy.mpi.contract.companions import LARGEST_BYTES, Companion, Companions
 from mpistrategy.mpi.contract.error_messages import mark_after_messages
+from mpistrategy.mpi.contract.sums_by_mpi import LARGEST_BYTES, Companion, Companions
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack

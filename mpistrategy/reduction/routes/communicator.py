@@ -65,12 +65,14 @@ class CommunicatorRoute:
         #: Memory for each pack, between `bring` and `run`.
         self._memory: list[Array] = []
 
+    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take memory for each pack: the target of a lone array, or memory that is used again; fill the others."""
         self._memory = [self._taken(pack, targets) for pack in self.packs]
         for pack, taken in zip(self.packs, self._memory, strict=True):
             if len(pack.members) > 1:
-                pack.fill(arrays, taken)
+                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
+                np.concatenate(chosen, axis=None, out=taken, casting="unsafe")
 
     def _taken(self, pack: Pack, targets: Targets) -> Array:
         first, dtype = pack.members[0], pack.dtype
@@ -84,7 +86,6 @@ class CommunicatorRoute:
             return np.empty(shape, dtype)
         return self._communicator.pool.take(dtype, shape)
 
-    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
         memory, self._memory = self._memory, []
@@ -153,6 +154,7 @@ class OneArrayRoute:
         self._division = None if divisor == 1 else division(divisor, pack.dtype)
         self._target: Any = None
 
+    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take memory for the result: the target, or new memory."""
         given = None if targets is None else targets[0]
@@ -177,17 +179,24 @@ class OneArrayRoute:
         if prepare is None:
             return None
         compare, otherwise, failed = repeated
-        reduce = prepare(self.packs[0].nbytes, self._dtype, self._text)
-        new, quiet, divides = self._new, self._quiet, self._division is not None
+        prepared = prepare(self.packs[0].nbytes, self._dtype, self._text)
+        new, quiet, divides, is_lanes = self._new, self._quiet, self._division is not None, self._name == "lanes"
         divide, operand = self._division or (None, None)
 
         def run(value: Any, out: Any) -> Any:
             if out is not None:
                 return otherwise(value, out)
             target = new()
-            compare()
+            if is_lanes:
+                try:
+                    compare(partial(prepared.begin, value))
+                except BaseException:
+                    prepared.forget()
+                    raise
+            else:
+                compare()
             try:
-                reduce(value, target)
+                prepared.reduce(value, target)
                 if divides:
                     quiet(divide, target, operand, target)
             except BaseException as error:
@@ -243,11 +252,10 @@ def described(
     result: Copies = () if copies or in_place else ((1, "all into the result"),)
     copied = nbytes / rates.copy_bytes_per_second
     seconds = copied * sum(amount for amount, _ in copies)
-    by_mpi = (
-        nbytes / rates.mpi_bytes_per_second
-        if nodes == 1
-        else rates.message_seconds + sent / rates.link_bytes_per_second
-    )
+    by_mpi, estimates = nbytes / rates.mpi_bytes_per_second, dict[costs.Route, float]()
+    if nodes > 1:
+        estimates = _estimates(ranks, packs, _BETWEEN_NODES.get(name, "flat"), 2 if rounded else 1)
+        by_mpi = estimates["flat"]
     by_each = size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)
     way, moved = "stays here, the only replica", ""
     match name:
@@ -260,7 +268,7 @@ def described(
             copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
             seconds += nbytes / rates.window_bytes_per_second
-        case "across" | "lanes":  # one piece is on the network while the node works on the next
+        case "across" | "lanes":
             chosen: two_level.Way = "lanes" if name == "lanes" else "across"
             lanes = len(two_level.lanes_of(chosen, ranks.node_of, ranks.rank).owners)
             piece = two_level.piece_bytes_for(chosen, ranks.node_of, ranks.thresholds)
@@ -277,9 +285,6 @@ def described(
             if local > 1 and ranks.shares_memory:
                 taken = local * two_level.shared_bytes(chosen, ranks.node_of, ranks.thresholds)
                 moved += f"; this node shares {size_in_words(taken)} for it, from its first use on"
-            within = rates.arena_bytes_per_second if seen else rates.window_bytes_per_second
-            on_node = nbytes / within if local > 1 else 0
-            seconds += rates.message_seconds + max(sent / rates.link_bytes_per_second, on_node)
         case "mpi":
             copies += result
             way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.mpi_piece_bytes(nodes), 'piece')}"
@@ -298,23 +303,28 @@ def described(
             way, seconds = "between the threads of this process", seconds + ranks.size * copied
         case _:
             copies, seconds = copies + result, seconds + copied
-    if nodes > 1 and name in _BETWEEN_NODES and not rounded:
-        estimates = _estimates(ranks, packs, _BETWEEN_NODES[name])
+    if nodes > 1 and name in _BETWEEN_NODES:
         seconds = estimates[_BETWEEN_NODES[name]]
-        moved += f"; estimates: {', '.join(f'{route} {time_in_words(each)}' for route, each in estimates.items())}"
+        if not rounded:
+            moved += f"; estimates: {', '.join(f'{route} {time_in_words(each)}' for route, each in estimates.items())}"
     return Description(packs, way, copies, moved, seconds)
 
 
 _BETWEEN_NODES: dict[str, costs.Route] = {"mpi": "flat", "lanes": "lanes", "across": "pairwise"}
 
 
-def _estimates(ranks: Communicator, packs: Sequence[Pack], chosen: costs.Route) -> dict[costs.Route, float]:
-    """Return the seconds that packs take by each route between nodes that may be taken, by which it is chosen."""
+def _estimates(
+    ranks: Communicator, packs: Sequence[Pack], chosen: costs.Route, divisor: int
+) -> dict[costs.Route, float]:
+    """Return the seconds that packs take by each route between nodes that may be taken, by which it is chosen.
+
+    Their bytes are divided by `divisor` where values are rounded before they travel.
+    """
     local, routes = ranks.size // ranks.nodes, [chosen]
     for pack in packs:
         routes += costs.allowed_between_nodes(ranks.nodes, local, pack.nbytes, ranks.thresholds)
     return {
-        route: sum(costs.SECONDS[route](ranks.nodes, local, pack.nbytes, ranks.thresholds) for pack in packs)
+        route: sum(costs.SECONDS[route](ranks.nodes, local, pack.nbytes // divisor, ranks.thresholds) for pack in packs)
         for route in sorted({*routes})
     }
 

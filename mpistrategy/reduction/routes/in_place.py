@@ -26,7 +26,6 @@ from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction import on_device
 from mpistrategy.reduction.layout.packing import Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.communicator import described
@@ -171,6 +170,8 @@ class InPlaceRoute:
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
     """Write rank 0's array into everybody's; to be called inside an agreed call by all ranks."""
     if is_on_device(replicas.mine):
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
         on_device.bcast(communicator, replicas.mine, 0)
         return
     if not replicas.is_shared:

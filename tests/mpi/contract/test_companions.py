@@ -11,7 +11,7 @@ from replicas import RANK, SIZE, OnNodes, context
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi.contract.companions import LARGEST_BYTES, MOST, Companions
+from mpistrategy.mpi.contract.sums_by_mpi import LARGEST_BYTES, MOST, Companions
 
 several = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1

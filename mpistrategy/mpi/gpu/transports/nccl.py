@@ -25,7 +25,7 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.gpu.cuda_driver import stream_writer
-from mpistrategy.mpi.gpu.transports import ordered_keys
+from mpistrategy.mpi.gpu.transports import ordered_keys, rounded
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error, own_part
@@ -37,6 +37,8 @@ _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
 #: Never freed: the GPU may still write its progress there.
 _left: list[GpuProgress] = []
+#: ncclBfloat16, which not every CuPy has a name for.
+_BFLOAT16 = 9
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
@@ -74,6 +76,7 @@ class NcclPath:
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
         self._staged = StagedPath()
+        self._rounded = rounded.Rounded(self._cupy)
         self._staged.make_room_for_all()
         ordered_keys.compile_for(self._cupy)
         self._progress = GpuProgress(self._cupy, self._ask, stream_writer)
@@ -129,14 +132,12 @@ class NcclPath:
 
     def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
-        if getattr(ranks, "rounds", False):
-            return "the wire's dtype is made on the host"
         return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
 
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
         """Replace `buffer` by its combination over the ranks, on the current stream.
 
-        What NCCL does not know goes by way of the host.
+        What NCCL does not know goes by way of the host.  Where the ranks ask for a wire, float32 travels in its dtype.
         """
         if self.by_host(ranks, buffer.dtype, op):
             self._staged.allreduce(ranks, buffer, op)
@@ -146,7 +147,11 @@ class NcclPath:
             pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
             self._nccl.allReduce(pointer, pointer, _count(values), kind, getattr(nccl, f"NCCL_{op}"), stream)
 
-        self._combine(buffer, op, put)
+        wire = rounded.dtype_for(self._cupy, ranks, buffer.dtype, op)
+        if wire is None:
+            self._combine(buffer, op, put)
+        else:
+            self._rounded.combine(buffer, wire, lambda piece: self._combine(piece, op, put))
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks."""
@@ -340,7 +345,7 @@ def _is_native(dtype: np.dtype[Any], op: str) -> bool:
 def _kind(nccl: Any, dtype: np.dtype[Any]) -> int:
     """Return NCCL's number of a dtype; of that of the parts of a complex one."""
     name = f"float{dtype.itemsize * 4}" if dtype.kind == "c" else dtype.name
-    found: int = getattr(nccl, f"NCCL_{name.upper()}")
+    found: int = _BFLOAT16 if name == "bfloat16" else getattr(nccl, f"NCCL_{name.upper()}")
     return found
 
 

@@ -58,6 +58,12 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
             warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
         call.agree("use the path of arrays in GPU memory")
     paths.reasons[word] = choice.reason
+    if (
+        choice.name == "nccl"
+        and ranks.nodes > 1
+        and (network := cuda_trials.network_of_nccl(loaded_mpi.evidence().version))
+    ):
+        paths.reasons[word] += f"; {network}"
     paths.known[word] = path
     return path
 
@@ -97,7 +103,7 @@ def _abilities(ranks: Communicator) -> Abilities:
         return Abilities()
     if getattr(ranks, "is_simulated", False):
         return Abilities(verdict=cuda_aware.NO, reason=_THREADS, ipc=_THREADS)
-    answer = _takes_gpu_memory()
+    answer = _takes_gpu_memory(ranks.nodes)
     return Abilities(
         gpu=inventory.identity(cupy.cuda.runtime.getDevice()),
         node=ranks.node_of[ranks.rank],
@@ -108,6 +114,6 @@ def _abilities(ranks: Communicator) -> Abilities:
     )
 
 
-def _takes_gpu_memory() -> cuda_aware.Answer:
+def _takes_gpu_memory(nodes: int) -> cuda_aware.Answer:
     word, evidence = cuda_aware.said(), loaded_mpi.evidence()
-    return cuda_trials.verified(cuda_aware.decide(evidence, word), evidence.version, word)
+    return cuda_trials.verified(cuda_aware.decide(evidence, word), evidence.version, word, nodes)

@@ -27,7 +27,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip",
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
 # What Slurm's plugin loads; Debian has it under this name only with libpmix-dev, or where somebody made the link.
 PMIX = glob.glob("/usr/lib/*/pmix2/lib/libpmix.so")
-PYXIS = Path(__file__).with_name("pyxis_stand_in.c")
+PYXIS = Path(__file__).parents[1] / "doubles" / "pyxis_stand_in.c"
 
 NODE = """
 read -r _ # until the network is there

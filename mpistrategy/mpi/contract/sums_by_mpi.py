@@ -1,9 +1,10 @@
-"""Sums that travel beside the first message of a call: each is a persistent Allreduce of its own.
+"""Sums by MPI: those beside the first message of a call, and whether all ranks get the same bits of them.
 
-A rank starts it, and then the first message.  A persistent collective matches only itself, and ranks may start several
-in any order.  So where the calls differ nothing is added up that does not belong together: what some ranks have started
-just waits.  All ranks learn from the texts of their reports which these are, start those that they lack with whatever
-is in their buffers, and wait for all of them.  The buffers belong to the companion, not to the program.
+A sum that travels beside the first message is a persistent Allreduce of its own.  A rank starts it, and then the first
+message.  A persistent collective matches only itself, and ranks may start several in any order.  So where the calls
+differ nothing is added up that does not belong together: what some ranks have started just waits.  All ranks learn from
+the texts of their reports which these are, start those that they lack with whatever is in their buffers, and wait for
+all of them.  The buffers are the companion's, not the program's.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 
+#: A few elements, and so many that every MPI takes the algorithm of its large messages.
+COUNTS = (5, 2**15)
+_EXPONENTS = 20
 #: Larger data gain less from it than two copies cost.
 LARGEST_BYTES = 64 * 2**10
 #: So many are made for a communicator, each with two buffers; other data travel after the first message.
 MOST = 32
 #: The numbers of float32 whose sums are tried.
 _TRIED = (5, LARGEST_BYTES // 4)
-NONE = -1
-#: Of the sums by which the ranks' bits are compared: a few elements, and so many that every MPI takes the algorithm of
-#: its large messages.
-COUNTS = (5, 2**15)
-_EXPONENTS = 20
 
 
 class Companion:
@@ -103,8 +102,8 @@ class Companions:
         return self._all_equal(digest_of_sums(allreduce, self._rank, _TRIED))
 
     def number_started(self) -> int:
-        """Return the number of the companion that this rank has started in its present call, or `NONE`."""
-        return NONE if self.started is None else self.started.number
+        """Return the number of the companion that this rank has started in its present call; -1 for none."""
+        return -1 if self.started is None else self.started.number
 
     def complete(self, numbers: set[int], wait: Callable[[Any], None]) -> None:
         """Complete the companions of these numbers, which some ranks have started.  Collective."""
@@ -126,8 +125,6 @@ def digest_of_sums(
     allreduce: Callable[[Array], None], rank: int, counts: Sequence[int] = COUNTS, dtype: Any = np.float32
 ) -> int:
     """Return a digest, below 2**62, of sums over the ranks that depend on the order of the additions.
-
-    If it is equal on all ranks, MPI's Allreduce gives them the same bits, which MPI does not promise.
 
     Args:
         allreduce: replaces an array by its sum over the ranks.  Collective.

@@ -110,7 +110,7 @@ def compiled(folder: Path) -> ctypes.CDLL:
 
 
 def _built(library: Path, *sources: Path) -> ctypes.CDLL:
-    flags = [f"-I{Path(__file__).parent / 'cuda_on_cpu'}", "-std=c++14", "-O1", "-fPIC", "-shared", "-pthread"]
+    flags = [f"-I{Path(__file__).parents[1] / 'cuda_on_cpu'}", "-std=c++14", "-O1", "-fPIC", "-shared", "-pthread"]
     flags += ["-ffp-contract=off", "-fno-strict-aliasing", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
     subprocess.run(["g++", *flags, "-o", library, *sources], check=True, timeout=100)

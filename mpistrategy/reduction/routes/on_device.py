@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import placed_as
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.shared_memory.segments import aligned
 
 _WHAT = "arrays in GPU memory"
+#: So much of an array on the host is sent to the GPUs at a time.
+_PIECE_BYTES = 32 * 2**20
 
 
 def prepare(communicator: Communicator, arrays: Sequence[DeviceArray], where: str) -> None:
@@ -69,6 +72,26 @@ def write_that_of_rank_0(communicator: Communicator, array: Any, target: DeviceA
             sent[...] = placed_as(array, target)
         bcast(communicator, memory, 0)
         target[...] = sent
+
+
+def write_from_host_of(communicator: Communicator, root: int, array: Array | None, target: DeviceArray) -> None:
+    """Write rank `root`'s array on the host into every rank's `target`, which is flat, in whatever memory, in pieces.
+
+    Args:
+        communicator: the ranks.
+        root: the rank that has the array.
+        array: flat, of the dtype and size of `target`; None on the other ranks.
+        target: where it goes.
+    """
+    with target.device:
+        step = max(1, _PIECE_BYTES // target.itemsize)
+        room = communication_memory(cupy_for(_WHAT), min(step, target.size), target.dtype)
+        for start in range(0, target.size, step):
+            piece = room[: min(step, target.size - start)]
+            if array is not None:
+                piece.set(np.ascontiguousarray(array[start : start + piece.size], target.dtype))
+            bcast(communicator, piece, root)
+            target[start : start + piece.size] = piece
 
 
 def gather_rows(communicator: Communicator, block: DeviceArray, rows: Sequence[int]) -> DeviceArray:

@@ -14,7 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 SUM, PROD, MAX, MIN = range(4)
-_DTYPES = {0: "i1", 1: "u1", 2: "i4", 3: "u4", 4: "i8", 5: "u8", 7: "f4", 8: "f8"}
+_DTYPES = {6: "f2", 9: "bfloat16", 0: "i1", 1: "u1", 2: "i4", 3: "u4", 4: "i8", 5: "u8", 7: "f4", 8: "f8"}
+_BFLOAT16 = 9
 _OPS = {SUM: MPI.SUM, PROD: MPI.PROD, MAX: MPI.MAX, MIN: MPI.MIN}
 VERSION = 23203
 
@@ -58,7 +59,7 @@ class NcclCommunicator:
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
         calls.append("allReduce")
         assert sendbuf == recvbuf
-        dtype = np.dtype(_DTYPES[datatype])
+        dtype = np.dtype(cupy_double.bfloat16() if datatype == _BFLOAT16 else _DTYPES[datatype])
         memory = cupy_double._at(recvbuf, count * dtype.itemsize).view(dtype)
         under_way: list[Any] = []
         sent = np.empty_like(memory)
@@ -69,15 +70,21 @@ class NcclCommunicator:
                 return False
             if not under_way:
                 sent[...] = memory
-                received = np.empty_like(memory)
-                under_way.extend([comm.Iallreduce(sent, received, _OPS[op]), received])
+                received = np.empty((comm.size, *memory.shape), dtype)
+                if dtype.itemsize == 2:  # MPI does not add these
+                    under_way.extend([comm.Iallgather(sent.view(np.uint8), received.view(np.uint8)), received])
+                else:
+                    under_way.extend([comm.Iallreduce(sent, received[0], _OPS[op]), received[:1]])
             return bool(under_way[0].Test())
 
         queue = next(each for each in cupy_double._streams() if each.ptr == stream)
         self._begun += 1
 
         def finish() -> None:
-            np.copyto(memory, under_way[1] + dtype.type(wrong))
+            total, *others = under_way[1]
+            for other in others:
+                total = (total + other).astype(dtype)  # as NCCL: each sum is rounded
+            np.copyto(memory, total + dtype.type(wrong))
             self._ended += 1
 
         queue.put(finish, memory, ready=ready)
@@ -113,6 +120,8 @@ def made() -> types.ModuleType:
     nccl.get_unique_id = _unique_id
     nccl.NcclCommunicator, nccl.NcclError = NcclCommunicator, NcclError
     for number, dtype in _DTYPES.items():
+        if number == _BFLOAT16:
+            continue
         setattr(nccl, f"NCCL_{np.dtype(dtype).name.upper()}", number)
     nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN = SUM, PROD, MAX, MIN
     return nccl

@@ -19,6 +19,10 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+TESTS = Path(__file__).resolve().parents[1]
+# Where the helpers of tests are, which import each other by name.
+HELPERS = [str(TESTS), str(TESTS / "doubles"), str(TESTS / "jobs")]
+
 LIBRARY = MPI.Get_library_version()
 IS_OPEN_MPI = LIBRARY.startswith("Open MPI")
 

@@ -44,6 +44,8 @@ class _Work:
 
 
 _local = threading.local()
+#: Held while a queue changes or is worked on: a thread of the library's may wait for a stream of the program's.
+_lock = threading.RLock()
 
 
 class Stream:
@@ -61,6 +63,10 @@ class Stream:
 
     def put(self, do: Callable[[], Any], *memory: np.ndarray, ready: Callable[[], bool] | None = None) -> _Work:
         """Add work, which may have to wait until it is `ready`; null and blocking streams wait for each other."""
+        with _lock:
+            return self._put(do, memory, ready)
+
+    def _put(self, do: Callable[[], Any], memory: Sequence[np.ndarray], ready: Callable[[], bool] | None) -> _Work:
         if self is Stream.null:
             for other in _streams():
                 if other is not self and not other.non_blocking and other.queue:
@@ -73,7 +79,8 @@ class Stream:
         return work
 
     def _wait_for(self, other: Stream, work: _Work) -> None:
-        self.queue.append(_Work(lambda: None, ready=lambda: other._advance(work)))
+        with _lock:
+            self.queue.append(_Work(lambda: None, ready=lambda: other._advance(work)))
 
     def run_until(self, last: _Work) -> None:
         while not self._advance(last):
@@ -81,6 +88,10 @@ class Stream:
 
     def _advance(self, last: _Work) -> bool:
         """Do what can be done at once; return whether `last` is done."""
+        with _lock:
+            return self._advance_locked(last)
+
+    def _advance_locked(self, last: _Work) -> bool:
         while last.do is not None:
             if self.queue[0].ready is not None and not self.queue[0].ready():
                 return False
