@@ -21,10 +21,10 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.algorithm import OnDevice
 from mpistrategy.reduction.layout import destinations as placing
 
 if TYPE_CHECKING:
+    from mpistrategy.reduction.algorithm import OnDevice
     from mpistrategy.reduction.broadcast import broadcast
 else:
     later(globals(), "mpistrategy.reduction.broadcast", "broadcast")

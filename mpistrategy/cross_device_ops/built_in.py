@@ -19,7 +19,6 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.algorithm import OnDevice
 from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, own_result
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
     from mpistrategy.mpi.multi_node import reduced_precision
     from mpistrategy.reduction import sparse
-    from mpistrategy.reduction.routes import gpu_operations
+    from mpistrategy.reduction.algorithm import OnDevice
     from mpistrategy.reduction.routes.communicator import CommunicatorRoute
     from mpistrategy.reduction.routes.gpu import GpuRoute
     from mpistrategy.reduction.routes.gpu_operations import GpuOperation
@@ -41,7 +40,7 @@ else:
     later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
     later(globals(), "mpistrategy.reduction.sparse")
     later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
-    later(globals(), "mpistrategy.reduction.routes.gpu_operations")
+    later(globals(), "mpistrategy.reduction.algorithm", "OnDevice")
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -94,8 +93,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None: on the host."""
+        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, on_one_rank  # here, for the quick import
+
         root = destination.only_rank
-        return gpu_operations.ALL_REDUCE if root is None else gpu_operations.on_one_rank(root, destination)
+        return ALL_REDUCE if root is None else on_one_rank(root, destination)
 
     def _gpu_route(
         self,

@@ -13,7 +13,6 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span, wire_dtype
-from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
@@ -38,17 +37,19 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
-#: What CuPy calls memory of cudaMalloc.
-_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 if TYPE_CHECKING:
     from mpistrategy.arrays.foreign import is_foreign
+    from mpistrategy.arrays.gpu import is_cupy
     from mpistrategy.reduction import sparse
 else:
     later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
     later(globals(), "mpistrategy.reduction.sparse")
+    later(globals(), "mpistrategy.arrays.gpu", "is_cupy")
 
 #: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
 resident_values: dict[int, weakref.ref[Any]] = {}
+#: What CuPy calls memory of cudaMalloc.
+_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 

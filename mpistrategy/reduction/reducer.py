@@ -20,7 +20,6 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.algorithm import Algorithm, OnDevice
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, in_kind
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
@@ -29,10 +28,12 @@ from mpistrategy.reduction.plans import Plans, is_simple
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import check_device, is_cupy
+    from mpistrategy.reduction.algorithm import Algorithm, OnDevice
     from mpistrategy.reduction.gather import gather
 else:
-    later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
+    later(globals(), "mpistrategy.arrays.gpu", "check_device")
     later(globals(), "mpistrategy.reduction.gather", "gather")
+    later(globals(), "mpistrategy.arrays.gpu", "is_cupy")
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16

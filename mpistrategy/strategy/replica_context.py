@@ -95,11 +95,7 @@ class ReplicaContext(NamesOurs, ReduceScatter, NotPickled):
     def __init__(self, strategy: _Strategy, replica_id_in_sync_group: int | None) -> None:
         check_strategy(strategy, "ReplicaContext")
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
-            raise OptionError.at(
-                "ReplicaContext",
-                found=f"replica_id_in_sync_group={replica_id_in_sync_group!r}",
-                expected="an int or None",
-            )
+            raise OptionError.at("ReplicaContext", found=f"{replica_id_in_sync_group=}", expected="an int or None")
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
         self._entered: list[Frame] = []

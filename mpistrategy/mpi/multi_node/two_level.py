@@ -163,7 +163,8 @@ CROWDED = Manner(crowded)
 
 def across_nodes(communicator: Any, way: Way, manner: Manner | None = None) -> AcrossNodes:
     """Return the two-level exchange of a communicator; the first call for each way is collective."""
-    chosen: Manner = manner or getattr(communicator, "manner", None) or EAGER
+    usual = CROWDED if getattr(communicator, "is_crowded", False) else EAGER
+    chosen: Manner = manner or getattr(communicator, "manner", None) or usual
     found: AcrossNodes = communicator.once((AcrossNodes, way), lambda: AcrossNodes(communicator, way, chosen))
     return found
 

@@ -78,7 +78,7 @@ class Collectives:
     failures: Failures | None = None
     thresholds: Thresholds
     max_count: int
-    #: How to wait for messages between nodes; None: as `two_level.EAGER` says.
+    #: How to wait for messages between nodes; None: the usual one of `two_level`.
     manner: Manner | None = None
     _control: MpiControlChannel | None
 
@@ -99,13 +99,8 @@ class Collectives:
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
-        if (
-            self.local_size == self.size
-            and nbytes >= self.thresholds.window_bytes_for(dtype)
-            and self.pipelined is not None
-        ):
-            return "pipelined"
-        return "mpi"
+        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes_for(dtype)
+        return "pipelined" if is_large and self.pipelined is not None else "mpi"
 
     def _route_between_nodes(self, nbytes: int) -> RouteName:
         if self._routes_by is not self.thresholds:

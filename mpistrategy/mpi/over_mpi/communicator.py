@@ -24,7 +24,6 @@ from mpistrategy.mpi.interface.buffers import Once, Pool
 from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
-from mpistrategy.mpi.multi_node.two_level import CROWDED, Manner
 from mpistrategy.mpi.over_mpi.collectives import Collectives
 from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
@@ -99,8 +98,6 @@ class MpiCommunicator(Collectives):
         self.node_of: tuple[int, ...] = tuple(numbers[each.leader] for each in ranks)
         self.nodes: int = len(numbers)
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
-        if self.is_crowded:
-            self.manner: Manner = CROWDED
         self.library: str = library_name(MPI.Get_library_version())
         self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.mailboxes: Mailboxes | None = None

@@ -9,11 +9,13 @@ from mpistrategy.strategy import outside_steps
 
 pytestmark = pytest.mark.one_rank
 CHECK = {"Start": 1, "Wait": 1}
+#: By a persistent Allreduce, too.
+SMALL = {"Start": 2, "Wait": 2}
 EXPECTED: dict[int, dict[int, dict[str, int]]] = {
-    1: {8: CHECK, 4096: {**CHECK, "Allreduce": 1}, 2**22: {**CHECK, "Allreduce": 1}},
+    1: {8: CHECK, 4096: SMALL, 2**22: {**CHECK, "Allreduce": 1}},
     4: {
         8: CHECK,
-        4096: {**CHECK, "Allreduce": 1},
+        4096: SMALL,
         2**20: {**CHECK, "Allreduce": 1},
         2**24: {**CHECK, "Iallreduce": 4, "Test": 4},
     },
