@@ -110,5 +110,5 @@ def rows() -> list[str]:
 
 
 def test_the_guide_has_the_table() -> None:
-    text = (Path(ms.__file__).parent / "cli" / "guide" / "gpus.md").read_text()
+    text = (Path(ms.__file__).parent / "cli" / "guide" / "gpu-operations.md").read_text()
     assert "\n".join(rows()) in text
