@@ -118,9 +118,9 @@ def test_a_bucket_starts_when_those_before_it_have(two_nodes: ms.Strategy, monke
     started: list[str] = []
     start = ms.ReplicaContext.all_reduce_async
 
-    def counted(self: Any, op: Any, value: Any, **options: Any) -> Any:
-        started.append(options["name"].split()[2])
-        return start(self, op, value, **options)
+    def counted(self: Any, op: Any, value: Any, *options: Any, name: str) -> Any:
+        started.append(name.split()[2])
+        return start(self, op, value, *options, name=name)
 
     monkeypatch.setattr(ms.ReplicaContext, "all_reduce_async", counted)
 
