@@ -113,6 +113,7 @@ from contextlib import nullcontext
 
 class ndarray(np.ndarray):
     def set(self, other): self[...] = other
+    def get(self, out): out[...] = self
 
 
 asarray = lambda a: np.array(a).view(ndarray)
@@ -129,6 +130,7 @@ cuda = SimpleNamespace(
 def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch: Launch, tmp_path: Path) -> None:
     """The word of the user says that MPI takes GPU memory; two ranks of their own try it, with a CuPy that errs."""
     (tmp_path / "cupy.py").write_text(CUPY)
+    (tmp_path / "cupyx.py").write_text("from numpy import empty as empty_pinned")
     (tmp_path / "libmpi.so.99").write_bytes(bytes(4096))
     source = f"""
         import mmap, os, sys

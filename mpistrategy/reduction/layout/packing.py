@@ -80,7 +80,10 @@ class Pack:
         return arrays if len(self.members) == len(arrays) else [arrays[member.index] for member in self.members]
 
     def fill(self, arrays: Sequence[Array], buffer: Array | None = None) -> Array:
-        """Return a buffer, `buffer` or a new one, with the arrays' values, converted to the wire dtype."""
+        """Return a buffer, `buffer` or a new one, with the arrays' values, converted to the wire dtype.
+
+        For packs without gaps, as those on the host are; so is `in_one_piece`.
+        """
         filled = np.empty(self.size, self.dtype) if buffer is None else buffer
         np.concatenate(self.chosen(arrays), axis=None, out=filled, casting="unsafe")
         return filled
@@ -153,19 +156,19 @@ def plan(
         by_dtype.setdefault(wire(layouts[index][0]), []).append(index)
     packs: list[Pack] = []
     for dtype, chosen in by_dtype.items():
-        limit = int(bytes_per_pack) or DEFAULT_BYTES_PER_PACK
+        limit, line = int(bytes_per_pack) or DEFAULT_BYTES_PER_PACK, max(1, alignment // dtype.itemsize)
         if num_packs >= 1:
-            total = sum(prod(layouts[index][1]) for index in chosen) * dtype.itemsize
+            total = sum(-(-prod(layouts[index][1]) // line) * line for index in chosen) * dtype.itemsize
             limit = max(1, -(-total // int(num_packs)))
         members: list[Member] = []
-        size, converts, line = 0, False, max(1, alignment // dtype.itemsize)
+        size, converts = 0, False
         for index in chosen:
             own_dtype, shape = layouts[index]
             count = prod(shape)
-            if members and (size + count) * dtype.itemsize > limit:
-                packs.append(Pack(dtype, size, tuple(members), converts))
-                members, size, converts = [], 0, False
             start = -(-size // line) * line
+            if members and (start + count) * dtype.itemsize > limit:
+                packs.append(Pack(dtype, size, tuple(members), converts))
+                members, start, converts = [], 0, False
             members.append(Member(index, start, start + count, shape))
             size = start + count
             converts |= own_dtype != dtype

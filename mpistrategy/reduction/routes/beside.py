@@ -127,9 +127,11 @@ class BesideRoute:
 
         def run(value: Any, out: Any) -> Any:
             nonlocal companion, values, sums, start, wait
-            if companion is None or out is not None:
+            if out is not None:
+                return otherwise(value, out)
+            if companion is None:
                 companion = self._find()
-                if companion is None or out is not None:
+                if companion is None:
                     return otherwise(value, out)
                 values, sums = companion.values.reshape(shape), companion.sums.reshape(shape)
                 start, wait = companion.start, companion.wait

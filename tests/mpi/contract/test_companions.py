@@ -70,6 +70,17 @@ def test_values(apart: ms.Strategy, dtype: Any, op: Any) -> None:
 
 
 @several
+def test_an_array_of_the_program_now_and_then(apart: ms.Strategy) -> None:
+    """At each place in the order, as soon as the call is known."""
+    mine, out = np.arange(COUNT, dtype=np.float32), np.empty(COUNT, np.float32)
+    for given in (None, out, None, out, out, None, None):
+        result = apart.run(lambda given=given: context().all_reduce("SUM", mine, out=given))
+        assert (result is out) == (given is not None)
+        assert np.array_equal(result, SIZE * mine)
+        out[:] = -1
+
+
+@several
 def test_arrays_in_one_pack(apart: ms.Strategy) -> None:
     nest = {"a": np.full(300, RANK, np.float32), "b": [np.ones((3, 4), np.float32), np.float32(2)]}
 

@@ -118,6 +118,17 @@ def test_other_dtypes_and_operations_keep_all_digits(placed: tuple[ms.Strategy, 
     assert (reduced(strategy, "MIN", np.full(5, fine, np.float32)) == np.float32(fine)).all()
 
 
+@pytest.mark.parametrize("word", ["float16", "FLOAT16"])
+def test_float16_keeps_all_digits_on_the_host(placed: tuple[ms.Strategy, Sequence[int]], word: Any) -> None:
+    """Only NCCL sends it."""
+    strategy, _ = placed
+    value, options = np.full(10, 1 + 2.0**-20, np.float32), ms.CommunicationOptions(wire=word)
+    for op in ("SUM", "MEAN"):
+        np.testing.assert_array_equal(reduced(strategy, op, value, options), reduced(strategy, op, value, None))
+    large = np.full(10, 1e6, np.float32)
+    np.testing.assert_array_equal(reduced(strategy, "SUM", large, options), SIZE * large)
+
+
 def test_infinities_nans_and_overflow(placed: tuple[ms.Strategy, Sequence[int]]) -> None:
     strategy, _ = placed
     value = np.array([np.inf, -np.inf, np.nan, 3.4e38, 0.0, -0.0], np.float32)
@@ -165,7 +176,7 @@ def test_without_ml_dtypes_every_rank_says_what_to_install(
     assert still_works(strategy)
 
 
-@pytest.mark.parametrize("wire", ["float16", "bfloat", 16, True])
+@pytest.mark.parametrize("wire", ["float32", "bfloat", 16, True])
 def test_other_wires_are_refused(wire: Any) -> None:
     with pytest.raises(OptionError, match="wire="):
         ms.CommunicationOptions(wire=wire)
