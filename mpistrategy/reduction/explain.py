@@ -47,8 +47,18 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
 def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
     ranks, chosen = reducer.communicator, reducer.options.merge(options)
     nodes, thresholds = ranks.nodes, ranks.thresholds
-    leaves = value._leaves if isinstance(value, Arena) else nest.flatten_without_none(value)[0]
-    found, others = (_of_arena if isinstance(value, Arena) else _of_leaves)(reducer, leaves, value, op, chosen)
+    found: list[Description] = []
+    others: list[str] = []
+    if isinstance(value, Arena):
+        leaves, absent = value._leaves, 0
+        found, others = _of_arena(reducer, leaves, value, op, chosen)
+    else:
+        leaves, structure = nest.flatten_without_none(value)
+        absent = structure.num_none
+        if leaves or not absent:  # without leaves but None the ranks compare the call, and that is all
+            found, others = _of_leaves(reducer, leaves, value, op, chosen)
+    if absent:
+        others.append(f"{absent} None: left as None, nothing is sent")
     size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))
     rates = thresholds.rates
     call = rates.cell_seconds if nodes == 1 else rates.message_seconds

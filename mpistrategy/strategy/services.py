@@ -62,7 +62,7 @@ class Services:
         """Say which route an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.
 
         Args:
-            value: what would be reduced: a nest of arrays, numbers and variables, or an `Arena`.
+            value: what would be reduced: a nest of arrays, numbers, variables and None, or an `Arena`.
             reduce_op: a ReduceOp, or its name.
             options: hints; None for the strategy's own.
 

@@ -213,7 +213,7 @@ def test_simulated_replicas() -> None:
         (np.zeros(2, complex), "MAX"),
         (ms.IndexedSlices(np.ones((1, 1)), np.zeros(1, int)), "MIN"),
         (ms.Mirrored((1,)), "SUM"),
-        (None, "SUM"),
+        (None, "AVERAGE"),
         ([], "SUM"),
     ],
 )
@@ -227,6 +227,21 @@ def test_bad_input_is_that_of_all_reduce(value: Any, op: str) -> None:
             assert told.error is raised.error is not None
             found = told.text.partition("found ")[2] or told.text
             assert found.partition(";")[0].partition(", expected")[0] in raised.text
+
+
+@pytest.mark.parametrize(("value", "absent"), [(None, 1), ({"a": None, "b": [None]}, 2)])
+def test_what_has_no_leaves_but_none_is_taken(value: Any, absent: int) -> None:
+    with ms.MirroredStrategy() as strategy:
+        assert strategy.run(lambda: context().all_reduce("SUM", value)) == value
+        lines = strategy.explain(value).splitlines()
+    assert lines[0].startswith("all_reduce SUM of 0 arrays, 0 B, on ")
+    assert lines[1:-1] == [f"  {absent} None: left as None, nothing is sent"]
+
+
+def test_leaves_that_are_none_are_told_beside_others() -> None:
+    with ms.MirroredStrategy() as strategy:
+        lines, alone = (strategy.explain(value).splitlines() for value in ([SMALL, None], [SMALL]))
+    assert lines == [*alone[:-1], "  1 None: left as None, nothing is sent", alone[-1]]
 
 
 # ------------------------------------------------------------------------------------------------- equal bits

@@ -244,15 +244,16 @@ from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.repeated import RepeatedAllReduce
 
 rank = MPI.COMM_WORLD.rank
 
 
 class Apart(ms.Strategy):
     def __init__(self):
-        self.ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=rank)
-        self.ranks.share_device(Device(rank, "CPU", 0))
-        super().__init__(ms.StrategyExtended(self, self.ranks))
+        ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=rank)
+        ranks.share_device(Device(rank, "CPU", 0))
+        super().__init__(ms.StrategyExtended(self, ranks))
 
 
 def no_memory(*_, **__):
@@ -261,7 +262,7 @@ def no_memory(*_, **__):
 
 strategy = Apart()
 if rank == 1:
-    strategy.ranks.allreduce = strategy.ranks.allreduce_many = no_memory
+    RepeatedAllReduce._first = no_memory  # where the messages of a large array begin
 try:
     strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(100_000)))
 except MemoryError:
