@@ -75,10 +75,20 @@ class SlurmBed:
         cpus: of each, made up.
         gpus: of each, made up.
         paper: whether the nodes are on paper only, for `sbatch --test-only`.
+        changed: further lines of slurm.conf, or other values for those that are there.
     """
 
-    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 4, gpus: int = 2, paper: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 2,
+        cpus: int = 4,
+        gpus: int = 2,
+        paper: bool = False,
+        changed: Mapping[str, object] | None = None,
+    ) -> None:
         self.folder, self.nodes, self.cpus, self.gpus, self.paper = folder, nodes, cpus, gpus, paper
+        self._changed = dict(changed or {})
         self.local = folder / "local"
         self.conf = folder / "slurm.conf"
         #: Whether srun has options of pyxis: it takes a C compiler.
@@ -322,6 +332,7 @@ class SlurmBed:
                 "SuspendTime": 10**6,
                 "PrivateData": "cloud",
             }
+        settings |= self._changed
         lines = [f"{key}={value}" for key, value in settings.items()] + lines
         lines += [f"PartitionName=test Nodes={everyone} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"]
         self.conf.write_text("\n".join(lines) + "\n")
