@@ -39,6 +39,7 @@ _SLURM = Batch(
         "index_name": "SLURM_ARRAY_TASK_ID",
         "requeue": 'scontrol requeue "$SLURM_JOB_ID"',
         "cancel": "scancel",
+        "all_nodes_answer": 'timeout 60 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true 2>/dev/null',
         "before": "$2",
         "has_before": "${2-}",
     },
@@ -69,6 +70,7 @@ _PBS = Batch(
         "index_name": "PBS_ARRAY_INDEX",
         "requeue": 'qrerun "$PBS_JOBID"',
         "cancel": "qdel",
+        "all_nodes_answer": "true",  # PBS ends the job when it misses a node
         "before": "$CHAIN_BEFORE",
         "has_before": "${CHAIN_BEFORE-}",
     },

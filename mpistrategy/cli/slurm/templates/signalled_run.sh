@@ -8,7 +8,7 @@ trap 'told=yes; echo "job {{job}}: the time is nearly up, $(date -Is)"
 unfinished={{unfinished}}
 { : >"$unfinished"; } 2>/dev/null || unfinished=
 # After scancel, too; what is left after a SIGKILL, the next start of this job removes.
-trap '[[ ! $clock ]] || kill "$clock" 2>/dev/null; rm -f -- "$unfinished"' EXIT
+trap '[[ ! $clock ]] || kill "$clock" 2>/dev/null; [[ ! $unfinished ]] || rm -f -- "$unfinished"' EXIT
 said=$(stat -Lc %s "/proc/$$/fd/2") # what stands in the output from here on is of this start
 {{clock}}
 "${launch[@]}" python3 -m mpistrategy run ${unfinished:+--unfinished "$unfinished"} "${program[@]}" &
@@ -25,10 +25,10 @@ fi
 # again: whether the program is to be started once more; why: the reason for it.
 again=yes why="stopped with status $status"
 if [[ ! $unfinished ]]; then
-    [[ $status == 75 || $told ]] || again=''
-    ((status != 0)) || why='is done'
+    [[ $status == 75 || $told ]] || again='' why="failed with status $status"
+    ((status != 0)) || again='' why='is done'
 elif [[ ! -e $unfinished ]]; then
-    again=''
+    again='' why="failed with status $status"
     ((status != 0)) || why='is done'
 elif failed=$(grep -m1 '^failed' "$unfinished"); then
     again='' why=$failed
@@ -36,10 +36,12 @@ elif ((status == 0)); then
     status=75 why='has not ended, whatever the launcher says'
 elif ! grep -q '^stopped' "$unfinished" && [[ -f /proc/$$/fd/2 ]]; then
     # No rank could say it. A rank that was killed by a signal of its own fault, or for its memory, does so each time;
-    # anything else came from outside, as when a node is lost or a more urgent job needs the nodes.
+    # anything else came from outside, as when a node is lost or a more urgent job needs the nodes. (Some MPIs crash when
+    # a node is gone; so the nodes are asked.)
     fault='Out Of Memory|Segmentation fault|Aborted|Killed|Bus error|Illegal instruction|Floating point exception'
     fault="^srun: error: .*: tasks? [^ ]*: ($fault)|signal [0-9]+ \(($fault)\)|\(($fault)\) *\(signal [0-9]+\)"
-    if failed=$(tail -c "+$((said + 1))" "/proc/$$/fd/2" | grep -aEm1 "$fault"); then
+    if failed=$(tail -c "+$((said + 1))" "/proc/$$/fd/2" | grep -aEm1 "$fault") &&
+        {{all_nodes_answer}}; then
         again='' why="was ended: $failed"
     fi
 fi
