@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mpistrategy.errors import ContextError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites
@@ -176,3 +177,42 @@ def check_call(where: str, fn: Any, args: Any = (), kwargs: Any = None) -> None:
 def in_words(frame: Frame | None) -> str:
     """Return the name of a context."""
     return "no context" if frame is None else f"{frame.mode.value} context"
+
+
+S = TypeVar("S", bound=Strategy)
+
+
+class Scope(Generic[S]):
+    """Puts the thread into the cross-replica context of a strategy; may be entered several times."""
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> S:
+        strategy = self._strategy
+        if current_frame() is not None:
+            require_cross_replica(strategy, "Strategy.scope")
+        inner: AbstractContextManager[Any] = Frame(strategy, Mode.CROSS_REPLICA)
+        if strategy._is_default:
+            inner = nullcontext()
+        inner.__enter__()
+        self._entered.append(inner)
+        return strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"<scope of {self._strategy!r}>"
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether it is entered."""
+        return bool(self._entered)
+
+    def _copy_for(self, strategy: S) -> Scope[S]:
+        """Return a scope of another strategy, not entered."""
+        return Scope(strategy)

@@ -102,6 +102,12 @@ class MpiStrategyError(Exception):
     where = found = expected = fix = ""
     rank: int | None = None
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        # Below the text in a traceback, and not in str(error).
+        named = next((kind.__name__ for kind in type(self).__mro__ if kind.__name__ in __all__), "errors")
+        self.add_note(f"More about it: mpistrategy guide {named}")
+
     @classmethod
     def at(cls, where: str, *, found: str, expected: str, fix: str = "") -> Self:
         """Build the error from its four parts.

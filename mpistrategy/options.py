@@ -9,10 +9,14 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from mpistrategy.objects.nearest import did_you_mean
+else:
+    later(globals(), "mpistrategy.objects.nearest", "did_you_mean")
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -133,6 +137,20 @@ OnError: TypeAlias = Literal["abort", "raise", "ABORT", "RAISE"]
 NonFinite: TypeAlias = Literal["raise", "skip", "warn", "RAISE", "SKIP", "WARN"]
 
 
+class InputReplicationMode(enum.Enum):
+    """How often a function that makes input is called: once a worker, or once a replica.
+
+    Here a worker is a rank with one replica, so the two are the same.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+#: The same as an argument.
+ReplicationMode: TypeAlias = InputReplicationMode | Literal["PER_WORKER", "PER_REPLICA", "per_worker", "per_replica"]
+
+
 class CommunicationImplementation(enum.Enum):
     """The transport of arrays in GPU memory: the best one (AUTO), MPI (RING) or NCCL."""
 
@@ -143,7 +161,8 @@ class CommunicationImplementation(enum.Enum):
 
 #: Arguments of `CommunicationOptions`.
 Implementation: TypeAlias = CommunicationImplementation | Literal["AUTO", "RING", "NCCL", "auto", "ring", "nccl"]
-Wire: TypeAlias = Literal["bfloat16", "BFLOAT16"]
+Wire: TypeAlias = Literal["bfloat16", "BFLOAT16", "float16", "FLOAT16"]
+WIRES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -163,7 +182,10 @@ class CommunicationOptions:
             contributions are added in float32, and the sum is rounded once.  The result is equal on all ranks, and
             differs from the exact one by at most (2 u + u^2) times the sum of the nodes' magnitudes.  Nothing changes
             within a node, for other dtypes and operations, and where only one rank gets the result.  Needs the package
-            ml_dtypes.  None, the default, sends all digits.
+            ml_dtypes.  By NCCL, all of N ranks' contributions travel so, and each sum of two is rounded: the result
+            differs by at most ((1 + u)^N - 1) times the sum of the ranks' magnitudes, about N u.  "float16" does the
+            same by NCCL alone, with u = 2^-11; sums of 65520 or more become infinite, and sums below 2^-14 err by
+            up to 2^-25 for each rounding.  Elsewhere it sends all digits, as None, the default, does everywhere.
 
     Raises:
         OptionError: for a negative bytes_per_pack, a negative timeout_seconds, an unknown implementation or
@@ -193,8 +215,8 @@ class CommunicationOptions:
         chosen = checked_member(CommunicationImplementation, self.implementation, where, "implementation")
         object.__setattr__(self, "implementation", chosen)
         wire: Any = self.wire
-        if wire is not None and not (isinstance(wire, str) and wire.lower() == "bfloat16"):
-            raise OptionError.at(where, found=f"wire={wire!r}", expected='None or "bfloat16"')
+        if wire is not None and not (isinstance(wire, str) and wire.lower() in WIRES):
+            raise OptionError.at(where, found=f"wire={wire!r}", expected='None, "bfloat16" or "float16"')
         object.__setattr__(self, "wire", wire and wire.lower())
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:

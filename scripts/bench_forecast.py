@@ -1,5 +1,7 @@
 """The forecast of an all-reduce beside its measured time, on ranks of several nodes; started by scripts/bench_forecast.
 
+Each route is measured, whether it would be chosen or not.
+
 The rates are those of MPISTRATEGY_PATHS, which may have been measured on another number of nodes.
 """
 
@@ -20,6 +22,7 @@ from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.cli.bench.forecast.tables import call_seconds
 from mpistrategy.cli.bench.forecast.units import Shape
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.files import load, trying
 from mpistrategy.objects.shown import size_in_words
@@ -48,9 +51,12 @@ def main() -> int:
             "flat": lambda mine=mine, total=total: world.Allreduce(mine, total),
             "pairwise": lambda mine=mine: strategy.run(_sum, args=(mine,)),
         }
+        if shape.ranks_per_node > 1:
+            calls["lanes"] = lambda mine=mine, total=total: _by_lanes(strategy, mine, total)
         forecasts = {
             "flat": costs.flat_seconds(shape.nodes, shape.ranks_per_node, nbytes, thresholds),
             "pairwise": call_seconds("pairwise", shape, nbytes, thresholds),
+            "lanes": call_seconds("lanes", shape, nbytes, thresholds),
         }
         times = np.array([[_seconds(call, world) for call in calls.values()] for _ in range(ROUNDS + 1)])[1:]
         world.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
@@ -73,6 +79,11 @@ def _sum(mine: np.ndarray) -> object:
     context = ms.get_replica_context()
     assert context is not None
     return context.all_reduce("SUM", mine)
+
+
+def _by_lanes(strategy: ms.Strategy, mine: np.ndarray, total: np.ndarray) -> None:
+    strategy.barrier()  # the check of the call
+    allreduce_across(strategy.extended.communicator, total, source=mine, way="lanes")
 
 
 def _seconds(call: Callable[[], object], world: MPI.Intracomm) -> float:

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gpu_budgets import PATHS
+from gpu_budgets import table as table_of_budgets
 from gpu_lane_jobs import ELSEWHERE, NOT_RUN, RIGHT, ROOT, WRONG, Lane, Row, environment, prepare, probe
 
 LIMIT = 460  # seconds for everything
@@ -38,7 +40,7 @@ def figures(lane: Lane, row: Row, part: str, ranks: int, limit: float) -> Any:
 
 
 def gpu(lane: Lane, row: Row) -> None:
-    """Say what is here."""
+    """Report machine and packages."""
     row.result = RIGHT
     version = lane.facts.get("driver", 0)
     cuda = f"driver for CUDA {version // 1000}.{version % 1000 // 10}, CuPy {lane.facts.get('cupy')}"
@@ -54,7 +56,7 @@ def doctor(lane: Lane, row: Row) -> None:
 
 
 def limits(lane: Lane, row: Row) -> None:
-    """What nothing can be faster than."""
+    """The limits: what the device and the bus can do."""
     found = figures(lane, row, "limits", 2, 60)
     if found:
         row.text = "; ".join(f"{name}: {rate(value)}" for name, value in found.items())
@@ -88,9 +90,10 @@ def check(lane: Lane, row: Row) -> None:
 def path(lane: Lane, row: Row) -> None:
     """All-reduces on one path."""
     if row.name == "nccl" and not lane.double and lane.facts.get("gpus", 0) < 2:
-        row.result, row.text = ELSEWHERE, "NCCL wants a GPU for each rank, and this machine has one"
+        row.result, row.text = ELSEWHERE, "for two GPUs: NCCL wants one for each rank"
         return
-    found = figures(lane, row, row.name, 2, 60)
+    # NCCL's figures are those of all GPUs; the others share one where there is no second.
+    found = figures(lane, row, row.name, lane.facts["gpus"] if row.name == "nccl" and not lane.double else 2, 60)
     if not found:
         return
     if found["path"] != [row.name]:
@@ -119,6 +122,29 @@ def _bound(lane: Lane, name: str) -> tuple[str, float] | None:
     return "the device's copies", found["device copy, bytes read and written"] / 4
 
 
+def counts(lane: Lane, row: Row) -> None:
+    """Count what each operation asks CUDA for; more than its budget is wrong."""
+    if not lane.on_cpu:
+        row.result, row.text = ELSEWHERE, "operations are counted with --on-cpu"
+        return
+    row.figures, wrong = {}, []
+    for name in PATHS:
+        file = lane.work / f"counts-{name}.json"
+        ended = lane.ranks(row.name, 2, [ROOT / "scripts" / "gpu_counts.py", file, name], 60)
+        if not file.exists():
+            row.result, row.text = WRONG, f"{name}: {ended.why}"
+            return
+        found = json.loads(file.read_text())
+        if found["paths"] != [name]:
+            wrong.append(f"{name} is not to be had here")
+        row.figures[name] = found["counts"]
+        wrong += found["over"]
+    print(f"launches, copies and host waits; budgets:\n\n{table_of_budgets()}\n", flush=True)
+    row.result = WRONG if wrong else RIGHT
+    numbers = sum(len(each) for each in row.figures.values())
+    row.text = "; ".join(wrong) or f"{numbers} operations within their budgets"
+
+
 def tests(*files: str, ranks: int, limit: float) -> Callable[[Lane, Row], None]:
     """Return a step that runs test files."""
 
@@ -136,7 +162,7 @@ def tests(*files: str, ranks: int, limit: float) -> Callable[[Lane, Row], None]:
             "-c",
             ROOT / "pyproject.toml",
         ]
-        known = ",".join(path for path in lane.paths if path in ("staged", "mpi", "ipc")) or "staged"
+        known = ",".join(path for path in lane.paths if path in ("staged", "mpi", "ipc", "nccl")) or "staged"
         told = {"MPISTRATEGY_TEST_PATHS": known, "PYTEST_TIMEOUT": str(int(limit * lane.patience))}
         ended = lane.ranks(row.name, ranks, [*arguments, *names], limit, **told)
         last = [line for line in ended.output.splitlines() if " passed" in line or line.startswith("conformance in")]
@@ -201,6 +227,12 @@ def sanitizer(lane: Lane, row: Row) -> None:
 
 
 VALUES = ("variables/test_gpu_variables.py", "reduction/test_gpu_destinations.py", "arrays/test_foreign_arrays.py")
+STAYS = (
+    "mpi/gpu/test_device_collectives.py",
+    "mpi/gpu/test_operation_counts.py",
+    "reduction/test_gpu_stays_there.py",
+)
+OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
 STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
     ("gpu", "GPU", gpu),
     ("doctor", "what mpistrategy doctor says", doctor),
@@ -211,7 +243,15 @@ STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
     ("mpi", "all-reduce, CUDA-aware MPI, 2 ranks on one GPU", path),
     ("ipc", "all-reduce, CUDA IPC, 2 ranks on one GPU", path),
     ("nccl", "all-reduce, NCCL", path),
+    ("counts", "operations counted, and their budgets, 2 ranks", counts),
     ("races", "slow kernels, 2 ranks", tests("reduction/test_gpu_races.py", ranks=2, limit=60)),
+    ("stays", "every collective, and what stays on the GPU, 2 ranks", tests(*STAYS, ranks=2, limit=60)),
+    (
+        "overlap",
+        "reductions beside computation; memory of other libraries, 2 ranks",
+        tests(*OVERLAP, ranks=2, limit=60),
+    ),
+    ("failures", "a rank fails while work is queued", tests("mpi/gpu/test_failures_under_way.py", ranks=1, limit=120)),
     ("properties1", "property tests, 1 rank", tests("reduction/test_gpu_reductions.py", ranks=1, limit=60)),
     ("properties2", "property tests, 2 ranks", tests("reduction/test_gpu_reductions.py", ranks=2, limit=60)),
     ("values1", "variables, optimizers, tensors, 1 rank", tests(*VALUES, ranks=1, limit=60)),

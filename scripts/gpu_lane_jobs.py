@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MPISTRATEGY_GPU_LANE"
-RIGHT, WRONG, NOT_RUN, ELSEWHERE = "ok", "WRONG", "not run", "not here"
+RIGHT, WRONG, NOT_RUN, ELSEWHERE = "ok", "WRONG", "not run", "waiting"
 SOON = 3  # seconds that a job has to end when it is asked to
 
 PROBE = """
@@ -52,7 +52,7 @@ class Row:
     Attributes:
         name: what `--only` calls it.
         what: in words.
-        result: "ok", "WRONG", "not run" (something is missing) or "not here" (it takes more than one GPU).
+        result: "ok", "WRONG", "not run" (something is missing) or "waiting" (for another machine, say with two GPUs).
         text: figures, or why there are none.
         figures: the same for programs.
         seconds: how long it took.
@@ -189,7 +189,8 @@ def prepare(lane: Lane, folder: Path | None) -> str:
     trouble = _stand_in(lane) if lane.on_cpu else ""
     if trouble:
         return trouble
-    paths = [str(ROOT), str(ROOT / "tests"), lane.environment.get("PYTHONPATH", "")]
+    helpers = [str(ROOT / "tests" / folder) for folder in ("", "doubles", "jobs")]
+    paths = [str(ROOT), *helpers, lane.environment.get("PYTHONPATH", "")]
     wheels = sorted(folder.glob("*.whl")) if folder else []
     if wheels:
         site = lane.work / "site"
@@ -199,7 +200,7 @@ def prepare(lane: Lane, folder: Path | None) -> str:
             return f"pip could not install the wheels of {folder} ({ended.why})"
         paths.insert(0, str(site))
         lane.environment["PATH"] = f"{site / 'bin'}:{lane.environment['PATH']}"
-    # Nothing that others have found out or compiled, and nothing left behind.
+    # Neither measurements nor compiled kernels of other runs; and this one leaves none.
     lane.environment |= {"XDG_CACHE_HOME": str(lane.work / "cache"), "CUPY_CACHE_DIR": str(lane.work / "cupy")}
     lane.environment["PYTHONPYCACHEPREFIX"] = str(lane.work / "bytecode")
     lane.environment["PYTHONPATH"] = ":".join(filter(None, paths))

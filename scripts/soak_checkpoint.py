@@ -29,7 +29,8 @@ from pathlib import Path
 import numpy as np
 
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage import files, writers
+from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint.storage import files
 from mpistrategy.testing import run_replicas
 
 KINDS = ("overwrite", "asynchronous", "manager")
@@ -221,7 +222,7 @@ def soak(kills: int, seed: int) -> int:
 
             def job(kind: str = kind, place: Path = place, new: int = new, ranks: int = ranks) -> None:
                 if new % 4 < 2:  # each rank writes a part, as of large checkpoints; else one rank writes all
-                    writers.BYTES_A_WRITER = writers.LEAST_CUT_BYTES = 1
+                    collecting.BYTES_A_WRITER = collecting.LEAST_CUT_BYTES = 1
                 run_replicas(lambda: Program(kind, place, new).save(new), ranks)
 
             ended, changes = saved_by_child(way, turns[kind, way], new, job, place)
@@ -264,7 +265,7 @@ def job_of_ranks(folder: Path, seed: int) -> int:
     """Restore, see that nothing was lost, and save until a rank of this job kills itself; see `look`."""
     dice = random.Random(seed)
     if seed % 2:
-        writers.BYTES_A_WRITER = writers.LEAST_CUT_BYTES = 1
+        collecting.BYTES_A_WRITER = collecting.LEAST_CUT_BYTES = 1
     program = Program("manager", folder, 0)
     strategy, notes = program.strategy, folder / "committed.txt"
     rank, ranks = strategy.replica_id_in_sync_group, strategy.num_replicas_in_sync

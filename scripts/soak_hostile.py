@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "jobs"), str(ROOT)]
 
 import hostile  # noqa: E402
 import hostile_others  # noqa: E402

@@ -21,7 +21,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
 import launching
 
 FOLDER = Path("/dev/shm")

@@ -3,7 +3,7 @@
     python scripts/soak_mistakes.py [--every N] [--offset N] [NAME...]
     MPIR_CVAR_NUM_CLIQUES=2 python scripts/soak_mistakes.py ...               on 2 nodes that MPICH pretends
 
-Prints what came of how many, and the story of each that was not as the table says.  Exit status 1 with such.
+Prints how many had which outcome, and the output of each that differs from the table.  Exit status 1 with such.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from mistakes.judging import judge
-from mistakes.matrix import load
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("", "jobs")]
+from mistakes.judging import judge  # noqa: E402
+from mistakes.matrix import load  # noqa: E402
 
 
 def main() -> int:

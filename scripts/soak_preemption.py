@@ -5,8 +5,8 @@ scripts/soak_preemption.py [--stops 20] [--ranks 1,2,3,4] [--no-slurm] [--slurm-
 
 Under mpiexec: a training is told to stop `stops` times, at random moments and on random ranks, and started again each
 time; at its end it has on every rank the same weights, slots, random numbers, metrics and next batch as one that was
-never interrupted. On a Slurm of its own (tests/slurm_bed.py; root): two nodes, slurm/requeue.sbatch; USR2 through the
-script, TERM past it, real time limits, crashes of a node, and the cap on restarts.  Run it with the Python of an
+never interrupted. On a Slurm of its own (tests/jobs/slurm_bed.py; root): two nodes, slurm/requeue.sbatch; USR2 through
+the script, TERM past it, real time limits, crashes of a node, and the cap on restarts.  Run it with the Python of an
 environment that has an MPI.
 """
 
@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "jobs"), str(ROOT)]
 
 import launching  # noqa: E402
 import slurm_bed  # noqa: E402
@@ -34,9 +34,9 @@ from preempted import runs_in  # noqa: E402
 from mpistrategy.cli.slurm.render import render  # noqa: E402
 from mpistrategy.cli.slurm.spec import JobSpec  # noqa: E402
 
-TRAINING = ROOT / "tests" / "preempted.py"
+TRAINING = ROOT / "tests" / "jobs" / "preempted.py"
 PAUSE, SAVE_EVERY = 0.01, 7
-PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'jobs'}"}
 AGAIN = 75
 
 

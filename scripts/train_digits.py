@@ -63,7 +63,8 @@ def main() -> None:
     on_first = strategy.replica_id_in_sync_group == 0
     show_bar = options.progress == "bar" or (options.progress == "auto" and sys.stderr.isatty())
 
-    # Only now that MPI runs: MPICH under srun --mpi=pmi2 may fail to start after such large imports (README).
+    # Only now that MPI runs: MPICH under srun --mpi=pmi2 may fail to start after such large imports: see
+    # `mpistrategy guide slurm`.
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -42,6 +42,8 @@ GRACE = float(os.environ.get("MPISTRATEGY_TEST_GRACE", "10"))
 PATIENCE = float(os.environ.get("MPISTRATEGY_TEST_PATIENCE", "90"))
 CUT_SHORT = ("failed", "skipped", "xfailed")
 ABORT_STATUS = 3
+# The folders of tests which, on one rank, make no other calls of MPI than those of the other folders.
+ABOVE_REDUCTIONS = ["arrays", "checkpoint", "cli", "frameworks", "input", "telemetry", "training", "variables", "whole"]
 os.environ.setdefault("MPISTRATEGY_PATHS", "")  # not what somebody once measured on this machine
 
 # All ranks must draw the same examples, run the same number of them, and not judge by a clock.
@@ -164,7 +166,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--second-mpi",
         action="store_true",
-        help="leave out what came out on another MPI: tests marked one_rank or that start jobs, unless marked each_mpi",
+        help="leave out what came out on another MPI: tests marked one_rank or that start jobs, and on 1 rank what is "
+        "above the reductions, unless marked each_mpi",
     )
 
 
@@ -293,7 +296,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if ranks.size > 1:
         _drop(config, items, lambda item: _is_of_one_rank(item) or _starts_jobs(item))
     elif config.option.second_mpi:
-        _drop(config, items, lambda item: (_is_of_one_rank(item) or _starts_jobs(item)) and not _is_of_each_mpi(item))
+        _drop(config, items, _came_out_on_another_mpi)
     if config.option.part:
         _keep_part(config, items)
     for item in items:
@@ -308,6 +311,12 @@ def _is_of_one_rank(item: pytest.Item) -> bool:
 
 def _is_of_each_mpi(item: pytest.Item) -> bool:
     return item.get_closest_marker("each_mpi") is not None
+
+
+def _came_out_on_another_mpi(item: pytest.Item) -> bool:
+    """Return whether a test on one rank would come out alike on each MPI."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return not _is_of_each_mpi(item) and (_is_of_one_rank(item) or _starts_jobs(item) or folder in ABOVE_REDUCTIONS)
 
 
 def _starts_jobs(item: pytest.Item) -> bool:

@@ -18,7 +18,9 @@ import mpistrategy as ms
 FILE = Path(__file__).with_suffix(".txt")
 #: An annotation in a signature, which is a text.
 ANNOTATION = re.compile(r"(: |-> )'([^']*)'")
-MODULES = [ms, ms.errors, ms.gradients, ms.metrics, ms.optimizers, ms.telemetry, ms.testing]
+MODULES = [
+    ms, ms.errors, ms.gradients, ms.losses, ms.metrics, ms.optimizers, ms.schedules, ms.telemetry, ms.testing,
+]  # fmt: skip
 
 
 def public_name(module: Any) -> str:
@@ -109,7 +111,7 @@ def attributes(kind: type) -> dict[str, str]:
 def of_source(kind: type) -> dict[str, str]:
     """Return the attributes that the source of a class sets, with their annotations."""
     file = next(
-        (value.__code__.co_filename for value in vars(kind).values() if inspect.isfunction(value)),
+        (inspect.unwrap(value).__code__.co_filename for value in vars(kind).values() if inspect.isfunction(value)),
         inspect.getfile(kind),
     )
     if not Path(file).is_file():  # what dataclasses generate

@@ -8,25 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
-from mpistrategy.arrays.foreign import (
-    as_kind_of,
-    closed_to,
-    is_foreign,
-    is_in_gpu_memory,
-    library_of,
-    on_host,
-    unmarked,
-)
-from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, device_span, is_cupy, to_host
 from mpistrategy.errors import DTypeError, LeafError, ShapeError
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.arrays.foreign import (
+        as_kind_of,
+        closed_to,
+        is_foreign,
+        is_in_gpu_memory,
+        library_of,
+        on_host,
+        unmarked,
+    )
+    from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, device_span, is_cupy, to_host
+else:
+    later(
+        globals(),
+        "mpistrategy.arrays.foreign",
+        "as_kind_of",
+        "closed_to",
+        "is_foreign",
+        "is_in_gpu_memory",
+        "library_of",
+        "on_host",
+        "unmarked",
+    )
+    later(globals(), "mpistrategy.arrays.gpu", "check_device", "cupy_for", "device_span", "is_cupy", "to_host")
 
 _INTERFACE = "__cuda_array_interface__"
-_NEVER_WRITTEN = ("jax", "jaxlib")
+#: The libraries whose arrays are never written.
+NEVER_WRITTEN = ("jax", "jaxlib")
 _REDUCIBLE_KINDS = "iufc"
 _NOT_FOREIGN = ("builtins", "numpy")
 _ON_HOST: AbstractContextManager[Any] = nullcontext()
@@ -121,6 +138,17 @@ def reducible(value: Any, where: str, path: str = "") -> Any:
     return array
 
 
+def array_where_it_is(value: Any, where: str, path: str = "", name: str = "the value") -> Any:
+    """Return `value` as an array of any dtype of fixed size: in GPU memory as CuPy's, else as an ndarray.
+
+    Raises:
+        DTypeError, LeafError, UnsupportedError: as `to_array` and `as_device_array`.
+    """
+    if type(value) is not np.ndarray and is_on_device(value):
+        return as_device_array(value, where, path)
+    return to_array(value, where, path, name)
+
+
 def as_device_array(value: Any, where: str, path: str = "") -> DeviceArray:
     """Return an array in GPU memory as a CuPy array of the same memory, in the order of CuPy's current stream.
 
@@ -156,7 +184,7 @@ def as_target(target: Any, where: str, name: str) -> Any:
             return target
     elif library_of(target) == "torch":
         return as_device_array(target, where, name) if is_on_device(target) else on_host(target, where, name)
-    elif is_on_device(target) and library_of(target) not in _NEVER_WRITTEN:
+    elif is_on_device(target) and library_of(target) not in NEVER_WRITTEN:
         array = None if _is_read_only(target) else as_device_array(target, where, name)
         if array is not None and not _overlaps_itself(array):
             return array
@@ -233,12 +261,16 @@ def copy_of(array: Any) -> Any:
 
 def host_array(value: Any) -> Array:
     """Return an array as an ndarray on the host; no copy when it is there already."""
-    return to_host(as_device_array(value, "a value")) if is_on_device(value) else np.asarray(value)
+    if type(value) is np.ndarray:
+        return value
+    if is_on_device(value):
+        return to_host(as_device_array(value, "a value"))
+    return on_host(value, "a value") if is_foreign(value) else np.asarray(value)
 
 
 def any_array(value: Any) -> Array:
     """Return an array in GPU memory as it is, and a number or an array on the host as an ndarray."""
-    array: Array = value if is_on_device(value) else np.asarray(value)
+    array: Array = value if is_on_device(value) else host_array(value)
     return array
 
 

@@ -16,6 +16,8 @@ from mpistrategy.arrays.dtypes import Array, is_bfloat16
 from mpistrategy.errors import LeafError
 
 _LIBRARIES = ("cupy", "torch", "jax", "jaxlib", "numba")
+#: A method of variables and containers, by which they are known here.
+OURS = "_contribution"
 _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
 
@@ -33,7 +35,8 @@ def _library_of(kind: type) -> str:
 
 def is_foreign(value: object) -> bool:
     """Return whether `value` is an array of another library than NumPy, on the host or on a GPU."""
-    return not isinstance(value, (np.ndarray, np.generic)) and hasattr(type(value), "__dlpack__")
+    kind = type(value)  # variables and containers have __dlpack__, too, and say by _contribution what they hold
+    return not issubclass(kind, (np.ndarray, np.generic)) and hasattr(kind, "__dlpack__") and not hasattr(kind, OURS)
 
 
 def is_in_gpu_memory(value: Any) -> bool:
@@ -45,6 +48,14 @@ def is_in_gpu_memory(value: Any) -> bool:
             return True
         return is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY
     except Exception as error:  # libraries raise errors of many types
+        if any(base.__name__ == "Tracer" for base in type(value).__mro__):
+            raise LeafError.at(
+                "a collective inside a function that JAX traces",
+                found="a value that is not computed yet: the function runs once, while jit, grad or vmap looks at it",
+                expected="JAX arrays",
+                fix="Return the value, and call the collective between two compiled functions.  Inside jit only "
+                "mpi4jax communicates.",
+            ) from error
         raise LeafError.at(
             "an array of another library",
             found=f"{type(value).__module__}.{type(value).__name__} that does not say where it is ({error})",
@@ -100,8 +111,11 @@ def as_kind_of(result: Any, given: Any) -> Any:
     return result if wrap is None or library not in sys.modules else wrap(result)
 
 
-def _torchs(result: Any) -> Any:
-    torch = sys.modules["torch"]
+def as_tensor(result: Any) -> Any:
+    """Return a NumPy or CuPy array as a tensor; unchanged before torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return result
     if not isinstance(result, np.ndarray):
         return torch.from_dlpack(result)
     if not result.flags.writeable:
@@ -113,7 +127,9 @@ def _torchs(result: Any) -> Any:
 
 def _jaxs(result: Any) -> Any:
     jax = sys.modules["jax"]
-    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else jax.dlpack.from_dlpack(result)
+    if isinstance(result, np.ndarray) and (is_bfloat16(result.dtype) or not result.flags.writeable):
+        return jax.numpy.asarray(result)
+    return jax.dlpack.from_dlpack(result)  # of the same memory where it is aligned: nobody else has a result
 
 
 def _numbas(result: Any) -> Any:
@@ -124,4 +140,4 @@ def _numbas(result: Any) -> Any:
     return cuda.as_cuda_array(result)
 
 
-_KINDS = {"torch": _torchs, "jax": _jaxs, "jaxlib": _jaxs, "numba": _numbas}
+_KINDS = {"torch": as_tensor, "jax": _jaxs, "jaxlib": _jaxs, "numba": _numbas}

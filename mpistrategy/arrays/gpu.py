@@ -52,12 +52,6 @@ def to_host(array: DeviceArray) -> Array:
     return copied
 
 
-def write_from_host(array: Array, target: DeviceArray) -> None:
-    """Write an ndarray to a CuPy array of the same dtype and shape, without other GPU memory."""
-    with target.device:
-        target.set(array)
-
-
 def device_span(array: DeviceArray) -> tuple[int, int]:
     """Return the addresses between which the elements lie; as `mpistrategy.arrays.dtypes.span`."""
     begin = end = int(array.data.ptr)

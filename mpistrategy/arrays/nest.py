@@ -28,11 +28,13 @@ class Structure:
     Attributes:
         text: a string for ranks to compare: the same for the same structure.
         num_leaves: the number of leaves.
+        num_none: how many leaves of the nest are None, and left out of the others; see `flatten_without_none`.
     """
 
     text: str
     num_leaves: int
     rebuild: Callable[[Iterator[Any]], Any] = dataclasses.field(compare=False, repr=False)
+    num_none: int = 0
 
     def pack(self, leaves: list[Any]) -> Any:
         """Return the nest with these leaves in place of its own."""
@@ -59,6 +61,27 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
     raise StructureError.at("nested structure", found="a structure that contains itself", expected="a finite nest")
 
 
+def flatten_without_none(nest: Any) -> tuple[list[Any], Structure]:
+    """Do `flatten`, but leave out the leaves that are None: they belong to the structure.
+
+    >>> leaves, structure = flatten_without_none([1, None])
+    >>> leaves, structure.text, structure.pack([10])
+    ([1], '[*,*] with None as leaf 1', [10, None])
+    """
+    leaves, structure = flatten(nest)
+    absent = [number for number, leaf in enumerate(leaves) if leaf is None]
+    if not absent:
+        return leaves, structure
+    is_there = [leaf is not None for leaf in leaves]
+
+    def rebuild(others: Iterator[Any]) -> Any:
+        return structure.rebuild(next(others) if there else None for there in is_there)
+
+    text = f"{structure.text} with None as leaf {', '.join(map(str, absent))}"
+    left = [leaf for leaf in leaves if leaf is not None]
+    return left, Structure(text, len(left), rebuild, len(absent))
+
+
 def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
     """Return `nest` with `function` applied to every leaf."""
     leaves, structure = flatten(nest)
@@ -68,6 +91,11 @@ def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
 def leaf_paths(nest: Any) -> list[str]:
     """Return how to reach each leaf, in the order of `flatten`, e.g. ``["['a']", "['b'][0]"]``."""
     return [path for path, _ in _walk(nest, "")]
+
+
+def paths_without_none(nest: Any) -> list[str]:
+    """Return how to reach each leaf of `flatten_without_none`."""
+    return [path for path, leaf in _walk(nest, "") if leaf is not None]
 
 
 def is_container(nest: Any) -> bool:

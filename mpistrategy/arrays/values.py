@@ -6,16 +6,74 @@ acts as an array.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpistrategy.arrays.convert import host_array, is_on_device, like_given
+from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, like_given
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import on_device
-from mpistrategy.arrays.operators import ArrayOperators
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mpistrategy.arrays.foreign import is_in_gpu_memory, library_of
+    from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
+else:
+    later(globals(), "mpistrategy.arrays.gpu", "on_device")
+    later(globals(), "mpistrategy.arrays.foreign", "is_in_gpu_memory", "library_of")
+    later(globals(), "mpistrategy.arrays.gpu", "cupy_for", "is_cupy")
+
+
+class ArrayOperators(NDArrayOperatorsMixin):
+    """The operators, with types, where NumPy's mixin says Any.
+
+    They are done by `__array_ufunc__`; the results are arrays, or NumPy scalars of 0-d ones.
+    """
+
+    if TYPE_CHECKING:
+
+        def __add__(self, other: Any) -> NDArray[Any]: ...
+        def __radd__(self, other: Any) -> NDArray[Any]: ...
+        def __sub__(self, other: Any) -> NDArray[Any]: ...
+        def __rsub__(self, other: Any) -> NDArray[Any]: ...
+        def __mul__(self, other: Any) -> NDArray[Any]: ...
+        def __rmul__(self, other: Any) -> NDArray[Any]: ...
+        def __truediv__(self, other: Any) -> NDArray[Any]: ...
+        def __rtruediv__(self, other: Any) -> NDArray[Any]: ...
+        def __floordiv__(self, other: Any) -> NDArray[Any]: ...
+        def __rfloordiv__(self, other: Any) -> NDArray[Any]: ...
+        def __mod__(self, other: Any) -> NDArray[Any]: ...
+        def __rmod__(self, other: Any) -> NDArray[Any]: ...
+        def __pow__(self, other: Any) -> NDArray[Any]: ...
+        def __rpow__(self, other: Any) -> NDArray[Any]: ...
+        def __matmul__(self, other: Any) -> NDArray[Any]: ...
+        def __rmatmul__(self, other: Any) -> NDArray[Any]: ...
+        def __and__(self, other: Any) -> NDArray[Any]: ...
+        def __rand__(self, other: Any) -> NDArray[Any]: ...
+        def __or__(self, other: Any) -> NDArray[Any]: ...
+        def __ror__(self, other: Any) -> NDArray[Any]: ...
+        def __xor__(self, other: Any) -> NDArray[Any]: ...
+        def __rxor__(self, other: Any) -> NDArray[Any]: ...
+        def __lshift__(self, other: Any) -> NDArray[Any]: ...
+        def __rlshift__(self, other: Any) -> NDArray[Any]: ...
+        def __rshift__(self, other: Any) -> NDArray[Any]: ...
+        def __rrshift__(self, other: Any) -> NDArray[Any]: ...
+        def __lt__(self, other: Any) -> NDArray[Any]: ...
+        def __le__(self, other: Any) -> NDArray[Any]: ...
+        def __gt__(self, other: Any) -> NDArray[Any]: ...
+        def __ge__(self, other: Any) -> NDArray[Any]: ...
+        def __neg__(self) -> NDArray[Any]: ...
+        def __pos__(self) -> NDArray[Any]: ...
+        def __abs__(self) -> NDArray[Any]: ...
+        def __invert__(self) -> NDArray[Any]: ...
+        def __eq__(self, other: object) -> NDArray[Any]: ...  # type: ignore[override]
+        def __ne__(self, other: object) -> NDArray[Any]: ...  # type: ignore[override]
 
 
 class ArrayLike(ArrayOperators):
@@ -33,6 +91,36 @@ class ArrayLike(ArrayOperators):
         if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
             raise ValueError(f"{type(self).__name__}: a conversion to {np.dtype(dtype)} needs a copy")
         return np.array(array, dtype=dtype, copy=True) if copy else np.asarray(array, dtype=dtype)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """The memory of a value on the host, for libraries that share it; read-only where the value is."""
+        value = self._kept()
+        if type(value) is not np.ndarray or value.dtype.isbuiltin != 1:  # the others are said by __array__
+            raise AttributeError("__array_interface__")
+        return value.__array_interface__
+
+    def _kept(self) -> Any:
+        """Return the value if its memory lives as long as this object; None else."""
+        return self._read()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Share the value's memory, on the host or on a GPU; read-only where it is, which torch does not heed."""
+        return self._shareable().__dlpack__(**{key: option for key, option in options.items() if option is not None})
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._shareable().__dlpack_device__()
+        return device
+
+    def _shareable(self) -> Any:
+        value = self._read()
+        return value if hasattr(value, "__dlpack__") else np.asarray(value)
+
+    def __jax_array__(self) -> Any:
+        """Return a copy for JAX, whose arrays never change."""
+        from jax import numpy as jax_numpy  # its caller has imported it
+
+        return jax_numpy.array(self._read(), copy=True)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         # ufunc.at would write through a read-only view.
@@ -245,3 +333,43 @@ class ValueContext:
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
+
+
+# --------------------------------------------------------------------------- memory of other libraries, when it is read
+
+
+def event_of_reads(given: Iterable[Any]) -> Any:
+    """Return an event behind what is on CuPy's current stream; None unless some arrays are other libraries'.
+
+    Such a library knows nothing of CuPy's stream.  It may write the memory of an array, or use it for another one, as
+    soon as the call that was given the array has returned.  So the call waits for the event.
+
+    Args:
+        given: the arrays, and IndexedSlices, that the work on the stream reads.
+    """
+    parts = [part for each in given for part in _parts(each)]
+    found = next(filter(_has_other_streams, parts), None)
+    if found is None:
+        return None
+    cupy = cupy_for("arrays in GPU memory")
+    with as_device_array(found, "an array in GPU memory").device:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(cupy.cuda.get_current_stream())
+    return event
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return (value.values, value.indices) if isinstance(value, IndexedSlices) else (value,)
+
+
+def _has_other_streams(value: Any) -> bool:
+    """Return whether the library of an array in GPU memory works on another stream than CuPy's current one."""
+    if type(value) is np.ndarray or is_cupy(value) or not is_in_gpu_memory(value):
+        return False
+    if library_of(value) != "torch":
+        return True
+    try:
+        stream = sys.modules["torch"].cuda.current_stream().cuda_stream
+    except AttributeError:  # a torch without CUDA
+        return True
+    return bool(stream != cupy_for("an array in GPU memory").cuda.get_current_stream().ptr)

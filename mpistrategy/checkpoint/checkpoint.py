@@ -17,6 +17,7 @@ from mpistrategy.checkpoint.state import State, strategy_of
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Setting
 from mpistrategy.strategy.strategy import Strategy
 
@@ -43,7 +44,7 @@ class Stateful(Protocol):
         """Take over a state that `state_dict` returned, with arrays of this rank's own; what it returns is ignored."""
 
 
-class Checkpoint:
+class Checkpoint(NamesOurs):
     """The state of some objects: saved whole or not at all, restored on any number of ranks.
 
     Make it on all ranks with the same names for the same objects.  Make it in `strategy.scope()`, unless variables
@@ -84,6 +85,7 @@ class Checkpoint:
     [1. 2.] {'epoch': 3} 1
     """
 
+    _words_of = "Checkpoint"
     objects: Setting[dict[str, Any]] = Setting(checked_objects)
 
     def __init__(self, **objects: Any) -> None:

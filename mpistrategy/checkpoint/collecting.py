@@ -1,4 +1,8 @@
-"""What the writers of a checkpoint write, and how it comes to them from the other ranks.
+"""Which ranks write a checkpoint, what they write, and how it comes to them from the other ranks.
+
+One rank writes a small checkpoint, some on each node a large one.  Each writer writes one shard: a part of what is
+saved once, and what a group of ranks has for itself.  A group is one or several nodes, or a part of a node.  All ranks
+make the same plan, without communication.
 
 What is equal on all ranks is on the writers already.  What each rank has for itself goes to the writer of its group:
 arrays as rows, one for each rank; plain values as lines of JSON.
@@ -8,23 +12,123 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage.manifest import ONE, Item, Run, runs_of
 from mpistrategy.checkpoint.storage.shards import MOST_AXES, VALUES, check_can_be_read, part_name
-from mpistrategy.checkpoint.storage.writers import Plan, plan
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
+
+#: About how many bytes a writer writes where there are few: one for so many bytes.
+BYTES_A_WRITER = 2**26
+#: The most writers of a node, and of the job if it has fewer nodes.  There are more where the ranks have so much for
+#: themselves that a writer should not gather it.
+MOST_A_NODE, MOST_WRITERS = 8, 1024
+#: Smaller arrays are not split.
+LEAST_CUT_BYTES = 2**20
 
 _NOTHING = np.empty(0, np.uint8)
 _NO_LINE = b"{}\n"
 
 
+# ------------------------------------------------------------------------------------------------ the plan
+
+
+class Place(NamedTuple):
+    """Where an array that is saved once goes: `Item.shard` and `Item.parts`."""
+
+    shard: int
+    parts: tuple[int, ...] = ()
+
+
+class Plan(NamedTuple):
+    """Who writes what.
+
+    Attributes:
+        writers: the rank that writes each shard; the first is rank 0.
+        groups: of each shard, the ranks of which it has what they have for themselves, in ascending order.
+        places: of each array that is saved once.
+    """
+
+    writers: list[int]
+    groups: list[Array]
+    places: dict[str, Place]
+
+
+def plan(node_of: Sequence[int], once: Mapping[str, Array], own_bytes: int) -> Plan:
+    """Return who writes what.
+
+    Args:
+        node_of: the node of each rank.
+        once: the arrays that are saved once, by path.
+        own_bytes: what all ranks together have for themselves, in bytes.
+    """
+    bytes_of_once = sum(array.nbytes for array in once.values())
+    numbers = np.asarray(node_of)
+    nodes = int(numbers.max()) + 1
+    most = max(min(MOST_A_NODE * nodes, max(nodes, MOST_WRITERS)), _over(own_bytes, BYTES_A_WRITER))
+    groups = _groups(numbers, nodes, min(_over(bytes_of_once + own_bytes, BYTES_A_WRITER), most))
+    return Plan([int(group[0]) for group in groups], groups, _places(once, bytes_of_once, len(groups)))
+
+
+def _over(number: int, divisor: int) -> int:
+    return max(1, -(-number // divisor))
+
+
+def _groups(node_of: Array, nodes: int, wanted: int) -> list[Array]:
+    """Return about as many groups of ranks as are wanted; each within a node, or of whole nodes."""
+    if wanted == 1:
+        return [np.arange(len(node_of))]
+    by_node = np.argsort(node_of, kind="stable")
+    ends = np.cumsum(np.bincount(node_of, minlength=nodes))
+    if wanted <= nodes:
+        last = ends[[nodes * (number + 1) // wanted - 1 for number in range(wanted)]]
+        return [np.sort(group) for group in np.split(by_node, last[:-1])]
+    each = _over(wanted, nodes)
+    return [
+        group
+        for ranks in np.split(by_node, ends[:-1])
+        for group in np.array_split(ranks, min(each, len(ranks)))
+    ]  # fmt: skip
+
+
+def _places(once: Mapping[str, Array], total: int, count: int) -> dict[str, Place]:
+    """Return where the arrays go, so that each of `count` shards has about as many bytes of them."""
+    if count == 1 or total == 0:
+        return dict.fromkeys(once, Place(0))
+    found, begin = {}, 0
+    for path, array in once.items():
+        end = begin + array.nbytes
+        first, last = begin * count // total, max(begin, end - 1) * count // total
+        if first == last or array.nbytes < LEAST_CUT_BYTES:
+            found[path] = Place(min((begin + end) // 2 * count // total, count - 1))
+        else:
+            found[path] = Place(first, _lengths(array, begin, total, range(first, last), count))
+        begin = end
+    return found
+
+
+def _lengths(array: Array, begin: int, total: int, cuts: range, count: int) -> tuple[int, ...]:
+    """Return how many elements of an array that begins at byte `begin` of `total` lie before and after each cut."""
+    ends = [(total * (cut + 1) // count - begin) // array.itemsize for cut in cuts]
+    edges: list[Any] = [0, *ends, array.size]
+    return tuple(after - before for before, after in pairwise(edges))
+
+
+# ------------------------------------------------------------------------------------------------ what is written
+
+
 class Collected:
     """What the ranks save together, once they have agreed on what is saved once.  Making it is collective.
+
+    When it is made, the ranks expect one more agreement: a rank that has no memory for its part tells the others.
 
     Args:
         state: this rank's objects.
@@ -47,7 +151,7 @@ class Collected:
         arrays = state.arrays
         self.items: dict[str, Item] = dict(state.items)
         once = {path: array for path, array in arrays.items() if self.items[path].copies == ONE}
-        own = {path: _little(array) for path, array in arrays.items() if path not in once}
+        own = {path: host_array(array) for path, array in arrays.items() if path not in once}
         line = self._line_of(state)
         self._plan: Plan = plan(communicator.node_of, once, self._own_bytes(own, line))
         self.writers: list[int] = self._plan.writers
@@ -57,9 +161,10 @@ class Collected:
             self.shard = self.writers.index(communicator.rank)
         for path, (shard, parts) in self._plan.places.items():
             self.items[path] = dataclasses.replace(self.items[path], shard=shard, parts=parts)
-        self.arrays: dict[str, Array] = {} if self.shard is None else self._parts(once, self.shard)
-        if self._has_own:
-            self._gather(own, line)
+        self.arrays: dict[str, Array] = self._gathered(own, line) if self._has_own else {}
+        call.expect_more()  # parts of arrays that are not contiguous take memory
+        if self.shard is not None:
+            self.arrays = self._parts(once, self.shard) | self.arrays
 
     def runs(self) -> list[tuple[Run, ...]]:
         """Return the ranks whose rows and lines are in each shard."""
@@ -91,44 +196,47 @@ class Collected:
         for path, array in once.items():
             if not self.items[path].parts:
                 if self.items[path].shard == shard:
-                    found[path] = array
+                    found[path] = host_array(array)  # only on the rank that writes it
                 continue
             for number, start, count in self.items[path].places:
                 if number == shard:
-                    found[part_name(path, start)] = array.reshape(-1)[start : start + count]
+                    found[part_name(path, start)] = host_array(array.reshape(-1)[start : start + count])
         return found
 
-    def _gather(self, own: dict[str, Array], line: bytes) -> None:
-        """Bring what each rank of a group has for itself to the writer of the group, into `arrays`."""
+    def _gathered(self, own: dict[str, Array], line: bytes) -> dict[str, Array]:
+        """Return what each rank of a group has for itself, on the writer of the group; nothing on the other ranks."""
         if len(self.writers) == self._communicator.size:
-            self.arrays |= {path: array.reshape(_shape(1, array)) for path, array in own.items()}
-            self.arrays[VALUES] = np.frombuffer(line or _NO_LINE, np.uint8)
-            return
-        members = None if self.shard is None else self._plan.groups[self.shard].tolist()
-        mine = np.array([len(line)], np.int64)
-        lengths = np.zeros((len(members) if members else 0, 1), np.int64)
+            self._call.expect_more()
+            arrays = {path: _little(array).reshape(_shape(1, array)) for path, array in own.items()}
+            return arrays | {VALUES: np.frombuffer(line or _NO_LINE, np.uint8)}
+        members = [] if self.shard is None else self._plan.groups[self.shard].tolist()
+        lengths = np.zeros((len(members), 1), np.int64)
         if line:
-            self._send(mine, lengths, members)
+            self._send(np.array([len(line)], np.int64), lengths, members)
         self._call.expect_more()
-        sent = np.concatenate([_NOTHING, *(_bytes(array) for array in own.values())])
-        rows = np.empty((len(lengths), sent.size), np.uint8)
-        lines = np.empty(int(lengths.sum()), np.uint8)
+        sent = np.concatenate([_NOTHING, *(_bytes(_little(array)) for array in own.values())])
+        rows = np.empty((len(members), sent.size), np.uint8)
+        lines = np.empty(int(lengths.sum()), np.uint8) if line else np.frombuffer(_NO_LINE * len(members), np.uint8)
+        arrays = {path: np.empty(_shape(len(members), a), _little_dtype(a)) for path, a in own.items() if members}
         self._call.agree("gather what each rank has")
         if sent.size:
             self._send(sent, rows, members)
         if line:
             self._send(np.frombuffer(line, np.uint8), np.split(lines, np.cumsum(lengths)[:-1]), members)
-        if members is not None:
-            self.arrays |= _columns(rows, own)
-            self.arrays[VALUES] = lines if line else np.frombuffer(_NO_LINE * len(members), np.uint8)
+        start = 0
+        for array in arrays.values():
+            columns = _bytes(array).reshape(len(rows), -1)
+            columns[...] = rows[:, start : start + columns.shape[1]]
+            start += columns.shape[1]
+        return arrays | ({VALUES: lines} if members else {})
 
-    def _send(self, mine: Array, theirs: Array | list[Array], members: list[int] | None) -> None:
+    def _send(self, mine: Array, theirs: Array | list[Array], members: list[int]) -> None:
         """Copy `mine` of each rank of a group to the writer of the group, into ``theirs[i]`` of the i-th rank."""
         nothing = mine[:0]
         for root, group in zip(self.writers, self._plan.groups, strict=True):
             block = mine if self._communicator.rank in group else nothing
             blocks = None
-            if members is not None and root == self._communicator.rank:
+            if members and root == self._communicator.rank:
                 blocks = [nothing] * self._communicator.size
                 for number, rank in enumerate(members):
                     blocks[rank] = theirs[number]
@@ -137,22 +245,15 @@ class Collected:
 
 def _little(array: Array) -> Array:
     """Return a contiguous array of the byte order in which ranks send it and shards have it."""
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+    return np.ascontiguousarray(array, _little_dtype(array)).reshape(array.shape)
+
+
+def _little_dtype(array: Array) -> np.dtype[Any]:
+    return array.dtype.newbyteorder("<")
 
 
 def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8) if array.nbytes else _NOTHING
-
-
-def _columns(rows: Array, like: dict[str, Array]) -> dict[str, Array]:
-    """Return the arrays in rows of bytes, in each of which they follow each other, as rows of each."""
-    found, start = {}, 0
-    for path, array in like.items():
-        stop, found[path] = start + array.nbytes, np.empty(_shape(len(rows), array), array.dtype)
-        if array.nbytes:
-            found[path].reshape(len(rows), -1).view(np.uint8)[...] = rows[:, start:stop]
-        start = stop
-    return found
 
 
 def _shape(count: int, array: Array) -> tuple[int, ...]:

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrategy import context
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.checkpoint.fitting import Fit
 from mpistrategy.checkpoint.kinds.variables import store
 from mpistrategy.checkpoint.reading import Reading
+from mpistrategy.checkpoint.state import Fitting
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
 from mpistrategy.checkpoint.storage.shards import dtype_of, part_name
 from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.reduction.routes.on_device import write_from_host_of
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
@@ -30,11 +33,15 @@ _NOTHING = np.empty(0, np.uint8)
 _ROWS, _TOTALS, _COPIES = "rows", "totals", "copies"
 
 
-def deliver(source: Reading, fit: Fit) -> None:
+def deliver(source: Reading, fit: Fitting) -> None:
     """Put the arrays that `fit` has fetched into variables and into ``fit.staged``.  Collective."""
     rank, size = source.communicator.rank, source.communicator.size
     variables = {path: None if make is None else make() for path, make in fit.fetched.items()}
     ways = {path: _way_of(source, path, variables[path], path in fit.shared) for path in variables}
+    for path in sorted(path for path, way in ways.items() if way == (_COPIES, False)):
+        if _goes_to_gpu(source, path, variables[path]):
+            _send_to_gpus(source, path, variables[path])
+            del ways[path]
     for way, arrays_of in ((_ROWS, _rows), (_TOTALS, _totals), (_COPIES, _copies)):
         for path, array in arrays_of(source, [path for path in ways if ways[path][0] == way]):
             share = share_of(array, rank, size) if ways[path][1] else array
@@ -186,6 +193,21 @@ def _read(source: Reading, path: str, piece: _Piece) -> Array:
         first: Array = arrays[path][0]
         return first
     return arrays.pop(part_name(path, piece.start) if item.parts else path).reshape(-1)
+
+
+def _goes_to_gpu(source: Reading, path: str, variable: Variable | None) -> bool:
+    """Return whether an array goes into a variable in GPU memory by a message of its own; equal on all ranks."""
+    return variable is not None and is_on_device(variable.local_view) and _nbytes(source, path) >= _TOGETHER_BYTES
+
+
+def _send_to_gpus(source: Reading, path: str, variable: Any) -> None:
+    """Write an array into every rank's variable in GPU memory; its parts are copied there where they were read."""
+    communicator = source.communicator
+    with context.Frame(variable.strategy, context.Mode.UPDATE):
+        target = variable._updatable_storage().reshape(-1)
+    for piece in _pieces_of(source, path):
+        part = _read(source, path, piece) if piece.root == communicator.rank else None
+        write_from_host_of(communicator, piece.root, part, target[piece.start : piece.start + piece.elements])
 
 
 def _sent(source: Reading, path: str, pieces: Sequence[_Piece]) -> Array:

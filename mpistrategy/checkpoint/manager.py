@@ -25,6 +25,7 @@ from mpistrategy.errors import (
     OptionTypeError,
 )
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.objects.nearest import NamesOurs, refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, count_or_none
 
 _STEP = re.compile(r"step-([0-9]{12})")
@@ -32,7 +33,7 @@ _UNFINISHED = re.compile(r"\.step-[0-9]{12}\.saving-[0-9a-f]+")
 _LOCK = ".lock"
 
 
-class CheckpointManager(Settable):
+class CheckpointManager(NamesOurs, Settable):
     """Saves checkpoints of one Checkpoint in a folder, keeps the last ones, and restores the newest complete one.
 
     Args:
@@ -67,6 +68,16 @@ class CheckpointManager(Settable):
     restored: Restored | None
     latest: int | None
 
+    _words_of = "CheckpointManager"
+
+    @refuses(
+        max_to_keep="Write keep.",
+        checkpoint_name="Leave it out: a checkpoint is named by its step.",
+        checkpoint_interval="Call save at the steps to be saved.",
+        step_counter="Pass the step to save.",
+        init_fn="Call it where restore returns None.",
+        keep_checkpoint_every_n_hours="Save these with a Checkpoint in another folder.",
+    )
     def __init__(self, checkpoint: Checkpoint, directory: str | os.PathLike[str], keep: int | None = 3) -> None:
         where = "CheckpointManager"
         if not isinstance(checkpoint, Checkpoint):
@@ -94,6 +105,7 @@ class CheckpointManager(Settable):
             except FileNotFoundError:
                 return []
 
+    @refuses(checkpoint_number="Write step.", options="Leave it out.", check_interval="Leave it out.")
     def save(self, step: int, *, wait: bool = True, name: str | None = None) -> Saving:
         """Save the checkpoint of a step, then remove the oldest beyond `keep`.  Collective.
 

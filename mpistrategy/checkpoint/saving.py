@@ -1,7 +1,7 @@
 """Writing a checkpoint: it is complete or absent, whatever ends the job and whichever rank fails.
 
 1. Rank 0 makes a folder with a unique name beside the final one.
-2. What each rank has for itself goes to the writers (`storage.writers`).  Each of them writes one shard there and
+2. What each rank has for itself goes to the writers (`collecting`).  Each of them writes one shard there and
    syncs it to the disk.  This may run in a thread, from copies.
 3. Rank 0 gets the sizes and checksums from the writers.  It writes the manifest, last, syncs it, and renames the
    folder.  Before the rename there is no new checkpoint, after it there is a complete one.
@@ -96,7 +96,6 @@ class Saving(NotPickled):
         state.decide(digests, self._communicator)
         collected, self._values = Collected(state, self._communicator, call), state.values
         self._collected = collected
-        call.expect_more()
         if collected.shard is not None:
             with writing(call.where, self.path):
                 self._open(call.where)

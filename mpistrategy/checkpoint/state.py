@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, Manifest
@@ -34,8 +35,8 @@ _DEEPEST = 100
 _MOST_NAMED = 3
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, numbers, strings, random generators, "
-    "strategy.rng(seed), iterators of distributed datasets, dicts, lists and tuples of these, and objects with "
-    "state_dict() and load_state_dict()"
+    "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "
+    "tuples of these, and objects with state_dict() and load_state_dict()"
 )
 
 #: Copies of an item before the ranks have compared them: kept once if they are equal, else one for each rank.
@@ -72,6 +73,11 @@ class Fitting(Protocol):
     def of_its_own(self, item: Item) -> str: ...
     def is_replaceable(self, path: str, value: Any) -> bool: ...
     def is_lasting(self, path: str) -> bool: ...
+
+
+def has_state(value: Any) -> bool:
+    """Return whether an object saves and loads its state by its own methods."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class Kind(ABC):
@@ -187,7 +193,7 @@ class State:
         self._last.append(add)
 
     def add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
-        """Enter an array; DTypeError for one of objects."""
+        """Enter an array, NumPy's or CuPy's; DTypeError for one of objects."""
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
         self.items[path] = Item(kind, copies, dtype, array.shape)
         self.arrays[path] = array
@@ -225,6 +231,7 @@ class State:
         array = self.arrays.get(path)
         if array is None:
             return int.from_bytes(checksum_of(repr(self.values[path]).encode()).digest()[:8], "little")
+        array = host_array(array)
         if array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
             array = np.frombuffer(array.tobytes(), np.uint8)
         return digest(array)

@@ -3,9 +3,10 @@
 The script makes an empty file and names it by `mpistrategy run --unfinished FILE`.  What it finds there at the end:
 
 - no file: the program has ended with status 0, which rank 0 says;
+- a line ``begun``: MPI has been started;
 - a line ``stopped ...``: it was told to stop, and has saved its state (status 75);
 - a line ``failed ...``: an exception or another status of some rank;
-- nothing: no rank could say it. A signal has ended them, or the node is gone.
+- neither of the last two: no rank could say it. A signal has ended them, or the node is gone.
 
 An error that only reports the end of another rank, or that MPI has raised, is not the program's own: it writes nothing.
 """
@@ -16,6 +17,7 @@ import contextlib
 import os
 import sys
 
+from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK
 from mpistrategy.mpi.job.exit_hooks import status_of
 
@@ -29,14 +31,19 @@ class Unfinished:
 
     Args:
         path: its name; "" for none.
-        rank: this rank among all of the job.
     """
 
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, path: str) -> None:
         # The program may go to another folder, and fork.
         self._path = os.path.abspath(path) if path else ""
-        self._rank = rank
+        self._rank = -1
         self._pid = os.getpid()
+
+    def begin(self, rank: int) -> None:
+        """Write that MPI has been started; this is the rank among all of the job."""
+        self._rank = rank
+        if self._path and rank == 0:
+            self._write("begun")
 
     def note(self, error: BaseException | None) -> None:
         """Write how the program ended on this rank: with this error, or with None."""
@@ -50,9 +57,10 @@ class Unfinished:
                 self._write(f"stopped with status {status}")
         elif isinstance(error, SystemExit):
             self._write(f"failed with status {status} on rank {self._rank}")
-        elif not _is_from_outside(error):
+        elif isinstance(error, LaunchError) or not _is_from_outside(error):
             text = " ".join(str(error).split())[:_MOST]
-            self._write(f"failed with {type(error).__name__} on rank {self._rank}: {text}".rstrip(": "))
+            where = f" on rank {self._rank}" if self._rank >= 0 else ""
+            self._write(f"failed with {type(error).__name__}{where}: {text}".rstrip(": "))
 
     def _remove(self) -> None:
         if self._rank:

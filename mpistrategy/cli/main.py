@@ -13,10 +13,13 @@ import mpistrategy
 from mpistrategy.cli import run, trace
 from mpistrategy.cli.bench import command as bench
 from mpistrategy.cli.doctor import command as doctor
+from mpistrategy.cli.guide import command as guide
 from mpistrategy.cli.slurm import command as slurm
+from mpistrategy.errors import LaunchError
 
 #: The exit status that a shell reports after SIGPIPE.
 _NOBODY_READS = 128 + signal.SIGPIPE
+_COULD_NOT = 2
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Command:
 COMMANDS = {
     "bench": Command("time collectives and training steps beside mpi4py", bench.add_options, bench.run),
     "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", doctor.add_options, doctor.run),
+    "guide": Command("show a page of the user guide, or what an error means", guide.add_options, guide.run),
     "run": Command("run a program on every rank, in place of python", run.add_options, run.run),
     "slurm": Command("write a job script for a cluster, check it, or submit it", slurm.add_options, slurm.run),
     "trace": Command("merge the recordings of all ranks for a trace viewer", trace.add_options, trace.run),
@@ -56,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = COMMANDS[options.command].run(options)
         sys.stdout.flush()
+    except LaunchError as error:
+        sys.stderr.write(f"{error}\n")
+        return _COULD_NOT
     except BrokenPipeError:
         # The reader of a pipe, such as `head`, has closed it. The rest of the output goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

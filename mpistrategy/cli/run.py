@@ -23,6 +23,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from mpistrategy.cli.endings import Unfinished
+from mpistrategy.cli.gpu_trial import try_once
 from mpistrategy.errors import LaunchError, OptionError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.faults import plans
@@ -140,12 +141,14 @@ def run(options: argparse.Namespace) -> int:
             os.environ[setting.variable] = value
     _start_from_environment()
     _show_stacks_of_crashes()
+    unfinished = Unfinished(options.unfinished or "")
     try:
         rank = _start_mpi()
     except LaunchError as error:
+        unfinished.note(error)
         sys.stderr.write(f"{error}\n")
         return _COULD_NOT
-    unfinished = Unfinished(options.unfinished or "", rank)
+    unfinished.begin(rank)
     _hide_frames_of_ours()
     try:
         if options.module:
@@ -180,7 +183,8 @@ def _start_mpi() -> int:
     except (ImportError, RuntimeError) as error:
         raise no_mpi(_WHERE, error) from error
     world.check(_WHERE)
-    world.watch_from_now_on()
+    hosts = world.watch_from_now_on()
+    try_once(world.rank_in_job(), hosts)
     return world.rank_in_job()
 
 

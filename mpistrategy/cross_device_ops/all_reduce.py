@@ -1,36 +1,35 @@
-"""The algorithms that leave sums to the communicator: MpiAllReduce, HierarchicalCopyAllReduce and NcclAllReduce."""
+"""The algorithms beside MpiAllReduce that leave sums to the communicator."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node.two_level import allreduce_across, way_between
+from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import checked_num_packs
 from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
-
-class MpiAllReduce(PackedCrossDeviceOps):
-    """Sums with MPI Allreduce, or with MPI Reduce where only one rank wants the result.
-
-    Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
-    """
-
-    _in_rank_order = True
-    _has_plans = True
+if TYPE_CHECKING:
+    from mpistrategy.mpi.multi_node.two_level import allreduce_across, way_between
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
+else:
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
 
 
 class NcclAllReduce(PackedCrossDeviceOps):
     """Sums arrays in GPU memory with NCCL, on CuPy's current stream; all others as `MpiAllReduce` does.
 
-    The call returns when the work is on the stream; what is put on the stream afterwards finds the result.  What NCCL
-    does not do as the host does goes by way of the host: MIN and MAX of floats (a NaN must win), and products of
-    complex numbers.  Where NCCL cannot be used (CuPy finds none, or two ranks share a GPU) the ranks take
-    the next best way, and rank 0 says so with a FallbackWarning.
+    The call returns when the work is on the stream; what is put on the stream afterwards finds the result.  MIN and MAX
+    of floats travel as integers of the same order, since a NaN must win.  Products of complex numbers, which NCCL does
+    not know, go by way of the host.  Where NCCL cannot be used (CuPy finds none, or two ranks share a GPU) the ranks
+    take the next best way, and rank 0 says so with a FallbackWarning.
 
     Args:
         num_packs: arrays in GPU memory are split into about so many packs for each dtype, whatever bytes_per_pack says;
@@ -42,7 +41,7 @@ class NcclAllReduce(PackedCrossDeviceOps):
     """
 
     _in_rank_order = True
-    _device_path: str | None = "nccl"
+    _device_path: str = "nccl"
 
     def __init__(self, num_packs: int = 1) -> None:
         self._num_packs = checked_num_packs(num_packs, "NcclAllReduce")
@@ -55,7 +54,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     pairwise with its counterparts on the other nodes, in pieces of about 1 MiB, several of them at a time.  Between
     more nodes every rank has a slice, and MPI's Allreduce combines what the counterparts have.  Over the network goes
     no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right for any number
-    of ranks on any node.
+    of ranks on any node.  Arrays in GPU memory stay there: each rank combines one share of them, and all are gathered.
 
     Args:
         num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
@@ -66,11 +65,17 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     """
 
     _in_rank_order = True
-    _device_path: str | None = None
     _to_every_rank: ChooseRoute | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
         self._num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
+
+    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+        """Return how arrays in GPU memory are combined: share by share."""
+        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, BY_SHARES  # here, for the quick import
+
+        usual = super()._gpu_operation(communicator, destination)
+        return BY_SHARES if usual is ALL_REDUCE else usual
 
     def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: on several nodes the same for all sizes."""

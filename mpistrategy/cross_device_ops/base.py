@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays.values import Mirrored, PerReplica, local_component
 from mpistrategy.errors import (
@@ -18,10 +18,16 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.broadcast import broadcast
 from mpistrategy.reduction.layout import destinations as placing
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.algorithm import OnDevice
+    from mpistrategy.reduction.broadcast import broadcast
+else:
+    later(globals(), "mpistrategy.reduction.broadcast", "broadcast")
 
 
 class CrossDeviceOps:
@@ -149,7 +155,13 @@ class CrossDeviceOps:
             return list(results)
 
     def _all_reduce_values(
-        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+        self,
+        call: Call,
+        communicator: Communicator,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.algorithm.Algorithm`."""
         wrapped = [value if isinstance(value, Mirrored) else PerReplica((value,)) for value in values]
@@ -172,13 +184,35 @@ class CrossDeviceOps:
             placing.resolve(destinations, communicator, call.where)
             return self.broadcast_implementation(tensor, destinations)
 
+    def _begin_on_device(
+        self,
+        ranks: Communicator,
+        op: ReduceOp,
+        given: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None,
+        where: str,
+    ) -> OnDevice | None:
+        """Return None: nothing is known of how it reduces."""
+        return None
+
     def __repr__(self) -> str:
         return in_words(self)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """Override: reduce one value.  The arguments have been checked."""
+        """Override: reduce one value.  The arguments have been checked.
+
+        Args:
+            reduce_op: the operation.
+            per_replica_value: a PerReplica with this rank's value, a Mirrored, or IndexedSlices.
+            destinations: where the result goes, as in `reduce`.
+            options: the strategy's, merged with those of the call.
+
+        Returns:
+            A Mirrored of the result, with a component on the ranks of the destinations.
+        """
         raise self._without("reduce")
 
     def batch_reduce_implementation(
@@ -187,7 +221,16 @@ class CrossDeviceOps:
         value_destination_pairs: list[tuple[Any, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Override: reduce several values.  The arguments have been checked; the pairs are a list of tuples."""
+        """Override: reduce several values.  The arguments have been checked.
+
+        Args:
+            reduce_op: the operation.
+            value_destination_pairs: tuples of a value and its destinations, as in `reduce_implementation`.
+            options: the strategy's, merged with those of the call.
+
+        Returns:
+            What `reduce_implementation` returns for each pair, in their order.
+        """
         raise self._without("batch_reduce")
 
     def _without(self, method: str) -> UnsupportedError:
@@ -195,7 +238,12 @@ class CrossDeviceOps:
         return UnsupportedError.at(where, found=f"no {method}_implementation", expected="one in your subclass")
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Override: send rank 0's value to the destinations."""
+        """Override: send rank 0's value to the destinations.
+
+        Args:
+            tensor: this rank's value, which matters on rank 0 alone.
+            destinations: where it goes, as in `reduce`.
+        """
         communicator, call = self._call("broadcast")
         with call:
             destination = placing.resolve(destinations, communicator, call.where)

@@ -1,34 +1,46 @@
 """The pipeline that every built-in algorithm shares: convert, agree, pack, sum, unpack, divide, wrap.
 
-A subclass says only by which routes its packs travel, where these are not the usual ones.
+A subclass says only by which routes its packs travel, where these are not the usual ones; MpiAllReduce takes these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
-from mpistrategy.arrays.values import IndexedSlices, Mirrored
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction import sparse
-from mpistrategy.reduction.inputs import checked_value, in_kind, own_component
+from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, own_result
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+
+if TYPE_CHECKING:
+    from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
+    from mpistrategy.mpi.multi_node import reduced_precision
+    from mpistrategy.reduction import sparse
+    from mpistrategy.reduction.algorithm import OnDevice
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+    from mpistrategy.reduction.routes.gpu import GpuRoute
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
+else:
+    later(globals(), "mpistrategy.arrays.gpu", "check_device", "layout_of", "to_host")
+    later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
+    later(globals(), "mpistrategy.reduction.sparse")
+    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
+    later(globals(), "mpistrategy.reduction.algorithm", "OnDevice")
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -38,13 +50,13 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     Attributes:
         _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
-        _device_path: the path of arrays in GPU memory; "" leaves it to the options, None takes them through the host.
+        _device_path: the path of arrays in GPU memory; "" leaves it to the options.
         _to_every_rank: chooses the route to every rank, once for each list of layouts; None: their packs take `_route`.
     """
 
     _is_built_in = True
     _num_packs: float = 0
-    _device_path: str | None = ""
+    _device_path: str = ""
     _to_every_rank: ChooseRoute | None = staticmethod(usual_route)
 
     @property
@@ -79,14 +91,29 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         allreduce, text = communicator.allreduce, op._on_the_wire
         return CommunicatorRoute(communicator, packs, op, names, lambda source, target: allreduce(target, text, source))
 
-    def _gpu_route(
-        self, ranks: Communicator, arrays: Sequence[DeviceArray], op: ReduceOp, options: CommunicationOptions
-    ) -> Route:
-        """Return the route of arrays in GPU memory to every rank, where they are not reduced on the host."""
-        from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
+    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+        """Return how arrays in GPU memory are combined; None: on the host."""
+        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, on_one_rank  # here, for the quick import
 
-        packs = packing.plan(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
-        return GpuRoute(ranks, packs, op, path_word(options, self._device_path or ""), options.wire)
+        root = destination.only_rank
+        return ALL_REDUCE if root is None else on_one_rank(root, destination)
+
+    def _gpu_route(
+        self,
+        ranks: Communicator,
+        arrays: Sequence[DeviceArray],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        operation: GpuOperation,
+        outs: Sequence[Any] | None = None,
+    ) -> GpuRoute:
+        """Return the route of arrays in GPU memory that are combined there; in place if they are their own `outs`."""
+        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here, for the quick import
+
+        packs = gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
+        targets = None if outs is None else [own_result(*both) for both in zip(arrays, outs, strict=True)]
+        word = path_word(options, self._device_path)
+        return GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
 
     def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
@@ -118,16 +145,51 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             return [mirrored(result, target, communicator) for result, target in zip(results, targets, strict=True)]
 
     def _all_reduce_values(
-        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+        self,
+        call: Call,
+        communicator: Communicator,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Reduce to every rank; what a subclass has overridden is called."""
+        if not self._is_usual:
+            return super()._all_reduce_values(call, communicator, op, values, options)
+        return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options, outs)
+
+    @property
+    def _is_usual(self) -> bool:
+        """Whether no subclass has overridden what reduces."""
         mine, usual = type(self), PackedCrossDeviceOps
-        if (mine.batch_reduce, mine.batch_reduce_implementation) != (
+        return (mine.batch_reduce, mine.batch_reduce_implementation) == (
             usual.batch_reduce,
             usual.batch_reduce_implementation,
-        ):
-            return super()._all_reduce_values(call, communicator, op, values, options)
-        return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options)
+        )
+
+    def _begin_on_device(
+        self,
+        ranks: Communicator,
+        op: ReduceOp,
+        given: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None,
+        where: str,
+    ) -> OnDevice | None:
+        """Return an all-reduce of arrays in GPU memory, packed; None where these are not all, or go by the host."""
+        operation = self._gpu_operation(ranks, EVERY_RANK) if self._is_usual else None
+        if operation is None or any(isinstance(value, (IndexedSlices, Mirrored)) for value in given):
+            return None
+        reduced_precision.check(options.wire)
+        arrays = [checked_value(own_component(value, op, where), op, where) for value in given]
+        if not arrays or not all(map(is_on_device, arrays)):
+            return None
+        self._check_values(arrays, op, where)
+        check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
+        route = self._gpu_route(ranks, arrays, op, options, operation, outs)
+        route.pack(arrays)
+        words = {"op": op.value, "values": tuple(map(_layout, arrays)), "destination": EVERY_RANK.text}
+        return OnDevice(route, arrays, words | {"options": self._settings(options)})
 
     def _reduce(
         self,
@@ -137,8 +199,13 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         given: Sequence[Any],
         targets: Sequence[Destination],
         options: CommunicationOptions,
+        outs: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Return the reductions in the kinds of array that were given; None on ranks that are no destination."""
+        """Return the reductions in the kinds of array that were given; None on ranks that are no destination.
+
+        Args:
+            outs: for each value an array that its result may be written to: what is done only where that saves a copy.
+        """
         reduced_precision.check(options.wire)
         communicator: Communicator = reduced_precision.on(ranks, options.wire)
         given = [own_component(value, op, call.where) for value in given]
@@ -152,8 +219,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if placed:
             arrays = [values[i] for i in placed]
             check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
-            if self._device_path is not None and target is EVERY_RANK:
-                routes.append((self._gpu_route(ranks, arrays, op, options), placed, arrays))
+            if (operation := self._gpu_operation(ranks, target)) is not None:
+                own = None if outs is None else [outs[i] for i in placed]
+                routes.append((self._gpu_route(ranks, arrays, op, options, operation, own), placed, arrays))
             else:
                 values = [to_host(value) if is_on_device(value) else value for value in values]
         dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
@@ -163,9 +231,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         routes.insert(0, (plan, dense, arrays))
         for route, _, arrays in routes:
             route.bring(arrays)
+        read = event_of_reads(given[i] for i in placed)
         destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
         settings = self._settings(options)
-        call.agree("reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=True)
+        # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
+        sparingly = not placed
+        call.agree(
+            "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=sparingly
+        )
         results: list[Any] = [None] * len(values)
         for route, those, arrays in routes:
             for i, total in zip(those, route.run(arrays), strict=True):
@@ -173,9 +246,21 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(communicator, value, op, call)
+                read = event_of_reads([given[i]]) or read  # an event behind all
             elif isinstance(value, Mirrored):
                 results[i] = value.values[0] if value.values else None
+        ranks.guard.wait_for_gpu(read)
         return [in_kind(result, like) for result, like in zip(results, given, strict=True)]
+
+
+class MpiAllReduce(PackedCrossDeviceOps):
+    """Sums with MPI Allreduce, or with MPI Reduce where only one rank wants the result.
+
+    Small values are packed by dtype into buffers of at most `CommunicationOptions.bytes_per_pack` bytes.
+    """
+
+    _in_rank_order = True
+    _has_plans = True
 
 
 def by_one_rank(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
@@ -23,6 +24,9 @@ from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import ChooseRoute, with_result_buffers
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 
 #: About so much of a buffer is exchanged at a time where the ranks do not share memory.  As much is needed besides;
 #: three times as much for a last piece that cannot be cut into equal shares.
@@ -72,7 +76,6 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     algorithms send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
 
-    _device_path: str | None = None
     _to_every_rank: ChooseRoute | None = staticmethod(ordered_route)
 
     def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
@@ -80,10 +83,15 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         pair = partial(gather_and_combine, communicator, op._on_the_wire, destination)
         return CommunicatorRoute(communicator, packs, op, ["alltoallv"] * len(packs), pair)
 
+    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+        """Return None: values are sorted on the host."""
+        return None
+
     def _reduce_slices(
         self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
     ) -> IndexedSlices:
-        """Return all ranks' rows, those with equal indices added up, in the order of their indices."""
+        """Return all ranks' rows, those with equal indices added up, in the order of their indices; on the host."""
+        slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
         every = sparse.concatenate(communicator, slices, ReduceOp.SUM, call)
         dtype = every.values.dtype
         indices, counts = np.unique(every.indices, return_counts=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays import devices
 from mpistrategy.arrays.dtypes import Array
@@ -19,6 +19,9 @@ from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import ChooseRoute, Plan
 from mpistrategy.reduction.routes.base import Route
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -38,7 +41,6 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         OptionTypeError: for an accumulation_fn that cannot be called.
     """
 
-    _device_path: str | None = None
     _to_every_rank: ChooseRoute | None = None
 
     reduce_to_device: Fixed[str | None] = Fixed()
@@ -80,11 +82,23 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             options = replace(options, bytes_per_pack=accumulation.bytes_per_pack(options, communicator.size))
         return super()._plan(communicator, layouts, op, options, destination)
 
+    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+        """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
+        from mpistrategy.reduction.routes.gpu_operations import on_one_rank  # here, for the quick import
+
+        if self.accumulation_fn is not None:
+            return None
+        return on_one_rank(self._root(communicator, destination), destination)
+
+    def _root(self, communicator: Communicator, destination: Destination) -> int:
+        """Return the rank that sums."""
+        if self.reduce_to_device is None:
+            return destination.only_rank or 0
+        return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
+
     def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: combined by MPI, or by the accumulation function."""
-        root = destination.only_rank or 0
-        if self.reduce_to_device is not None:
-            root = ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
+        root = self._root(communicator, destination)
         if self.accumulation_fn is None:
             return by_one_rank(communicator, packs, op, root, destination)
         return AccumulationRoute(communicator, packs, op, self.accumulation_fn, root, destination)

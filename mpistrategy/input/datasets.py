@@ -9,8 +9,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.foreign import as_kind_of, is_foreign
 from mpistrategy.errors import BatchError, OptionError
+from mpistrategy.objects.nearest import NamesOurs, refuses
 from mpistrategy.objects.settings import checked_switch, whole_number
 
 #: An element: a batch, or this rank's part of one.
@@ -31,6 +34,8 @@ class Rows:
         self.shape: tuple[Any, ...] = (len(rows), *source.shape[1:])
 
     def __getitem__(self, part: slice) -> Any:
+        if is_foreign(self._source) and not is_on_device(self._source):
+            return as_kind_of(Rows(host_array(self._source), self._rows)[part], self._source)
         rows = self._rows[part]
         if isinstance(rows, range):
             return _read(self._source[rows.start : rows.stop])
@@ -46,12 +51,14 @@ def _read(block: Any) -> Any:
     return block.copy() if hasattr(block, "copy") and not isinstance(block, np.memmap) else np.array(block)
 
 
-class Dataset(Generic[E]):
+class Dataset(NamesOurs, Generic[E]):
     """Arrays, cut into global batches; made by `Dataset.from_arrays`.
 
     Iterating over it yields whole global batches.  Given to `experimental_distribute_dataset`, a rank reads only its
     own rows of each batch, from arrays in memory as from files (np.memmap, h5py, zarr).
     """
+
+    _words_of = "Dataset"
 
     def __init__(
         self,
@@ -80,6 +87,14 @@ class Dataset(Generic[E]):
             )
 
     @classmethod
+    @refuses(
+        batch_size="Write global_batch_size: the rows of all ranks together.",
+        seed="Write shuffle_seed.",
+        shuffle="Write shuffle_seed, a number.",
+        buffer_size="Leave it out: all rows are shuffled.",
+        repeat="Write epochs.",
+        count="Write epochs.",
+    )
     def from_arrays(
         cls,
         arrays: B,
@@ -93,7 +108,7 @@ class Dataset(Generic[E]):
 
         Args:
             arrays: an array or a nest of arrays with equal first axes.  An array is any object with `shape` and slices;
-                only the rows of the current batch are read.
+                only the rows of the current batch are read.  Batches of tensors are tensors.
             global_batch_size: the number of rows of all replicas together in one step.
             shuffle_seed: None keeps the order of the rows.  A number shuffles them differently in each epoch; the order
                 depends on the number and the epoch, and not on the number of ranks.
@@ -167,9 +182,7 @@ class Dataset(Generic[E]):
 
     def _describe(self, *, epochs: bool = True) -> str:
         """Return a text that must be equal on all ranks; without `epochs`, what the order of batches depends on."""
-        kinds = ", ".join(
-            f"{dtype_name(np.dtype(s.dtype)) if hasattr(s, 'dtype') else '?'}{list(s.shape)}" for s in self._sources
-        )
+        kinds = ", ".join(f"{_dtype_name(s)}{list(s.shape)}" for s in self._sources)
         order = (
             f"Dataset {self._structure.text} of {kinds}, global_batch_size={self._batch}, shuffle_seed={self._seed}, "
             f"drop_remainder={self._drop_remainder}, "
@@ -182,6 +195,12 @@ class Dataset(Generic[E]):
 
     def __repr__(self) -> str:
         return f"<{self._describe()}>"
+
+
+def _dtype_name(source: Any) -> str:
+    if is_foreign(source) and not is_on_device(source):
+        source = host_array(source)  # torch's dtypes are its own
+    return dtype_name(np.dtype(source.dtype)) if hasattr(source, "dtype") else "?"
 
 
 def to_rows(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_device_array, copy_of, is_on_device
+from mpistrategy.arrays.convert import as_device_array, copy_of, host_array, is_on_device, like_given
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_cupy
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input.datasets import Dataset, common_length, to_rows
@@ -18,6 +18,7 @@ from mpistrategy.input.iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.shown import show_as
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")
@@ -150,8 +151,9 @@ def _padded(block: Any, rows: int) -> Any:
         return block
     if is_on_device(block):
         return _padded_on_device(as_device_array(block, "distributed dataset"), rows)
-    block = np.asarray(block)
-    return np.concatenate([block, np.zeros((missing, *block.shape[1:]), block.dtype)])
+    rows_of = host_array(block)
+    padded = np.concatenate([rows_of, np.zeros((missing, *rows_of.shape[1:]), rows_of.dtype)])
+    return like_given(padded, block)
 
 
 def _padded_on_device(block: DeviceArray, rows: int) -> DeviceArray:
@@ -272,3 +274,6 @@ def describe(dataset: Any) -> str:
     if isinstance(dataset, Dataset):
         return dataset._describe()
     return f"{len(dataset)} global batches" if isinstance(dataset, Sequence) else "global batches"
+
+
+show_as("mpistrategy", DistributedDataset)

@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 from mpistrategy.errors import CopyError, OptionError, OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import Created, NotPickled
+from mpistrategy.objects.shown import show_as
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")
@@ -158,3 +159,6 @@ class DatasetIterator(DistributedIterator[E]):
 
 class InputFunctionIterator(DatasetIterator[E]):
     """The result of `make_input_fn_iterator`."""
+
+
+show_as("mpistrategy", DistributedIterator)

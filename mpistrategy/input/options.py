@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.objects.settings import checked_count, checked_switch, whole_number
-from mpistrategy.options import checked_member
-
-
-class InputReplicationMode(enum.Enum):
-    """How often a function that makes input is called: once a worker, or once a replica.
-
-    Here a worker is a rank with one replica, so the two are the same.
-    """
-
-    PER_WORKER = "PER_WORKER"
-    PER_REPLICA = "PER_REPLICA"
-
-
-#: The same as an argument.
-ReplicationMode: TypeAlias = InputReplicationMode | Literal["PER_WORKER", "PER_REPLICA", "per_worker", "per_replica"]
+from mpistrategy.objects.shown import show_as
+from mpistrategy.options import InputReplicationMode, ReplicationMode, checked_member
 
 
 @dataclass(frozen=True)
@@ -94,6 +80,9 @@ class InputContext:
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the number of rows of a global batch for one replica.
 
+        Args:
+            global_batch_size: the rows of all replicas together.
+
         Raises:
             OptionError: when the global batch cannot be divided evenly among the replicas.
 
@@ -109,3 +98,6 @@ class InputContext:
                 expected=f"a positive multiple of the number of replicas, {self.num_replicas_in_sync}",
             )
         return size // self.num_replicas_in_sync
+
+
+show_as("mpistrategy", InputContext)

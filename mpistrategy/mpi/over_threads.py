@@ -20,8 +20,8 @@ from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import line_of
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Pool
-from mpistrategy.mpi.interface.communicator import NodeGroups, Once
+from mpistrategy.mpi.interface.buffers import Once, Pool
+from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
@@ -302,7 +302,16 @@ class Ending:
 
 
 def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | None = None) -> list[Ending]:
-    """Call `function` on `count` simulated ranks; return their endings in rank order."""
+    """Call `function` on `count` simulated ranks; return their endings in rank order.
+
+    Args:
+        function: the program, without arguments.
+        count: the number of ranks.
+        nodes: the node of each rank; None puts all on one.
+
+    Returns:
+        For each rank how its program ended: with a `result`, or with an `error`.
+    """
     turns = Turns(count)
     everyone = Meeting(turns, tuple(range(count)))
     endings = [Ending() for _ in range(count)]

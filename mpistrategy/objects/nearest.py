@@ -1,8 +1,16 @@
-"""Finds the known name that a misspelt one may stand for."""
+"""Finds the name to write for one that does not exist: a misspelt one, or one of TensorFlow's (`other_names`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from mpistrategy.errors import OptionTypeError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def did_you_mean(given: object, names: Iterable[str], least: float = 0.6) -> str:
@@ -20,3 +28,60 @@ def did_you_mean(given: object, names: Iterable[str], least: float = 0.6) -> str
     known = {name.lower(): name for name in names}
     near = difflib.get_close_matches(given.lower(), known, 1, least)
     return f"Did you mean {known[near[0]]!r}?" if near else ""
+
+
+def attribute_error(owner: str, name: str, words: Mapping[str, str], of: object) -> AttributeError:
+    """Return what to raise for an attribute that `of` does not have; it says what to write where `words` know it."""
+    hint = words.get(name)
+    if hint is None:
+        return AttributeError(f"{owner} has no attribute {name!r}", name=name, obj=of)  # Python looks for a near name
+    return AttributeError(f"{owner} has no attribute {name!r}. {hint}.")
+
+
+def not_in_module(name: str, module: str) -> AttributeError:
+    """Return what to raise for a name that a public module does not have."""
+    from mpistrategy.objects.other_names import OF_MODULE  # here, for the quick import
+
+    shown = f"mpistrategy.{module.rpartition('.')[2]}"
+    return attribute_error(f"module {shown!r}", name, OF_MODULE[module.rpartition(".")[2]], sys.modules[module])
+
+
+class NamesOurs:
+    """Base of classes whose AttributeError says what to write for an attribute of TensorFlow's: `other_names`."""
+
+    #: The key in `other_names.OF_CLASS`.
+    _words_of: str = ""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from mpistrategy.objects.other_names import OF_CLASS  # here, for the quick import
+
+            kind = type(self)
+            for base in kind.__mro__:
+                if name in vars(base):  # a property that has raised this error
+                    return vars(base)[name].__get__(self, kind)
+            raise attribute_error(f"{kind.__name__!r} object", name, OF_CLASS.get(kind._words_of, {}), self)
+
+
+def refuses(**words: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function that is given a keyword of TensorFlow's say what to write: OptionTypeError.
+
+    Args:
+        words: the keywords that it does not have, and what to do instead.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            if kwargs and not words.keys().isdisjoint(kwargs):
+                name = next(name for name in words if name in kwargs)
+                where = function.__qualname__.removesuffix(".__init__")
+                raise OptionTypeError.at(
+                    where, found=f"{name}={kwargs[name]!r}", expected="a keyword that it has", fix=words[name]
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

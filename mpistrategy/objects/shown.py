@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import enum
 import inspect
-import sys
 from collections.abc import Iterable
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 _MOST_RANGES = 8
 _UNITS = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
@@ -25,14 +24,13 @@ def in_words(made: object) -> str:
     return f"{kind.__name__}({', '.join(words)})"
 
 
-def show_as(module: str, names: Iterable[str]) -> None:
-    """Let classes and functions of a public module appear, and be pickled, under its name instead of their files'."""
-    for name in names:
-        shown = vars(sys.modules[module])[name]
-        if inspect.isclass(shown) and "__annotations__" in vars(shown):
-            shown.__annotations__ = get_type_hints(shown)  # as long as the names in them are found
-        if inspect.isclass(shown) or inspect.isfunction(shown):
-            shown.__module__ = module
+def show_as(module: str, *shown: Any) -> None:
+    """Let classes and functions appear, and be pickled, as those of a public module instead of their files'."""
+    for each in shown:
+        if inspect.isclass(each) and "__annotations__" in vars(each):
+            each.__annotations__ = get_type_hints(each)  # as long as the names in them are found
+        if inspect.isclass(each) or inspect.isfunction(each):
+            each.__module__ = module
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

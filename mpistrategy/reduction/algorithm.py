@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
+
+
+class OnDevice(NamedTuple):
+    """An all-reduce of arrays in GPU memory that has been packed, and on which the ranks have yet to agree.
+
+    Attributes:
+        route: how they are combined: a `mpistrategy.reduction.routes.gpu.GpuRoute`.
+        arrays: the arrays.
+        words: what the ranks compare.
+    """
+
+    route: Any
+    arrays: list[Any]
+    words: dict[str, Any]
 
 
 class Algorithm(Protocol):
@@ -36,9 +50,29 @@ class Algorithm(Protocol):
         """Reduce one value over the replicas."""
 
     def _all_reduce_values(
-        self, call: Call, communicator: Communicator, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+        self,
+        call: Call,
+        communicator: Communicator,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`."""
+        """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`.
+
+        The results may be written to `outs`, which are arrays of their dtypes and shapes.
+        """
+
+    def _begin_on_device(
+        self,
+        ranks: Communicator,
+        op: ReduceOp,
+        given: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None,
+        where: str,
+    ) -> OnDevice | None:
+        """Return an all-reduce of arrays in GPU memory, packed; None where these are not all, or go by the host."""
 
     def batch_reduce(
         self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
@@ -19,14 +19,22 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena, resident
-from mpistrategy.reduction.inputs import leaves_like
+from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.arena.layout import check_dtypes
+from mpistrategy.reduction.inputs import leaves_like, resident
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 
+if TYPE_CHECKING:
+    from mpistrategy.reduction.asynchronous_gpu import Begun
+
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
+
+#: In place of a result that has not been made.
+_NOT_YET = object()
 
 T_co = TypeVar("T_co", covariant=True)
 #: Makes the guard's call, given the structure of the values in words.
@@ -38,8 +46,9 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, job: Job, engine: AtOnce, guard: Guard) -> None:
-        self._job = job
+    def __init__(self, job: Job, engine: AtOnce, guard: Guard, on_device: _OnDevice | None = None) -> None:
+        self._job, self._on_device = job, on_device
+        self._made: Any = _NOT_YET
         self._number = engine.submitted
         self._engine = engine
         self._guard = guard
@@ -49,7 +58,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
         The answer differs from rank to rank: do not let it decide about a collective call.
         """
-        return self._job.is_over()
+        return self._job.is_over() and (self._on_device is None or self._on_device.begun.is_over)
 
     @collective("wait")
     def wait(self) -> T_co:
@@ -71,8 +80,14 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
             engine.known_to_all = started
-        result: T_co = self._job.result()
-        return result
+        engine.finish(self._job)
+        result: Any = self._job.result()
+        if self._on_device is not None:
+            if self._made is _NOT_YET:
+                self._made = self._on_device.make()
+            result = self._made
+        made: T_co = result
+        return made
 
     def __repr__(self) -> str:
         return f"<AllReduceHandle number {self._number}, {'over' if self.done() else 'under way'}>"
@@ -88,9 +103,13 @@ def start_all_reduce(
         with Call(communicator.guard, _WHERE, called=name) as call:
             call.agree("the first all_reduce_async")
 
-    engine = engine_of(communicator, agree)
-    if _is_on_device(value):
-        engine = AtOnce(communicator)  # another thread has another stream, and would not see what is put on ours
+    placed = _is_on_device(value)
+    if placed:
+        handle = _started_on_device(reducer, reduce_op, value, options, name, out, agree)
+        if handle is not None:
+            return handle
+    # Of arrays on a host and a GPU together all is done now: another thread has another stream.
+    engine = AtOnce(communicator) if placed else engine_of(communicator, agree)
     ranks, site = engine.communicator, call_site()
     enter = partial(Call, ranks.guard, _CALL, called=name)
     try:
@@ -118,11 +137,76 @@ def start_all_reduce(
     return AllReduceHandle(job, engine, communicator.guard)
 
 
+class _OnDevice(NamedTuple):
+    """An all-reduce in GPU memory that is under way, and what makes the result of it."""
+
+    begun: Begun
+    make: Callable[[], Any]
+
+
+def _started_on_device(
+    reducer: Reducer,
+    reduce_op: Any,
+    value: Any,
+    options: CommunicationOptions | None,
+    name: str | None,
+    out: Any,
+    agree: Callable[[], None],
+) -> AllReduceHandle[Any] | None:
+    """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
+    from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here, for the quick import
+    from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
+
+    communicator, site = reducer.communicator, call_site()
+    try:
+        op, arena = ReduceOp._parse(reduce_op, _WHERE), resident(value, out)
+        leaves, structure = nest.flatten_without_none(value if arena is None else arena.values)
+        targets, paths = leaves_like(out, structure, _WHERE), partial(nest.paths_without_none, value)
+        build: Callable[[list[Any]], Any] = structure.pack
+        if arena is not None:
+            if not arena._in_place and out is None:
+                return None
+            arena._check(reducer, _WHERE)
+            check_dtypes(arena._buckets, op, _WHERE)
+            leaves = targets = list(arena._mine)
+            paths, build = partial(nest.leaf_paths, leaves), partial(_values_of, arena)
+        made = reducer.begin_on_device(op, leaves, paths, _WHERE, options=options, targets=targets)
+        seconds = reducer.options.merge(options).timeout_seconds
+    except Exception as error:  # the peers start theirs: they must hear of it there
+        engine = engine_for_gpus(communicator, known_path(reducer, options), agree)
+        job = Job(_failing(partial(Call, engine.communicator.guard, _CALL, called=name), error))
+        engine.submit(job)
+        return AllReduceHandle(job, engine, communicator.guard)
+    if made is None:
+        return None
+    begun = Begun(communicator, [contribution(leaf) for leaf in leaves], *made)
+    engine = engine_for_gpus(communicator, begun.path, agree)
+    ranks = engine.communicator
+
+    def work() -> None:
+        ranks.guard.site = site
+        try:
+            with current.working_on(ranks), Call(ranks.guard, _CALL, called=name) as call:
+                call.structure = structure.text
+                call.wait_as(seconds)
+                begun.work(ranks, call)
+        finally:
+            ranks.guard.site = None
+
+    job = Job(work)
+    engine.submit(job)
+    return AllReduceHandle(job, engine, communicator.guard, _OnDevice(begun, lambda: build(begun.results())))
+
+
+def _values_of(arena: Arena[Any], results: list[Any]) -> Any:
+    return arena.values
+
+
 def _is_on_device(value: Any) -> bool:
     if isinstance(value, Arena):
         return value._on_device
     try:
-        return any(is_on_device(contribution(leaf)) for leaf in nest.flatten(value)[0])
+        return any(is_on_device(contribution(leaf)) for leaf in nest.flatten_without_none(value)[0])
     except Exception:  # of other libraries, too: an array that was deleted, say
         return False  # the job raises it, so that the peers hear of it
 
@@ -131,7 +215,7 @@ def _prepared(
     value: Any, reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
 ) -> Callable[[], Any]:
     """Look at the arguments in the caller's thread and context; return the rest of the work."""
-    given, structure = nest.flatten(value)
+    given, structure = nest.flatten_without_none(value)
     leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
     targets = leaves_like(out, structure, _WHERE)
     op = ReduceOp._parse(reduce_op, _WHERE)
@@ -143,8 +227,10 @@ def _prepared(
             if result is not MISFIT:
                 return result
         with enter(structure.text) as call:
+            if reducer.agrees_on_none(call, op, structure):
+                return structure.pack([])
             results = reducer.all_reduce_leaves(
-                call, op, leaves, lambda: nest.leaf_paths(value), options=options, targets=targets
+                call, op, leaves, lambda: nest.paths_without_none(value), options=options, targets=targets
             )
         return structure.pack(results)
 
@@ -163,7 +249,7 @@ def _of_arena(
             expected="a reduction in place",
             fix="Pass out=arena, or use all_reduce.",
         )
-    buckets = [bucket.mine for bucket in arena._buckets]
+    buckets = list(arena._mine)
     structure = nest.flatten(values)[1].text
 
     def work() -> Any:
@@ -198,3 +284,6 @@ def _on(reducer: Reducer, engine: AtOnce) -> Reducer:
     if other.options is not reducer.options:
         other.options = reducer.options
     return other
+
+
+show_as("mpistrategy", AllReduceHandle)

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import like_given, to_array
+from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_given
+from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.arrays.gpu import check_device, layout_of
+from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -22,7 +24,7 @@ _SMALL_BYTES = 64 * 2**10
 def broadcast(
     communicator: Communicator, values: Sequence[Any], root: int, call: Call, destination: str = ""
 ) -> list[Any]:
-    """Return rank `root`'s value of each of `values`, of the kind that was given; arrays on GPUs go by the host.
+    """Return rank `root`'s value of each of `values`, of the kind that was given.  Arrays in GPU memory stay there.
 
     Args:
         communicator: the ranks.
@@ -41,13 +43,26 @@ def broadcast(
         raise UnsupportedError.at(
             call.where, found="IndexedSlices", expected="an array", fix="Broadcast its values and indices."
         )
-    arrays = [to_array(value, call.where) for value in given]
-    layouts = tuple((dtype_name(array.dtype), array.shape) for array in arrays)
+    arrays = [array_where_it_is(value, call.where) for value in given]
+    placed = [array for array in arrays if is_on_device(array)]
+    layouts = tuple(layout_of(each) if is_on_device(each) else (dtype_name(each.dtype), each.shape) for each in arrays)
     # Before the agreement: short memory must show while all ranks can still raise.
-    messages, results = _packed(arrays)
-    call.agree("broadcast", op=f"from rank {root}", values=layouts, destination=destination, sparingly=True)
+    messages, on_host = _packed([array for array in arrays if not is_on_device(array)])
+    if placed:
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
+        check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
+        on_device.prepare(communicator, placed, call.where)
+        memory, copies = on_device.packed(placed)
+    sparingly = not placed
+    call.agree("broadcast", op=f"from rank {root}", values=layouts, destination=destination, sparingly=sparingly)
     for message in messages:
         communicator.bcast(message, root)
+    if placed:
+        read = event_of_reads(given)
+        on_device.bcast(communicator, memory, root)
+        communicator.guard.wait_for_gpu(read)
+    results = [copies.pop(0) if is_on_device(array) else on_host.pop(0) for array in arrays]
     return [like_given(result, value) for result, value in zip(results, given, strict=True)]
 
 

@@ -15,88 +15,39 @@ from mpistrategy.arrays.convert import any_array, is_on_device
 from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contribution
 from mpistrategy.errors import EmptyBatchError
-from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.tuning.thresholds import Rates
+from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import size_in_words, time_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena, Extended
-from mpistrategy.reduction.arena.layout import check_dtypes
 from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.base import Description, nbytes_of
 
+if TYPE_CHECKING:
+    from mpistrategy.mpi.multi_node import reduced_precision
+    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena.layout import check_dtypes
+else:
+    later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
+    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.arena.layout", "check_dtypes")
+
 _WHERE = "Strategy.explain"
 #: What is reduced by plans, and the lines about what is not.
 _Found = tuple[list[Description], list[str]]
 
 
-class Explained:
-    """The methods of `Strategy` that tell how it communicates."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def extended(self) -> Extended: ...
-
-    def explain(self, value: Any, reduce_op: Op = "SUM", options: CommunicationOptions | None = None) -> str:
-        """Say which route an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.
-
-        Args:
-            value: what would be reduced: a nest of arrays, numbers and variables, or an `Arena`.
-            reduce_op: a ReduceOp, or its name.
-            options: hints; None for the strategy's own.
-
-        Returns:
-            The text, which replica 0 also prints: the buffers that are made of the value, the way that each takes,
-            what is copied, what each rank writes or sends, where the thresholds come from, and the expected time.
-
-        Raises:
-            ReduceOpError, DTypeError, LeafError, EmptyBatchError, ContextError: as all_reduce, but on this rank alone.
-
-        >>> import numpy as np, mpistrategy as ms
-        >>> text = ms.OneDeviceStrategy("CPU:0").explain([np.ones(3), 2.0])
-        all_reduce SUM of 2 arrays, 32 B, on 1 rank of 1 node by MpiAllReduce; about 2.5 us
-          1 pack of 2 arrays, float64, 32 B: stays here, the only replica
-            1 copy: all into the pack
-          thresholds: the defaults; rates: the defaults
-        """
-        text = "\n".join(_lines(self.extended._reducer, value, ReduceOp._parse(reduce_op, _WHERE), options))
-        if self.extended._reducer.communicator.rank == 0:
-            print(text)
-        return text
-
-    def layout(self) -> dict[str, Any]:
-        """Return what the bits of sums depend on besides the values: ranks, nodes, algorithm, options, thresholds.
-
-        With it goes how `Optimizer.gradient_buckets` has cut gradients so far: the numbers of the variables in each
-        bucket, in the order of reduction.
-        Two runs of one version with the same layout give the same bits.  It is the same on all ranks and consists of
-        what JSON can hold, to be kept beside results; `source` is for people alone.  Never communicates.
-        """
-        extended = self.extended
-        communicator, algorithm = extended._reducer.communicator, extended._reducer.algorithm
-        return {
-            "ranks": communicator.size,
-            "node_of": list(communicator.node_of),
-            "mpi": communicator.library,
-            "shared_memory": communicator.shares_memory,
-            "algorithm": algorithm._configuration,
-            "bytes_per_pack": int(extended._reducer.options.bytes_per_pack),
-            "wire": extended._reducer.options.wire,
-            "thresholds": communicator.thresholds.sizes(),
-            # Between nodes the estimates of the routes decide.
-            "rates": communicator.thresholds.rates.as_json() if communicator.nodes > 1 else {},
-            "gradient_buckets": [[list(members) for members in order] for order in extended._bucket_orders],
-            "source": communicator.thresholds.source,
-        }
+def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: CommunicationOptions | None) -> str:
+    """Return the text of `Strategy.explain`."""
+    return "\n".join(_lines(reducer, value, ReduceOp._parse(reduce_op, _WHERE), options))
 
 
 def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
     ranks, chosen = reducer.communicator, reducer.options.merge(options)
     nodes, thresholds = ranks.nodes, ranks.thresholds
-    leaves = value._leaves if isinstance(value, Arena) else nest.flatten(value)[0]
+    leaves = value._leaves if isinstance(value, Arena) else nest.flatten_without_none(value)[0]
     found, others = (_of_arena if isinstance(value, Arena) else _of_leaves)(reducer, leaves, value, op, chosen)
     size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))
     rates = thresholds.rates
@@ -136,7 +87,7 @@ def _of_leaves(
     if not leaves and not reducer.is_alone:
         raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
     values = [leaf if isinstance(leaf, Mirrored) else PerReplica((contribution(leaf),)) for leaf in leaves]
-    checked_leaves(values, lambda: nest.leaf_paths(value), _WHERE)
+    checked_leaves(values, lambda: nest.paths_without_none(value), _WHERE)
     algorithm: Any = reducer.algorithm
     if not algorithm._is_built_in:
         return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
@@ -146,7 +97,8 @@ def _of_leaves(
     algorithm._check_values(parts, op, _WHERE)
     placed = [part for part in parts if is_on_device(part)]
     others = []
-    if placed and algorithm._device_path is None:
+    operation = algorithm._gpu_operation(communicator, EVERY_RANK)
+    if placed and operation is None:
         size = f"{_count(len(placed), 'array')} on a GPU, {size_in_words(sum(map(_nbytes, placed)))}"
         others.append(f"{size}: copied to the host, reduced as other arrays are, and copied back")
         parts = [np.empty(part.shape, part.dtype) if is_on_device(part) else part for part in parts]
@@ -155,7 +107,9 @@ def _of_leaves(
     plan = algorithm._plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
     found = plan.route.describe(communicator, dense)
     if placed:
-        found += algorithm._gpu_route(reducer.communicator, placed, op, options).describe(communicator, placed)
+        found += algorithm._gpu_route(reducer.communicator, placed, op, options, operation).describe(
+            communicator, placed
+        )
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
     if slices:
         size = size_in_words(sum(map(_nbytes, slices)))

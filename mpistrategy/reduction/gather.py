@@ -6,11 +6,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from mpistrategy.arrays.convert import like_given, to_array
+from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_given, on_device_of
+from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.arrays.gpu import check_device, layout_of
+from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -18,7 +18,7 @@ from mpistrategy.reduction.sparse import gather_rows
 
 
 def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: Call) -> list[Array]:
-    """Return, for each of the values, all ranks' arrays concatenated along `axis`; arrays on GPUs go by the host.
+    """Return, for each of the values, all ranks' arrays concatenated along `axis`; arrays in GPU memory stay there.
 
     Args:
         communicator: the ranks.
@@ -34,25 +34,50 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
     """
     arrays = [_checked(value, call.where) for value in values]
     positions = [checked_axis(axis, array.ndim, call.where) for array in arrays]
-    moved = [np.moveaxis(array, position, 0) for array, position in zip(arrays, positions, strict=True)]
-    layouts = tuple((dtype_name(array.dtype), array.shape[1:]) for array in moved)
-    call.agree("gather", op=f"axis {positions}", values=layouts, sparingly=True)
+    moved = [_moved(array, position, 0) for array, position in zip(arrays, positions, strict=True)]
+    placed = [array for array in moved if is_on_device(array)]
+    if placed:
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
+        check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
+        on_device.prepare(communicator, placed, call.where)
+    layouts = tuple(_layout(array) for array in moved)
+    call.agree("gather", op=f"axis {positions}", values=layouts, sparingly=not placed)
     lengths = communicator.allgather_text(" ".join(str(array.shape[0]) for array in moved))
     rows = list(zip(*(map(int, text.split()) for text in lengths), strict=True))
     gathered = [gather_rows(communicator, array, list(n)) for array, n in zip(moved, rows, strict=True)]
+    if placed:
+        communicator.guard.wait_for_gpu(event_of_reads(map(contribution, values)))
     return [
-        like_given(np.ascontiguousarray(np.moveaxis(array, 0, position)), contribution(value))
+        like_given(_contiguous(_moved(array, 0, position)), contribution(value))
         for array, position, value in zip(gathered, positions, values, strict=True)
     ]
 
 
-def _checked(value: Any, where: str) -> Array:
+def _checked(value: Any, where: str) -> Any:
     value = contribution(value)
     if isinstance(value, IndexedSlices):
         raise UnsupportedError.at(
             where, found="IndexedSlices", expected="an array", fix="Gather its values and indices."
         )
-    return to_array(value, where)
+    return array_where_it_is(value, where)
+
+
+def _layout(array: Any) -> tuple[str, tuple[int, ...]]:
+    """Return what must be equal on all ranks; `array` has the axis along which they are gathered first."""
+    name, shape = layout_of(array) if is_on_device(array) else (dtype_name(array.dtype), array.shape)
+    return name, shape[1:]
+
+
+def _moved(array: Any, source: int, target: int) -> Any:
+    """Return an array with one axis moved; what `numpy.moveaxis` does, in GPU memory too."""
+    axes = [axis for axis in range(array.ndim) if axis != source]
+    return array.transpose([*axes[:target], source, *axes[target:]])
+
+
+def _contiguous(array: Any) -> Any:
+    with on_device_of(array):
+        return array if array.flags.c_contiguous else array.copy()
 
 
 def checked_axis(axis: Any, ndim: int, where: str) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
-from mpistrategy.arrays.foreign import is_foreign
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span, wire_dtype
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
@@ -30,13 +30,49 @@ from mpistrategy.errors import (
     ShapeError,
     StructureError,
 )
+from mpistrategy.mpi.contract.public_calls import is_arena
+from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
+if TYPE_CHECKING:
+    from mpistrategy.arrays.foreign import is_foreign
+    from mpistrategy.arrays.gpu import is_cupy
+    from mpistrategy.reduction import sparse
+else:
+    later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
+    later(globals(), "mpistrategy.reduction.sparse")
+    later(globals(), "mpistrategy.arrays.gpu", "is_cupy")
+
+#: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
+resident_values: dict[int, weakref.ref[Any]] = {}
+#: What CuPy calls memory of cudaMalloc.
+_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
+
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
+
+
+class Weighted(NamedTuple):
+    """A nest of arrays, and what it counts for."""
+
+    value: Any
+    weight: Any
+
+
+def resident(value: Any, out: Any) -> Any:
+    """Return the arena in which ``all_reduce(op, value, out=out)`` can be done where the arrays are; else None.
+
+    It is `value` itself, or the one whose `values` both `value` and `out` are.
+    """
+    if is_arena(value):
+        return value
+    if out is None or value is not out:
+        return None
+    found = resident_values.get(id(value))
+    arena = None if found is None else found()
+    return arena if arena is not None and arena._values is value else None
 
 
 def checked_leaves(
@@ -160,7 +196,7 @@ def leaves_like(out: Any, structure: nest.Structure, where: str) -> list[Any] | 
     """
     if out is None:
         return None
-    leaves, found = nest.flatten(out)
+    leaves, found = nest.flatten_without_none(out)
     if found.text != structure.text:
         raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
     return leaves
@@ -176,6 +212,16 @@ def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
             found=f"{dtype_name(target.dtype)}{list(target.shape)}",
             expected=f"{dtype_name(dtype)}{list(value.shape)}, as the result",
         )
+
+
+def own_result(array: Any, out: Any) -> Any:
+    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
+
+    It is contiguous, of the dtype that travels, and in memory of cudaMalloc: an MPI may not take other memory.
+    """
+    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
+    fits = same and array.flags.c_contiguous and out.flags.c_contiguous and array.dtype == wire_dtype(array.dtype)
+    return array if fits and type(array.data.mem).__name__ in _CUDA_MALLOC else None
 
 
 def as_given(result: Any, value: Any) -> Any:

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route, Targets
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
-from mpistrategy.reduction.routes.in_place import combine
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
-from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferRoute
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes import in_place
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
+    from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferRoute
+else:
+    later(globals(), "mpistrategy.reduction.routes.in_place")
+    later(
+        globals(),
+        "mpistrategy.reduction.routes.communicator",
+        "CommunicatorRoute",
+        "OneArrayRoute",
+        "hybrid",
+        "names_of",
+    )
+    later(globals(), "mpistrategy.reduction.routes.result_buffers", "ResultBufferRoute")
 
 #: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit).
 ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float], Route]
@@ -35,6 +50,7 @@ class Plan:
 
     Attributes:
         route, op, layouts, dtypes: as given.
+        is_exact: whether the route's results are the plan's.
         bring: does what comes before the ranks agree on the call.
         run: returns the results after that; the arguments of both are those of `Route.run`.
     """
@@ -51,14 +67,19 @@ class Plan:
             dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
             for dtype in self.dtypes
         )
+        self.is_exact: bool = is_exact
         self.run: Callable[..., list[Array]] = route.run if is_exact else self._run_and_finish
 
     def _run_and_finish(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         results = self.route.run(arrays, targets)
-        return [
-            finish(result, dtype, self.op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
-            for result, dtype in zip(results, self.dtypes, strict=True)
-        ]
+        try:
+            return [
+                finish(result, dtype, self.op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
+                for result, dtype in zip(results, self.dtypes, strict=True)
+            ]
+        except BaseException as error:
+            mark_after_messages(error)
+            raise
 
 
 def plan_of(
@@ -90,15 +111,24 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
     if names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:
-        return OneArrayRoute(communicator, packs[0], op, names[0])
-    return with_result_buffers(communicator, op, CommunicatorRoute(communicator, packs, op, names), names)
+        route: Route = OneArrayRoute(communicator, packs[0], op, names[0])
+    else:
+        route = CommunicatorRoute(communicator, packs, op, names)
+    if message is not None:
+        from mpistrategy.reduction.routes import beside  # here, since only ranks of several nodes need it
+
+        if message.companions is not None and beside.fits(communicator, packs, op, names):
+            return beside.BesideRoute(communicator, message.companions, packs[0], op, route)
+    if isinstance(route, OneArrayRoute):
+        return route
+    return with_result_buffers(communicator, op, route, names)
 
 
 def with_result_buffers(
-    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination = combine
+    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination | None = None
 ) -> Route:
     """Return the route through result buffers where `names` say that all packs are pipelined, else `route`."""
     is_pipelined = {*names} == {"pipelined"} and any(pack.size for pack in route.packs)
     if is_pipelined and communicator.result_buffers is not None:
-        return ResultBufferRoute(communicator, op, route, combination)
+        return ResultBufferRoute(communicator, op, route, combination or in_place.combine)
     return route

@@ -8,10 +8,11 @@ sent.  Both ways make the same messages: ranks that go different ways fit togeth
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,13 +23,13 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.algorithm import Algorithm
-from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
+from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
-from mpistrategy.reduction.routes.base import Targets
+from mpistrategy.reduction.routes.base import Repeated, Targets
 from mpistrategy.reduction.routes.mailboxes import (
     MISFIT,
     NUMBERS,
@@ -36,7 +37,12 @@ from mpistrategy.reduction.routes.mailboxes import (
     Run,
     repeated_in_mailboxes,
 )
-from mpistrategy.reduction.weights import Weighted, weighted_mean
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.algorithm import Algorithm
+    from mpistrategy.reduction.weights import weighted_mean
+else:
+    later(globals(), "mpistrategy.reduction.weights", "weighted_mean")
 
 WHERE = "ReplicaContext.all_reduce"
 
@@ -317,7 +323,8 @@ def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kind
     digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
     dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
     some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
-    bring, reduce = plan.bring, plan.run
+    bring, reduce, compare = plan.bring, plan.run, guard.comparison(digest, signature)
+    failed = partial(guard.fail_after_agreement, signature.call)
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value) if nested else (value,)
@@ -330,11 +337,11 @@ def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kind
             if targets is None:
                 return MISFIT
         bring(arrays, targets)
-        guard.compare_digest(digest, signature)
+        compare()
         try:
             results = reduce(arrays, targets)
         except BaseException as error:
-            guard.fail_after_agreement(signature.call, error)
+            failed(error)
             raise
         if out is not None:
             if not nested and results[0] is out:
@@ -347,7 +354,10 @@ def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kind
             results = [*map(as_leaf, results, leaves)]
         return where.build(results) if nested else results[0]
 
-    return run
+    shortest: Callable[[Repeated], Run | None] | None = getattr(route, "repeated", None)
+    if nested or not only_arrays or not plan.is_exact or shortest is None:
+        return run
+    return shortest(Repeated(compare, run, failed)) or run
 
 
 class _LongLayouts:

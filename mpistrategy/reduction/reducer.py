@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,21 +13,27 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import check_device
-from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, local_component
-from mpistrategy.errors import EmptyBatchError, StructureError, UnsupportedError
+from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_of_reads, local_component
+from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
+from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.algorithm import Algorithm
-from mpistrategy.reduction.gather import gather
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, in_kind
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.plans import Plans, is_simple
-from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, exchange_of_weights
+
+if TYPE_CHECKING:
+    from mpistrategy.arrays.gpu import check_device, is_cupy
+    from mpistrategy.reduction.algorithm import Algorithm, OnDevice
+    from mpistrategy.reduction.gather import gather
+else:
+    later(globals(), "mpistrategy.arrays.gpu", "check_device")
+    later(globals(), "mpistrategy.reduction.gather", "gather")
+    later(globals(), "mpistrategy.arrays.gpu", "is_cupy")
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16
@@ -157,33 +163,57 @@ class Reducer:
             EmptyBatchError: when there are no leaves, on several ranks.
             LeafError, DTypeError, ShapeError, StructureError, UnsupportedError: for what cannot be reduced or written.
         """
-        where = call.where
         if not leaves and self.is_alone:
             return []  # alone, a structure without leaves is its own reduction
-        if not leaves:
-            raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
         chosen = self._options.merge(options)
-        given = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
         dense = None if weight is None and targets is None else UnsupportedError
-        arrays = checked_leaves(given, paths, where, dense)
-        memory: list[Any] = []
-        if targets is not None:
-            if len({id(target) for target in targets}) < len(targets):
-                raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
-            for target, array, path in zip(targets, arrays, paths(), strict=True):
-                memory.append(as_target(target, where, f"out{path}"))
-                check_target(memory[-1], array, op, f"{where}: out{path}")
+        given, arrays, memory = _looked_at(op, leaves, paths, call.where, dense, targets)
         if weight is None:
             call.wait_as(chosen.timeout_seconds)
-            results = self._algorithm._all_reduce_values(call, self.communicator, op, given, chosen)
+            results = self._algorithm._all_reduce_values(call, self.communicator, op, given, chosen, memory)
         else:
             results = self._weighted(call, op, given, arrays, weight, chosen)
-        if targets is None:
-            return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
-        _write(results, memory)
-        for written, target in zip(memory, targets, strict=True):
-            hand_back(written, target)
-        return list(targets)
+        return _handed_out(results, leaves, targets, memory)
+
+    def begin_on_device(
+        self,
+        op: ReduceOp,
+        leaves: list[Any],
+        paths: Callable[[], list[str]],
+        where: str,
+        *,
+        options: CommunicationOptions | None = None,
+        targets: list[Any] | None = None,
+    ) -> tuple[OnDevice, Callable[[], list[Any]]] | None:
+        """Begin to do `all_reduce_leaves` with arrays in GPU memory: pack them, on the current stream.
+
+        Returns:
+            What the ranks have yet to agree on and to combine, and what returns the results then, on the current
+            stream; None where the leaves are not all in GPU memory, or are combined on the host.
+
+        Raises:
+            As `all_reduce_leaves`.
+        """
+        given, _, memory = _looked_at(op, leaves, paths, where, None, targets)
+        chosen = self._options.merge(options)
+        begun = self._algorithm._begin_on_device(self.communicator, op, given, chosen, memory, where)
+        if begun is None:
+            return None
+
+        def results() -> list[Any]:
+            found = begun.route.results(begun.arrays)
+            kinds = [in_kind(result, like) for result, like in zip(found, given, strict=True)]
+            return _handed_out(kinds, leaves, targets, memory)
+
+        return begun, results
+
+    def agrees_on_none(self, call: Call, op: ReduceOp, structure: nest.Structure) -> bool:
+        """Return whether a structure has no leaves but None; if so, the ranks have compared the call."""
+        if structure.num_leaves or not structure.num_none:
+            return False
+        if not self.is_alone:
+            call.agree("reduce", op=op.value)
+        return True
 
     def _weighted(
         self,
@@ -195,6 +225,12 @@ class Reducer:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
+        from mpistrategy.reduction.weights import (  # here, for the quick start
+            EXCHANGE,
+            WeightedMean,
+            exchange_of_weights,
+        )
+
         where = call.where
         mine = gpu_of(self.communicator.devices, self.communicator.rank)
         check_device([array for array in arrays if is_on_device(array)], mine, where)
@@ -204,9 +240,11 @@ class Reducer:
         call.expect_more()  # the values come next
         call.wait_as(options.timeout_seconds)
         parts = mean.contributions(arrays, weights)
+        read = event_of_reads(given)
         means = mean.finish(
             self._algorithm._all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options), arrays
         )
+        self.communicator.guard.wait_for_gpu(read)
         return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
 
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
@@ -244,15 +282,53 @@ class Reducer:
 
     def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
         """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
-        leaves, structure = nest.flatten(value)
+        leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
         return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
+
+
+def _looked_at(
+    op: ReduceOp,
+    leaves: list[Any],
+    paths: Callable[[], list[str]],
+    where: str,
+    dense: type[MpiStrategyError] | None,
+    targets: list[Any] | None,
+) -> tuple[list[Any], list[Any], list[Any] | None]:
+    """Return the leaves as they are given to algorithms, their arrays, and the arrays for the results."""
+    if not leaves:
+        raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
+    given = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
+    arrays = checked_leaves(given, paths, where, dense)
+    if targets is None:
+        return given, arrays, None
+    memory: list[Any] = []
+    if len({id(target) for target in targets}) < len(targets):
+        raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
+    for target, array, path in zip(targets, arrays, paths(), strict=True):
+        memory.append(as_target(target, where, f"out{path}"))
+        check_target(memory[-1], array, op, f"{where}: out{path}")
+    return given, arrays, memory
+
+
+def _handed_out(
+    results: Sequence[Any], leaves: Sequence[Any], targets: Sequence[Any] | None, memory: Sequence[Any] | None
+) -> list[Any]:
+    """Return what the caller gets: results as the kinds of the leaves, or the targets, into which they are written."""
+    if targets is None or memory is None:
+        return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
+    _write(results, memory)
+    for written, target in zip(memory, targets, strict=True):
+        hand_back(written, target)
+    return list(targets)
 
 
 def _write(results: Sequence[Any], targets: Sequence[Any]) -> None:
     """Copy results into arrays of their dtypes and shapes: those in GPU memory all at once, on the current stream."""
     on_device: list[tuple[Any, Any]] = []
     for result, target in zip(results, targets, strict=True):
+        if is_cupy(result) and is_cupy(target) and result.data.ptr == target.data.ptr:
+            continue  # reduced where it is
         if is_on_device(target):
             on_device.append((as_device_array(result, "a result in GPU memory"), target))
         else:

@@ -6,8 +6,9 @@ from math import prod
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, to_array, to_reducible
+from mpistrategy.arrays.convert import array_where_it_is, host_array, is_on_device, reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -28,8 +29,8 @@ def checked(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:
         raise UnsupportedError.at(
             where, found=f"{op.name} of IndexedSlices", expected="SUM or MEAN", fix="Use to_dense()."
         )
-    values = to_reducible(slices.values, where, ".values")
-    indices = to_array(slices.indices, where, ".indices")
+    values = reducible(slices.values, where, ".values")
+    indices = array_where_it_is(slices.indices, where, ".indices")
     if indices.dtype.kind not in "iu":
         raise DTypeError.at(where, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices")
     if values.ndim == 0 or indices.shape != values.shape[:1]:
@@ -44,8 +45,12 @@ def checked(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:
 def layout(slices: IndexedSlices) -> tuple[str, tuple[int, ...]]:
     """Return what must be equal on all ranks: dtypes and the rows' shape, not the number of rows."""
     dense = "?" if slices.dense_shape is None else str([int(n) for n in host_array(slices.dense_shape)])
-    kinds = f"IndexedSlices<{dtype_name(slices.values.dtype)},{dtype_name(slices.indices.dtype)},{dense}>"
-    return kinds, slices.values.shape[1:]
+    kinds = ",".join(map(_kind, (slices.values, slices.indices)))
+    return f"IndexedSlices<{kinds},{dense}>", slices.values.shape[1:]
+
+
+def _kind(array: Array) -> str:
+    return layout_of(array)[0] if is_on_device(array) else dtype_name(array.dtype)
 
 
 def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
@@ -60,6 +65,11 @@ def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp,
 
 def gather_rows(communicator: Communicator, block: Array, rows: list[int]) -> Array:
     """Return the blocks of all ranks along the first axis; ``rows[r]`` is the length of rank r's block."""
+    if is_on_device(block):
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
+        gathered: Array = on_device.gather_rows(communicator, block, rows)
+        return gathered
     result = np.empty((sum(rows), *block.shape[1:]), block.dtype)
     width = prod(block.shape[1:])
     communicator.allgatherv(np.ascontiguousarray(block), [count * width for count in rows], result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
+from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import divide
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
@@ -23,13 +23,6 @@ from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
 
 #: What the ranks compare before they exchange their weights.
 EXCHANGE = "exchange the weights of a mean"
-
-
-class Weighted(NamedTuple):
-    """A nest of arrays, and what it counts for."""
-
-    value: Any
-    weight: Any
 
 
 class WeightedMean:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy.context import Frame, Mode, check_strategy, current_frame, current_strategy, entered, in_words
 from mpistrategy.errors import ContextError
 from mpistrategy.strategy import replica_context
+from mpistrategy.strategy.outside_steps import OF_DEFAULT, warn_if_alone
 
 if TYPE_CHECKING:
     from mpistrategy.strategy.strategy import Strategy
@@ -27,6 +28,17 @@ def get_strategy() -> Strategy:
     """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
     strategy: Strategy = current_strategy()
     return strategy
+
+
+def strategy_for(strategy: Strategy | None, where: str) -> Strategy:
+    """Return `strategy`, or with None what `get_strategy` returns; warn where that leaves out the other ranks."""
+    if strategy is not None:
+        check_strategy(strategy, where)
+        return strategy
+    found = get_strategy()
+    if found._is_default:
+        warn_if_alone(found, where, *OF_DEFAULT)
+    return found
 
 
 def has_strategy() -> bool:
@@ -56,6 +68,9 @@ def in_cross_replica_context() -> bool:
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Enter the scope of `strategy` in this thread until this function is called again with None.
+
+    Args:
+        strategy: the strategy; None leaves the scope.
 
     Raises:
         ContextError: inside a scope or a step function.

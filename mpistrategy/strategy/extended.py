@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -14,22 +14,28 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.values import DistributedValues, Mirrored
 from mpistrategy.context import Frame, Mode
-from mpistrategy.cross_device_ops import CrossDeviceOps, MpiAllReduce
+from mpistrategy.cross_device_ops.base import CrossDeviceOps
+from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import DeviceError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import STEP, collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.later import later
 from mpistrategy.objects.settings import Settable
 from mpistrategy.options import CommunicationOptions, Op
-from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.inputs import unwrapped
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.outside_steps import OF_DEFAULT, note_ranks, warn_if_alone
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
-from mpistrategy.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
 
 T = TypeVar("T")
 
@@ -267,6 +273,13 @@ class StrategyExtended(Placement, NotPickled, Settable):
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` in update context, on the devices that `non_slot_devices` returned.
 
+        Args:
+            colocate_with: what `non_slot_devices` returned.
+            fn: changes state that belongs to no variable.
+            args: for `fn`.
+            kwargs: for `fn`.
+            group: whether this rank's result is returned; False returns a tuple of it.
+
         Raises:
             ContextError: in a step function.
             DeviceError: when `colocate_with` is not what `non_slot_devices` returned.
@@ -332,4 +345,4 @@ def _is_array(leaf: Any) -> bool:
 def _has_arenas(pairs: Any) -> bool:
     """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
     are_pairs = isinstance(pairs, (list, tuple)) and all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
-    return are_pairs and any(type(value) is Arena for value, _ in pairs)
+    return are_pairs and any(isinstance(value, Arena) for value, _ in pairs)

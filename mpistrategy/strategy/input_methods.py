@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from mpistrategy import context
 from mpistrategy.errors import OptionError
-from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
-from mpistrategy.input.first_batches import OFF, WARN, FirstBatches, checked_level
-from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
-from mpistrategy.input.options import InputContext, InputOptions, InputReplicationMode, ReplicationMode, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.options import checked_member
+from mpistrategy.objects.later import later
+from mpistrategy.options import InputReplicationMode, ReplicationMode, checked_member
+
+if TYPE_CHECKING:
+    from mpistrategy.input.distributed import (
+        DistributedDataset,
+        DistributedDatasetsFromFunction,
+        check_iterable,
+        describe,
+    )
+    from mpistrategy.input.first_batches import FirstBatches, checked_level
+    from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
+    from mpistrategy.input.options import InputContext, InputOptions, check_options
+else:
+    later(
+        globals(),
+        "mpistrategy.input.distributed",
+        "DistributedDataset",
+        "DistributedDatasetsFromFunction",
+        "check_iterable",
+        "describe",
+    )
+    later(globals(), "mpistrategy.input.first_batches", "FirstBatches", "checked_level")
+    later(globals(), "mpistrategy.input.iterators", "DatasetIterator", "InputFunctionIterator")
+    later(globals(), "mpistrategy.input.options", "InputContext", "check_options")
 
 #: What is compared of the first batches, as an argument.
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
@@ -178,7 +198,7 @@ def _distribute(
     options: Any = None,
     drop_remainder: bool = False,
     pad: bool = False,
-    check_batches: str = WARN,
+    check_batches: str = "warn",
     *,
     name: str | None = None,
 ) -> DistributedDataset[E]:
@@ -186,7 +206,7 @@ def _distribute(
     with Call(communicator.guard, where, called=name) as call:
         check_options(options, where)
         level, number = checked_level(check_batches, where), strategy.extended._datasets_made + 1
-        compares = level != OFF and communicator.size > 1
+        compares = level != "off" and communicator.size > 1
         first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name) if compares else None
         distributed = DistributedDataset(
             dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first

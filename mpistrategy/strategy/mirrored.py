@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy.cross_device_ops import CrossDeviceOps
+from mpistrategy.arrays.devices import Device
+from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
-from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.faults import injection
-from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
-from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import no_mpi
-from mpistrategy.mpi.over_threads import SimulatedCommunicator
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.later import later
+from mpistrategy.objects.nearest import did_you_mean, refuses
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
+    from mpistrategy.mpi import over_threads
+    from mpistrategy.mpi.faults import injection
+    from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
+    from mpistrategy.mpi.job.environment import warn_of_unknown
     from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+    from mpistrategy.mpi.over_threads import SimulatedCommunicator
+else:
+    later(globals(), "mpistrategy.mpi.over_threads")
+    later(globals(), "mpistrategy.mpi.faults.injection")
+    later(globals(), "mpistrategy.mpi.gpu.device_selection", "activate", "choose_device", "requested")
+    later(globals(), "mpistrategy.mpi.job.environment", "warn_of_unknown")
+    later(globals(), "mpistrategy.mpi.over_threads", "SimulatedCommunicator")
 
 
 class MirroredStrategy(Strategy):
     """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
 
     Make it early: some MPIs (MPICH's under ``srun --mpi=pmi2``) fail to start after large packages were imported.
-    Started without a launcher (plain ``python``), it has one replica.
+    Started without a launcher (plain ``python``), it has one replica.  Errors are raised on every rank.
 
     Args:
         devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": each rank gets a GPU of its own, the one
@@ -59,9 +69,12 @@ class MirroredStrategy(Strategy):
         OptionTypeError: for arguments of the wrong type.
         OptionError: for an unknown `check` or `on_error`; for a malformed plan in MPISTRATEGY_INJECT, level in
             MPISTRATEGY_CHECK or number in MPISTRATEGY_TIMEOUT_SECONDS.
-        All on every rank.
     """
 
+    @refuses(
+        cluster_resolver="Leave it out: mpiexec or srun tells the ranks who they are.",
+        communication="Write communication_options=CommunicationOptions(implementation=...).",
+    )
     def __init__(
         self,
         devices: Sequence[str] | str | None = None,
@@ -80,7 +93,7 @@ class MirroredStrategy(Strategy):
         try:
             local_rank, local_size = ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank])
             with Call(ranks.guard, where, called=name) as call:
-                if not isinstance(ranks, SimulatedCommunicator):
+                if _may_have_plan() and not isinstance(ranks, SimulatedCommunicator):
                     injection.arm(*ranks.place_in_job)
                 if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
                     raise OptionTypeError.at(
@@ -107,35 +120,44 @@ class MirroredStrategy(Strategy):
                         where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
                     )
                 limit = timeouts.chosen(communication_options and communication_options.timeout_seconds)
-                request = requested(devices, local_rank, local_size)
+                request = None if devices is None else requested(devices, local_rank, local_size)
                 call.agree(
                     "create a strategy",
                     op=getattr(cross_device_ops, "_configuration", type(cross_device_ops).__name__),
                     destination=str(communication_options),
-                    options=f"devices={request}, check={level}, on_error={reaction}",
+                    options=f"devices={request or 'cpu'}, check={level}, on_error={reaction}",
                 )
-                device = choose_device(request, ranks)
                 ranks.guard.check_as(level)
                 ranks.guard.timeout = limit
-                ranks.share_device(device)
-                activate(device, ranks.guard)
+                if request is None or str(request) == "cpu":  # as all ranks have agreed
+                    ranks.devices = tuple(Device(rank, "CPU", 0) for rank in range(ranks.size))
+                else:
+                    device = choose_device(request, ranks)
+                    ranks.share_device(device)
+                    activate(device, ranks.guard)
         except MpiStrategyError:
             ranks.free()
             raise
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
-        if ranks.rank == 0:
+        if ranks.rank == 0 and any(name.startswith("MPISTRATEGY_") for name in os.environ):
             warn_of_unknown()
 
 
+def _may_have_plan() -> bool:
+    """Return whether there may be a plan of faults, or one may be in force."""
+    return bool(os.environ.get("MPISTRATEGY_INJECT")) or "mpistrategy.mpi.faults.injection" in sys.modules
+
+
 def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCommunicator:
-    replicas = over_threads.world()
+    # Ranks are simulated by a module that nobody loads otherwise.
+    replicas = over_threads.world() if "mpistrategy.mpi.over_threads" in sys.modules else None
     if replicas is not None and comm is None:
         return replicas.duplicate()
     try:
         from mpistrategy.mpi.job import world
         from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
     except (ImportError, RuntimeError) as error:
-        raise no_mpi("MirroredStrategy", error) from error
+        raise no_mpi("MirroredStrategy", error) from None  # its traceback shows mpi4py's search alone
     world.refuse_child("MirroredStrategy", comm)
     with world.joining("MirroredStrategy", comm):
         return MpiCommunicator(comm, contains_errors=contains_errors)

@@ -7,12 +7,18 @@ an error.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from mpistrategy.context import Mode, Strategy, entered
 from mpistrategy.errors import OutsideStepWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.over_threads import SimulatedCommunicator
+else:
+    later(globals(), "mpistrategy.mpi.over_threads", "SimulatedCommunicator")
 
 #: The mistake of calling a method of the default strategy, and what to write instead.
 OF_DEFAULT = "was called on the default strategy", "Outside its scope, call the method on your own strategy object."

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.objects.copies import Created
+from mpistrategy.objects.shown import show_as
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
 _WORD = 2**32
@@ -79,3 +80,6 @@ def _checked(number: Any, name: str, limit: float = float("inf")) -> int:
         expected = "an int from 0 on" if value < 0 else f"an int below {limit}"
         raise OptionError.at("Strategy.rng", found=f"{name}={value}", expected=expected)
     return value
+
+
+show_as("mpistrategy", Streams)

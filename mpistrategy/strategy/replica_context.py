@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from sys import _getframe
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
@@ -28,31 +29,31 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.later import later
+from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
-from mpistrategy.reduction.arena.arena import resident, resident_values
-from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
-from mpistrategy.reduction.inputs import leaves_like
+from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
-from mpistrategy.reduction.weights import Weighted
 from mpistrategy.strategy.outside_steps import warn_if_alone
-from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
-from mpistrategy.variables.variable import Variable
+from mpistrategy.strategy.reduce_scatter import ReduceScatter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
+    from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.reduction.asynchronous", "start_all_reduce")
 
 Hints: TypeAlias = CommunicationOptions | None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 #: What to call outside a step in place of a collective of the context.
-_OUTSIDE_STEPS = {
-    "all_reduce": "strategy.reduce",
-    "all_reduce_async": "strategy.reduce",
-    "all_gather": "strategy.gather",
-}
+_OUTSIDE_STEPS = dict.fromkeys(("all_reduce", "all_reduce_async", "reduce_scatter"), "strategy.reduce")
+_OUTSIDE_STEPS["all_gather"] = "strategy.gather"
 
 
 class _Extended(Protocol):
@@ -74,7 +75,7 @@ class _Strategy(Protocol):
     def extended(self) -> _Extended: ...
 
 
-class ReplicaContext(NotPickled):
+class ReplicaContext(NamesOurs, ReduceScatter, NotPickled):
     """What a step function knows about its replica, and how it talks to the others.
 
     `get_replica_context()` returns it inside `strategy.run`; entering one with `with` puts the thread into replica
@@ -88,16 +89,13 @@ class ReplicaContext(NotPickled):
         OptionError: for a replica id that is no int.
     """
 
+    _words_of = "ReplicaContext"
     _instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
 
     def __init__(self, strategy: _Strategy, replica_id_in_sync_group: int | None) -> None:
         check_strategy(strategy, "ReplicaContext")
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
-            raise OptionError.at(
-                "ReplicaContext",
-                found=f"replica_id_in_sync_group={replica_id_in_sync_group!r}",
-                expected="an int or None",
-            )
+            raise OptionError.at("ReplicaContext", found=f"{replica_id_in_sync_group=}", expected="an int or None")
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
         self._entered: list[Frame] = []
@@ -183,7 +181,7 @@ class ReplicaContext(NotPickled):
         Args:
             reduce_op: a ReduceOp, or its name in any letter case: "SUM", "MEAN", "MIN", "MAX", "PROD".
             value: arrays, numbers, variables or IndexedSlices, alone or in any nest of dict, list, tuple, namedtuple
-                and dataclass; structure, dtypes and shapes are equal on all ranks.
+                and dataclass; structure, dtypes and shapes are equal on all ranks.  None stays None.
             options: hints; None for the strategy's own.
             name: is compared between the ranks instead of the call site; for branches that differ by rank.
             weight: for MEAN, the weight of this replica's values, e.g. its number of rows; the result is
@@ -223,18 +221,18 @@ class ReplicaContext(NotPickled):
                     return result
         extended = self._strategy.extended
         guard = extended.communicator.guard
-        with (
-            self._required("all_reduce"),
-            Call(guard, "ReplicaContext.all_reduce", called=name) as call,
-        ):
+        with self._required("all_reduce"), Call(guard, "ReplicaContext.all_reduce", called=name) as call:
             if (arena := resident(value, out)) is not None:
                 return arena._all_reduce(extended._reducer, reduce_op, call, options=options, weight=weight, out=out)
-            leaves, structure = nest.flatten(value)
+            leaves, structure = nest.flatten_without_none(value)
             call.structure = structure.text
             targets = leaves_like(out, structure, call.where)
             op = ReduceOp._parse(reduce_op, call.where)
+            if extended._reducer.agrees_on_none(call, op, structure):
+                return structure.pack([])
+            paths = partial(nest.paths_without_none, value)
             results = extended._reducer.all_reduce_leaves(
-                call, op, leaves, lambda: nest.leaf_paths(value), options=options, weight=weight, targets=targets
+                call, op, leaves, paths, options=options, weight=weight, targets=targets
             )
         return structure.pack(results)
 
@@ -285,6 +283,7 @@ class ReplicaContext(NotPickled):
         On several nodes the values travel while the step goes on computing.  Several may be under way; every rank
         starts them, and waits for them, in the same order.  On a single node, and where the MPI was not started for
         several threads, the reduction is done before this returns: the ranks have no core to spare for it.
+        Arrays in GPU memory are reduced on a stream of their own; `wait` makes the current stream wait, not the host.
 
         Args:
             reduce_op: as in `all_reduce`.

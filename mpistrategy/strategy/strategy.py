@@ -11,32 +11,37 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
+from mpistrategy.context import Scope
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
+from mpistrategy.objects.later import later
+from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.options import Mean, Op, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena
-from mpistrategy.reduction.broadcast import broadcast, checked_root
-from mpistrategy.reduction.explain import Explained
 from mpistrategy.reduction.inputs import as_given, to_reduce
-from mpistrategy.strategy.along_axis import reduce_along
-from mpistrategy.strategy.arenas import Arenas
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
 from mpistrategy.strategy.outside_steps import OF_DEFAULT, warn_if_alone
-from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
-from mpistrategy.strategy.random_streams import Streams
-from mpistrategy.strategy.scope import Scope
-from mpistrategy.variables.mirrored_check import MirroredCheck
-from mpistrategy.variables.variable import Variable
+from mpistrategy.strategy.services import Services
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.broadcast import broadcast, checked_root
+    from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
+    from mpistrategy.strategy.random_streams import Streams
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.broadcast", "broadcast", "checked_root")
+    later(globals(), "mpistrategy.strategy.along_axis", "reduce_along")
+    later(globals(), "mpistrategy.strategy.random_streams", "Streams")
 
-class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
+
+class Strategy(NamesOurs, InputMethods, OldNames, Services):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:
@@ -46,6 +51,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
         OptionTypeError: when `extended` is none.
     """
 
+    _words_of = "Strategy"
     _is_default = False
 
     def __init__(self, extended: StrategyExtended) -> None:
@@ -149,7 +155,7 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
         Args:
             reduce_op: a ReduceOp, or its name: "SUM", "MEAN", "MIN", "MAX", "PROD".
             value: this rank's value, e.g. what `run` returned; without axis also a nest of values, or an `Arena`,
-                which is reduced in place.
+                which is reduced in place.  None stays None; it must be None on every rank.
             axis: None reduces over the replicas only, and shapes must be equal.  An int (or a tuple of ints) also
                 reduces along that axis, whose length may differ between ranks: SUM adds, MEAN divides by the total
                 number of elements along it over all ranks.
@@ -174,16 +180,20 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
                 if axis is not None:
                     raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
                 return value._all_reduce(self.extended._reducer, reduce_op, call, weight=weight)
-            leaves, structure = nest.flatten(value)
+            leaves, structure = nest.flatten_without_none(value)
             call.structure = structure.text
             op = ReduceOp._parse(reduce_op, call.where)
+            if self.extended._reducer.agrees_on_none(call, op, structure):
+                return structure.pack([])
             if axis is not None:
                 if weight is not None:
                     raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
+                from mpistrategy.strategy.along_axis import reduce_along  # here, for the quick import
+
                 return reduce_along(algorithm, options, op, value, axis, call)
             if weight is not None:
                 reduced = self.extended._reducer.all_reduce_leaves(
-                    call, op, leaves, lambda: nest.leaf_paths(value), weight=weight
+                    call, op, leaves, lambda: nest.paths_without_none(value), weight=weight
                 )
                 return structure.pack(reduced)
             if not leaves:
@@ -207,7 +217,8 @@ class Strategy(Arenas, Explained, InputMethods, MirroredCheck, OldNames):
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
 
         Args:
-            value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.
+            value: this rank's array, or a nest of arrays; the length along `axis` may differ and may be 0.  None in a
+                nest stays None.
             axis: an int; negative counts from the end.
             name: is compared between the ranks instead of the call site.
 

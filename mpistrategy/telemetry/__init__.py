@@ -39,4 +39,4 @@ def _start_from_environment() -> None:
     nvtx_ranges.start_from_environment()
 
 
-_show_as(__name__, __all__)
+_show_as(__name__, *(globals()[_name] for _name in __all__))

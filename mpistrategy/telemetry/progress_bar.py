@@ -47,6 +47,9 @@ class Progress(Generic[T], Settable):
         total: how much there is; None for not known.
         title: what stands in front.
         every_seconds: write a line so often, where there is no terminal; None for none.
+
+    Attributes:
+        count: how much is done.
     """
 
     total: Setting[int | None] = Setting(_checked_total)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, may_share_memory
 from mpistrategy.arrays.dtypes import Array, dtype_name, span
@@ -30,13 +28,28 @@ def required_context(where: str) -> ReplicaContext:
     return context
 
 
+def first_storage(given: Mapping[str, Any]) -> Array:
+    """Return the memory of this rank's copy of the first variable of a step."""
+    variables = [var for _, var in given["grads_and_vars"]]
+    storage: list[Array] = []
+    variables[0].strategy.extended.update(variables[0], lambda var: storage.append(var._updatable_storage()))
+    return storage[0]
+
+
 def check_variable(var: Any, strategy: Strategy, where: str) -> None:
-    """Raise OptionError unless `var` is a variable of this strategy."""
+    """Raise OptionError unless `var` is a variable of this strategy; ContextError outside every strategy."""
     if not isinstance(var, Variable):
         raise OptionError.at(
             where, found=repr(var), expected="a Variable", fix="Pass (gradient, variable) pairs, in this order."
         )
     if not strategy.extended.variable_created_in_scope(var):
+        if strategy._is_default:
+            raise ContextError.at(
+                where,
+                found=f"a call outside strategy.run, with {var.name!r} of a {type(var.strategy).__name__}",
+                expected="a call in a step function of that strategy",
+                fix="Call it in the function given to strategy.run.",
+            )
         raise OptionError.at(
             where,
             found=f"{var.name!r} of another strategy",
@@ -49,7 +62,7 @@ def check_gradient(gradient: Any, var: Variable, where: str) -> None:
     """Raise ShapeError or DTypeError unless a gradient fits its variable."""
     sparse = isinstance(gradient, IndexedSlices)
     values = gradient.values if sparse else gradient
-    values = as_device_array(values, where) if is_on_device(values) else np.asarray(values)
+    values = as_device_array(values, where) if is_on_device(values) else host_array(values)
     if values.dtype.kind == "c" and var.dtype.kind != "c":
         raise DTypeError.at(
             where,

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.settings import Fixed, checked_count
-from mpistrategy.options import ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.current import get_replica_context, get_strategy
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.plans import StepPlans
-from mpistrategy.training.sliced_step import GradientArena
+from mpistrategy.training.sliced.step import GradientArena
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ class Bucket:
     memory: Array
 
 
+class Memory(Protocol):
+    """What buckets are cut of: an arena, and the variables, or what else has a name and a dtype, of its arrays."""
+
+    @property
+    def arena(self) -> Arena[Any]: ...
+    @property
+    def variables(self) -> tuple[Any, ...]: ...
+
+
 class GradientBuckets:
     """The gradients of some variables, to be reduced bucket by bucket while later ones are still computed.
 
@@ -55,9 +65,9 @@ class GradientBuckets:
         ...
         optimizer.apply_gradients(buckets)
 
-    On several nodes a bucket's all-reduce starts as soon as all of its gradients are ready and the buckets before it
-    have started.  It runs while the step computes.  On a single node nothing starts before `apply_gradients`: its ranks
-    have no free core for the all-reduce, and the sliced update is faster.
+    On several nodes, and in GPU memory, a bucket's all-reduce starts as soon as all of its gradients are ready and the
+    buckets before it have started.  It runs while the step computes.  On the host of a single node nothing starts
+    before `apply_gradients`: its ranks have no free core for the all-reduce, and the sliced update is faster.
 
     Buckets hold the variables from the last to the first, in the order of backward propagation.  They are cut once, the
     same on all ranks, so that equal runs give equal bits.  `Strategy.layout` and checkpoints record them.
@@ -66,6 +76,7 @@ class GradientBuckets:
         gradients: the memory of the gradients.
         op: how they are combined.
         bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
+        options: hints for their reduction; None for the strategy's own.
 
     Attributes:
         values: the arrays to write the gradients into, like the variables.
@@ -79,8 +90,11 @@ class GradientBuckets:
     op: Fixed[ReduceOp] = Fixed()
     starts_early: Fixed[bool] = Fixed()
 
-    def __init__(self, gradients: GradientArena, op: ReduceOp, bytes_per_bucket: int) -> None:
+    def __init__(
+        self, gradients: Memory, op: ReduceOp, bytes_per_bucket: int, options: CommunicationOptions | None = None
+    ) -> None:
         self._gradients = gradients
+        self._options = options
         self.values = gradients.arena.values
         self.variables = gradients.variables
         self.op = op
@@ -90,7 +104,8 @@ class GradientBuckets:
         self._index = {id(var): number for number, var in enumerate(self.variables)}
         extended = gradients.arena.strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
-        self.starts_early = extended._reducer.communicator.nodes > 1
+        communicator = extended._reducer.communicator
+        self.starts_early = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
         self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
 
@@ -171,7 +186,7 @@ class GradientBuckets:
         number = len(self._handles)
         memory = self._buckets[number].memory
         name = f"gradient bucket {number} of {len(self._buckets)}"
-        self._handles.append(context.all_reduce_async(self.op, memory, name=name, out=memory))
+        self._handles.append(context.all_reduce_async(self.op, memory, self._options, name=name, out=memory))
 
     def _clear(self) -> None:
         self._ready: set[int] = set()
@@ -195,7 +210,7 @@ class GradientBuckets:
         return f"<GradientBuckets of {len(self.variables)} variables: {sizes}>"
 
 
-def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
+def _cut(gradients: Memory, bytes_per_bucket: int) -> list[Bucket]:
     """Return the buckets: neighbours in memory of one dtype, from the last variable to the first."""
     places = gradients.arena._places
     open_members: dict[int, list[int]] = {}

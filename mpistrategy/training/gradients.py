@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, on_device_of_any, placed_as, reducible
+from mpistrategy.arrays.convert import host_array, like_given, on_device_of_any, placed_as, reducible
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.objects.copies import Created
 from mpistrategy.objects.settings import Fixed, Settable, checked_count
+from mpistrategy.training.gpu.norm import norm_of
 
 __all__ = [
     "GradientAccumulator",
@@ -26,8 +27,17 @@ def __dir__() -> list[str]:
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
-    """Return the Euclidean norm of all elements of all arrays, summed in float64."""
+    """Return the Euclidean norm of all elements of all arrays, summed in float64; local.
+
+    Args:
+        arrays: of any numeric dtypes and shapes.
+
+    Raises:
+        LeafError, DTypeError: for values that are no numeric arrays.
+    """
     dense = [reducible(array, "global_norm") for array in arrays]
+    if (on_gpu := norm_of(dense)) is not None:
+        return on_gpu.read()[0]
     with on_device_of_any(dense):
         squares = [np.square(np.abs(array), dtype=np.float64).sum() for array in dense]
     return float(np.sqrt(sum(float(square) for square in squares)))
@@ -44,7 +54,8 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         clip_norm: a positive number.
 
     Returns:
-        The scaled arrays, in their dtypes, and the norm before scaling.  If it is not finite, all numbers become NaN.
+        The scaled arrays, in their dtypes and of the kind that was given, and the norm before scaling.  If it is not
+        finite, all numbers become NaN.
 
     Raises:
         OptionTypeError, OptionError: for a clip_norm that is no positive number.
@@ -57,8 +68,13 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
     scaled = [reducible(array, "clip_by_global_norm") for array in arrays]
     norm = global_norm(scaled)
     scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
-    with on_device_of_any(scaled):
-        return [(array * scale).astype(array.dtype, copy=False) for array in scaled], norm
+    return [like_given(array, given) for array, given in zip(scaled_by(scaled, scale), arrays, strict=True)], norm
+
+
+def scaled_by(arrays: Sequence[Array], scale: float) -> list[Array]:
+    """Return arrays times a number, in their dtypes."""
+    with on_device_of_any(arrays):
+        return [(array * scale).astype(array.dtype, copy=False) for array in arrays]
 
 
 class GradientAccumulator(Created, Settable):
@@ -88,15 +104,15 @@ class GradientAccumulator(Created, Settable):
         return f"<GradientAccumulator with {self._count} of {self.steps} steps>"
 
     def add(self, gradients: Sequence[Any]) -> list[Array] | None:
-        """Add one step's gradients; local.
+        """Add one step's gradients; local.  After an error nothing has been added.
 
         Returns:
-            At every `steps`-th call the sums, for an optimizer; the next call starts at 0.  Else None.
+            At every `steps`-th call the sums, for an optimizer, of the kind that was given; the next call starts at 0.
+            Else None.
 
         Raises:
             ShapeError: when the number or the shapes of gradients differ from the step before.
             LeafError, DTypeError: for values that are no numeric arrays.
-            After an error nothing has been added.
         """
         given = [reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
         # 16-bit floats are added in 32 bits, as in a reduction.
@@ -116,7 +132,9 @@ class GradientAccumulator(Created, Settable):
             else:
                 self._sums = [array.copy() for array in arrays]
         self._count += 1
-        return None if self._count < self.steps else self.take()
+        if self._count < self.steps or (sums := self.take()) is None:
+            return None
+        return [like_given(total, gradient) for total, gradient in zip(sums, gradients, strict=True)]
 
     @property
     def _partial_sums(self) -> list[Array]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypedDict, TypeVar
+
+import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.objects.nearest import did_you_mean
-from mpistrategy.objects.settings import Setting, checked_number
+from mpistrategy.objects.settings import Setting, checked_number, not_negative, positive
 from mpistrategy.options import NonFinite, ReduceOp
 from mpistrategy.training.nonfinite import checked_policy
 from mpistrategy.variables.variable import Variable
@@ -35,6 +37,36 @@ class Momentum(Setting[float]):
     def __set__(self, instance: Any, value: Any) -> None:
         super().__set__(instance, value)
         instance.slot_values = {"momentum": 0.0} if instance.momentum else {}
+
+
+class LearningRate(Setting[float]):
+    """A positive number, or a function of the number of steps made so far; see `mpistrategy.schedules`.
+
+    With a function, the attribute is the number that it returned for the latest step; for step 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda where, name, value: checked_number(where, name, value, "a positive number, or a schedule", positive)
+        )
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        if callable(value):
+            counter = instance.__dict__.get("iterations")
+            follow(instance, value, 0 if counter is None else int(counter.local_view))
+        else:
+            super().__set__(instance, value)
+        instance.__dict__["schedule"] = value if callable(value) else None
+
+
+def follow(optimizer: object, schedule: Callable[[int], float], step: int) -> None:
+    """Set the learning rate to what a schedule says after so many steps: a number from 0 on, as float or array."""
+    found: Any = schedule(step)
+    if getattr(found, "shape", None) == ():
+        found = np.asarray(found)[()]  # an array of one number, of any library
+    where, name = type(optimizer).__name__, f"learning_rate({step})"
+    rate = checked_number(where, name, found, "a number from 0 on from the schedule", not_negative)
+    optimizer.__dict__["learning_rate"] = rate
 
 
 class Misnamed:
@@ -94,7 +126,12 @@ def set_old_names(optimizer: object, old: Mapping[str, Any]) -> None:
         if isinstance(attribute, Renamed):
             setattr(optimizer, name, value)
             continue
-        hint = f"; write {attribute.right!r}" if isinstance(attribute, Misnamed) else ""
+        from mpistrategy.objects.other_names import OF_OPTIMIZERS  # here, for the quick import
+
+        hint = OF_OPTIMIZERS.get(name, "")
+        if isinstance(attribute, Misnamed):
+            hint = f"write {attribute.right!r}"
+        hint = f"; {hint}" if hint else ""
         raise TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}")
 
 

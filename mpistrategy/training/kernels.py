@@ -7,6 +7,7 @@ the formula applied to whole arrays, in any pieces, without temporary arrays of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,66 +39,76 @@ class Kernel(Protocol):
     ) -> None: ...
 
 
-def sgd(rate: float) -> Kernel:
-    """Return the kernel of ``p -= rate * g``."""
+@dataclass(frozen=True)
+class Sgd:
+    """The kernel of ``p -= rate * g``."""
 
-    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+    rate: float
+
+    def __call__(self, parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
         change = scratch[0]
-        np.multiply(rate, gradient, out=change)
+        np.multiply(self.rate, gradient, out=change)
         np.subtract(parameter, change, out=parameter)
 
-    return step
 
+@dataclass(frozen=True)
+class Momentum:
+    """The kernel of ``v = decay * v + g``, then ``p -= rate * v``, or ``rate * (g + decay * v)``."""
 
-def momentum(rate: float, decay: float, nesterov: bool) -> Kernel:
-    """Return the kernel of ``v = decay * v + g``, then ``p -= rate * v``, or ``rate * (g + decay * v)``."""
+    rate: float
+    decay: float
+    nesterov: bool
 
-    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+    def __call__(self, parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
         velocity, change = slots["momentum"], scratch[0]
-        np.multiply(decay, velocity, out=velocity)
+        np.multiply(self.decay, velocity, out=velocity)
         np.add(velocity, gradient, out=velocity)
-        if nesterov:
-            np.multiply(decay, velocity, out=change)
+        if self.nesterov:
+            np.multiply(self.decay, velocity, out=change)
             np.add(gradient, change, out=change)
-            np.multiply(rate, change, out=change)
+            np.multiply(self.rate, change, out=change)
         else:
-            np.multiply(rate, velocity, out=change)
+            np.multiply(self.rate, velocity, out=change)
         np.subtract(parameter, change, out=parameter)
 
-    return step
 
+@dataclass(frozen=True)
+class Adam:
+    """The kernel of Adam's step; `size` includes the correction of the bias."""
 
-def adam(size: float, beta_1: float, beta_2: float, epsilon: float) -> Kernel:
-    """Return the kernel of Adam's step; `size` includes the correction of the bias."""
+    size: float
+    beta_1: float
+    beta_2: float
+    epsilon: float
 
-    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+    def __call__(self, parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
         m, v, (change, root) = slots["m"], slots["v"], scratch
-        np.multiply(1 - beta_1, gradient, out=change)
-        np.multiply(beta_1, m, out=m)
+        np.multiply(1 - self.beta_1, gradient, out=change)
+        np.multiply(self.beta_1, m, out=m)
         np.add(m, change, out=m)
-        np.multiply(1 - beta_2, gradient, out=change)
+        np.multiply(1 - self.beta_2, gradient, out=change)
         np.multiply(change, gradient, out=change)
-        np.multiply(beta_2, v, out=v)
+        np.multiply(self.beta_2, v, out=v)
         np.add(v, change, out=v)
-        np.multiply(size, m, out=change)
+        np.multiply(self.size, m, out=change)
         np.sqrt(v, out=root)
-        np.add(root, epsilon, out=root)
+        np.add(root, self.epsilon, out=root)
         np.divide(change, root, out=change)
         np.subtract(parameter, change, out=parameter)
 
-    return step
 
+@dataclass(frozen=True)
+class AfterDecay:
+    """A kernel that does ``p -= decay * p`` before another's step."""
 
-def after_decay(decay: float, kernel: Kernel) -> Kernel:
-    """Return a kernel that does ``p -= decay * p`` before another's step."""
+    decay: float
+    kernel: Kernel
 
-    def step(parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
+    def __call__(self, parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
         change = scratch[0]
-        np.multiply(decay, parameter, out=change)
+        np.multiply(self.decay, parameter, out=change)
         np.subtract(parameter, change, out=parameter)
-        kernel(parameter, gradient, slots, scratch)
-
-    return step
+        self.kernel(parameter, gradient, slots, scratch)
 
 
 def has_kernel(dtype: np.dtype[Any]) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
+from mpistrategy.objects.nearest import NamesOurs, not_in_module, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.variable import Variable
 
@@ -19,17 +20,29 @@ __all__ = [
 ]
 
 
+_DTYPE = "Leave it out: metrics add in float64."
+
+
 def __dir__() -> list[str]:
     return list(__all__)
 
 
-class Sum:
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise not_in_module(name, __name__)
+
+
+class Sum(NamesOurs):
     """The sum of everything that all replicas added.  Create it in `strategy.scope()`.
 
     Args:
         name: a name for messages, equal on all ranks.
     """
 
+    _words_of = "Metric"
+
+    @refuses(dtype=_DTYPE)
     def __init__(self, name: str = "sum") -> None:
         self._total = _per_replica_sum(name, "total")
 
@@ -41,6 +54,7 @@ class Sum:
         """The variables that hold its state; for checkpoints."""
         return (self._total,)
 
+    @refuses(values="Write value.", sample_weight="Use Mean, which takes weight.")
     def update_state(self, value: Any) -> None:
         """Add all elements of `value`; local, for step functions.
 
@@ -66,13 +80,16 @@ class Sum:
         self._total.assign(0.0, name=name)
 
 
-class Mean:
+class Mean(NamesOurs):
     """The mean of everything that all replicas added; replicas may add different numbers of elements.
 
     Args:
         name: a name for messages, equal on all ranks.
     """
 
+    _words_of = "Metric"
+
+    @refuses(dtype=_DTYPE)
     def __init__(self, name: str = "mean") -> None:
         self._total = _per_replica_sum(name, "total")
         self._count = _per_replica_sum(name, "count")
@@ -85,6 +102,7 @@ class Mean:
         """The variables that hold its state; for checkpoints."""
         return (self._total, self._count)
 
+    @refuses(values="Write value.", sample_weight="Write weight.")
     def update_state(self, value: Any, weight: Any = 1.0) -> None:
         """Add the elements of `value`, each with `weight` (a number, or an array that broadcasts to its shape); local.
 
@@ -129,9 +147,11 @@ class Accuracy(Mean):
         name: a name for messages, equal on all ranks.
     """
 
+    @refuses(dtype=_DTYPE)
     def __init__(self, name: str = "accuracy") -> None:
         super().__init__(name)
 
+    @refuses(y_true="Write labels.", y_pred="Write predictions.", sample_weight="Write weight.")
     def update_state(self, labels: Any, predictions: Any, weight: Any = 1.0) -> None:  # type: ignore[override]
         """Count rows; local, for step functions.
 

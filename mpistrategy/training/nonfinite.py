@@ -47,6 +47,11 @@ def all_finite(array: Array) -> bool:
     return all(np.isfinite(piece).all() for piece in _pieces(array))
 
 
+def first_not_finite(arrays: Sequence[Array]) -> int | None:
+    """Return the number of the first array that is not finite; None if all are."""
+    return next((number for number, array in enumerate(arrays) if not all_finite(array)), None)
+
+
 def what_is_not(array: Array) -> str:
     """Return how many numbers of an array are not finite, in words: ``2 NaN, 1 infinite``; "" for none."""
     nan = infinite = 0
@@ -66,7 +71,7 @@ def _pieces(array: Array) -> Iterator[Array]:
 def screen(
     communicator: Communicator,
     call: Call,
-    reduced: Sequence[Array],
+    broken: int | None,
     norm: float,
     variables: Sequence[Variable],
     brought: Sequence[Any] | None,
@@ -80,7 +85,7 @@ def screen(
     Args:
         communicator: the ranks.
         call: the call that all ranks make.
-        reduced: the gradients, one for each variable.
+        broken: the first reduced gradient that is not finite here; see `first_not_finite`.
         norm: the norm of all of them, if they are clipped; else 0.
         variables: their variables.
         brought: this rank's gradients before the reduction; None if they have been overwritten.
@@ -90,18 +95,18 @@ def screen(
         NonFiniteError: on all ranks, where the policy is "raise".
     """
     call.expect_more()
-    first = next((number for number, array in enumerate(reduced) if not all_finite(array)), len(reduced))
-    if first == len(reduced) and np.isfinite(norm):
+    first = len(variables) if broken is None else broken
+    if broken is None and np.isfinite(norm):
         first += 1
     if communicator.size > 1:
         call.agree("screen gradients", op=policy)
         least = np.array([first], np.int64)
         communicator.allreduce(least, "MIN")
         first = int(least[0])
-    if first > len(reduced):
+    if first > len(variables):
         return ""
     what = "a global norm of the gradients that is not finite"
-    if first < len(reduced):
+    if first < len(variables):
         what = f"a reduced gradient of {variables[first]._key} that is not finite"
         if policy != "skip" and brought is not None:
             what += f" ({_of_ranks(communicator, contribution(brought[first]))})"

@@ -2,7 +2,7 @@
 
 A step takes one of two paths, with the same results.  *Plain*: the gradients are reduced to every rank, and each rank
 updates its copies.  *Sliced*: where variables, slots and gradients are in memory that the ranks of the node share, each
-rank reduces and updates its share of every copy (`training.sliced_update`).  Both update in place, in pieces
+rank reduces and updates its share of every copy (`training.sliced.update`).  Both update in place, in pieces
 (`training.kernels`).  A subclass that overrides `change` or `update` takes the plain path, and its method is called.
 """
 
@@ -22,20 +22,24 @@ from mpistrategy.errors import ContextError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import Created, NotPickled
-from mpistrategy.objects.settings import Settable, Setting, limit, rate, steps
+from mpistrategy.objects.nearest import NamesOurs
+from mpistrategy.objects.settings import Settable, Setting, limit, steps
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training import hyperparameters as setting
-from mpistrategy.training.checks import check_variable, required_context
+from mpistrategy.training.checks import check_variable, first_storage, required_context
+from mpistrategy.training.gpu.updates import room_for
 from mpistrategy.training.gradient_buckets import GradientArenas, GradientBuckets
-from mpistrategy.training.gradients import as_dense, clip_by_global_norm
-from mpistrategy.training.kernels import STEP_METHODS, Kernel, has_current_kernel, has_kernel, make_room
-from mpistrategy.training.nonfinite import screen, warn_of
+from mpistrategy.training.gradients import as_dense
+from mpistrategy.training.kernels import STEP_METHODS, Kernel, has_current_kernel, has_kernel
+from mpistrategy.training.nonfinite import warn_of
 from mpistrategy.training.plans import Slots, StepPlan, StepPlans
-from mpistrategy.training.sliced_step import SlicedStep
+from mpistrategy.training.schedules import Schedule
+from mpistrategy.training.screening import Screened, screened
+from mpistrategy.training.sliced.step import SlicedStep
 from mpistrategy.variables.mirrored_check import is_mirrored
 from mpistrategy.variables.variable import Variable
 
@@ -44,21 +48,14 @@ Arrays = Sequence[Array] | None
 _OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
 
 
-def _first_storage(given: Mapping[str, Any]) -> Array:
-    """Return the memory of this rank's copy of the first variable of a step."""
-    variables = [var for _, var in given["grads_and_vars"]]
-    storage: list[Array] = []
-    variables[0].strategy.extended.update(variables[0], lambda var: storage.append(var._updatable_storage()))
-    return storage[0]
-
-
-class Optimizer(Created, GradientArenas, NotPickled, Settable):
+class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
     """Base of optimizers: reduces gradients over the replicas and applies them.
 
     A subclass says in `slot_values` which slots each variable has, and returns from `change` what a step subtracts.
 
     Args:
-        learning_rate: the step size; a positive number.
+        learning_rate: the step size; a positive number, or a function that returns it for the number of steps made so
+            far (`mpistrategy.schedules`).  The attribute is then the number of the latest step.
         aggregation: "SUM" or "MEAN": how the replicas' gradients are combined.
         global_clipnorm: limits the norm of all reduced gradients together; None does not.
         mirrored_check_steps: every so many calls of `apply_gradients`, make sure that this optimizer's variables, slots
@@ -70,7 +67,10 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
     Attributes:
         iterations: the number of steps made, a variable; None before the first.  May be set before that, to another
             variable that counts.
+        schedule: the function that was given as `learning_rate`; None for a number.
         skipped_steps: how many steps changed nothing because gradients were not finite.
+        slot_values: of a class: the slots of each variable, and the number that each is filled with at first.
+        only_named_rows: of a class: whether a sparse gradient changes only the rows that it names, also of slots.
 
     All settings may be changed between steps, on all ranks alike; they are checked then as in the constructor.
 
@@ -80,13 +80,12 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
         OptionTypeError: for values that are no numbers.
     """
 
+    _words_of = "Optimizer"
     _instead_of_pickling = "Save it with a Checkpoint, and make one with the same arguments there."
-    #: The slots of each variable, and the number that each is filled with at first.
     slot_values: Mapping[str, float] = {}
-    #: Whether a sparse gradient changes only the rows that it names, in the variable and in its slots.
     only_named_rows: ClassVar[bool] = False
 
-    learning_rate: Setting[float] = rate()
+    learning_rate: Setting[float] = setting.LearningRate()
     aggregation: Setting[ReduceOp] = setting.sum_or_mean()
     global_clipnorm: Setting[float | None] = limit()
     mirrored_check_steps: Setting[int] = steps()
@@ -94,12 +93,13 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
     check_every: setting.Renamed[int] = setting.Renamed[int]("mirrored_check_steps")
     iterations: Setting[Variable | None] = setting.counter()
     skipped_steps: int
+    schedule: Schedule | None
     lr: setting.Misnamed = setting.Misnamed("learning_rate")
     clipnorm: setting.Misnamed = setting.Misnamed("global_clipnorm")
 
     def __init__(
         self,
-        learning_rate: float,
+        learning_rate: float | Schedule,
         *,
         aggregation: SumOrMean = "SUM",
         global_clipnorm: float | None = None,
@@ -173,11 +173,13 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
         """
         raise UnsupportedError.at(type(self).__name__, found="no change()", expected="one in your subclass")
 
-    @collective("update", memory=_first_storage)
+    @collective("update", memory=first_storage)
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Variable]] | GradientBuckets, *, name: str | None = None
     ) -> None:
         """Combine the replicas' gradients and update the variables.  Collective; called in a step function.
+
+        Errors are raised on every rank, and all but ReplicasDivergedError before anything has changed.
 
         Args:
             grads_and_vars: pairs of this replica's gradient (an array or IndexedSlices of the variable's shape, or
@@ -191,7 +193,6 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
             CollectiveMismatchError: when the ranks' gradients differ in number, dtype or shape.
             NonFiniteError: when nonfinite is "raise", and a reduced gradient is not finite.
             ReplicasDivergedError: when a check after the step finds copies that differ.
-            All are raised on every rank, and all but the last before anything has changed.
         """
         where = f"{type(self).__name__}.apply_gradients"
         frame = current_frame()
@@ -222,16 +223,18 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
 
     def _settings(self, strategy: Strategy, where: str) -> str:
         """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""
-        numbers: dict[str, Any] = {name: n for name, n in vars(self).items() if isinstance(n, (int, float))}
-        found = (numbers, self.nonfinite, self.aggregation)
-        if self._told[0] != found:
-            self._told = found, f"{dict(sorted(numbers.items()))}, nonfinite={found[1]}, {found[2].name}"
         steps, counter = 0, self.iterations
         if counter is not None:
             if self._counted[0] is not counter or self._counted[1] is not strategy:
                 check_variable(counter, strategy, where)
                 self._counted = (counter, strategy, counter.local_view)
             steps = self._counted[2].tolist()
+        if self.schedule is not None:
+            setting.follow(self, self.schedule, steps)
+        numbers: dict[str, Any] = {name: n for name, n in vars(self).items() if isinstance(n, (int, float))}
+        found = (numbers, self.nonfinite, self.aggregation)
+        if self._told[0] != found:
+            self._told = found, f"{dict(sorted(numbers.items()))}, nonfinite={found[1]}, {found[2].name}"
         return f"{self._told[1]}, step {steps}"
 
     def _is_current(self, plan: StepPlan, extended: StrategyExtended) -> bool:
@@ -256,7 +259,7 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
             step.run(gradients, kernel, self.aggregation, call)
             self._plans.latest_path = "sliced"
         else:
-            totals, trouble = self._screened(step.totals(gradients, call), plan, gradients, call)
+            totals, _, trouble = self._screened(step.totals(gradients, call), plan, gradients, call)
             if trouble and self.nonfinite == "skip":
                 return trouble
             step.update(totals, kernel)
@@ -274,9 +277,9 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
             self._slots.make(plan.variables, self.slot_values)
             plan.has_slots = True
         call.expect_more()
-        room = make_room([var.local_view for var in plan.variables]) if extended._drives_gpu else []
+        kernel = self._kernel() if has_current_kernel(self, Optimizer) else None
+        room = room_for(kernel, plan.variables) if extended._drives_gpu else []
         if totals is None and arrays is not None:
-            kernel = self._kernel() if has_current_kernel(self, Optimizer) else None
             if not self._is_current(plan, extended):
                 screens = self.global_clipnorm is not None or self.nonfinite is not None
                 self._plans.prepare(plan, kernel, self._step_counter(), self.aggregation, screens, call)
@@ -296,29 +299,24 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
         return trouble
 
     def _screened(
-        self, reduced: Sequence[Array], plan: StepPlan, brought: Sequence[Any] | None, call: Call
-    ) -> tuple[Sequence[Array], str]:
-        """Return reduced gradients, clipped if this optimizer clips, and what of them is not finite."""
-        norm, given = 0.0, reduced
-        if self.global_clipnorm is not None:
-            reduced, norm = clip_by_global_norm(given, self.global_clipnorm)
-        if self.nonfinite is None:
-            return reduced, ""
-        communicator = plan.strategy.extended.communicator
-        return reduced, screen(communicator, call, given, norm, plan.variables, brought, self.nonfinite)
+        self, reduced: Sequence[Array], plan: StepPlan, brought: Sequence[Any] | None, call: Call, scales: bool = True
+    ) -> Screened:
+        return screened(reduced, plan, brought, call, clip=self.global_clipnorm, policy=self.nonfinite, scales=scales)
 
     def _update_all(self, results: Sequence[Any], plan: StepPlan, brought: Sequence[Any] | None, call: Call) -> str:
         """Update all of this rank's copies with what has been reduced; return what of it is not finite."""
         extended, variables = plan.strategy.extended, plan.variables
         totals = [local_component(result) for result in results]
         dense = [as_dense(total, var) for total, var in zip(totals, variables, strict=True)]
-        reduced, trouble = self._screened(dense, plan, brought, call)
-        if trouble and self.nonfinite == "skip":
-            return trouble
         names_rows = self.only_named_rows
         rows = [total.indices if names_rows and isinstance(total, IndexedSlices) else None for total in totals]
-        if has_current_kernel(self, Optimizer):
-            extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows))  # one for all
+        in_place = has_current_kernel(self, Optimizer)
+        by_kernels = in_place and not any(rows_of is not None for rows_of in rows) and plan.has_kernels
+        reduced, scale, trouble = self._screened(dense, plan, brought, call, not by_kernels)
+        if trouble and self.nonfinite == "skip":
+            return trouble
+        if in_place:  # one update for all
+            extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows, scale))
         else:
             for gradient, var, named in zip(reduced, variables, rows, strict=True):
                 extended.update(var, self.update, args=(gradient, self.slots_of(var), named))
@@ -331,15 +329,17 @@ class Optimizer(Created, GradientArenas, NotPickled, Settable):
             strategy.assert_mirrored(mirrored)
 
     def _update_in_place(
-        self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None]
+        self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None], scale: Any
     ) -> None:
         kernel = self._kernel()
         assert kernel is not None
+        chosen: list[tuple[Array, Variable]] = []
         for gradient, var, named in zip(gradients, variables, rows, strict=True):
             if named is not None or not has_kernel(var.dtype):
                 self.update(var, gradient, self.slots_of(var), named)
             else:
-                self._plans.flat_update(var).run(kernel, gradient)
+                chosen.append((gradient, var))
+        self._plans.update(kernel, [gradient for gradient, _ in chosen], [var for _, var in chosen], scale)
 
     def _kernel(self) -> Kernel | None:
         """Return the next step as a kernel that does what `change` and `update` do; None where there is none.

@@ -6,17 +6,19 @@ Gradients are summed over the replicas, so divide the loss by the global batch s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.objects.nearest import not_in_module
 from mpistrategy.objects.settings import Setting, amount, decay, switch
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.training import kernels
 from mpistrategy.training.hyperparameters import Momentum, OldNames
 from mpistrategy.training.optimizer import Optimizer
+from mpistrategy.training.schedules import Schedule
 from mpistrategy.variables.variable import Variable
 
 __all__ = [
@@ -31,12 +33,18 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise not_in_module(name, __name__)
+
+
 class SGD(Optimizer):
     """Gradient descent: ``v = momentum * v + g``; the variable loses ``learning_rate * v`` (with nesterov,
     ``learning_rate * (g + momentum * v)``).  A sparse gradient changes only the rows that it names, as in TensorFlow.
 
     Args:
-        learning_rate: the step size.
+        learning_rate: the step size, or a schedule of it.
         momentum: from 0 to 1; with 0 there is no slot.
         nesterov: whether to use Nesterov momentum.
         aggregation: "SUM" or "MEAN".
@@ -51,7 +59,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float = 0.01,
+        learning_rate: float | Schedule = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
         *,
@@ -85,8 +93,8 @@ class SGD(Optimizer):
     def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
         if not self.momentum:
-            return kernels.sgd(float(self.learning_rate))
-        return kernels.momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
+            return kernels.Sgd(float(self.learning_rate))
+        return kernels.Momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
 
 
 class Adam(Optimizer):
@@ -95,7 +103,7 @@ class Adam(Optimizer):
     ``learning_rate * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + epsilon)``.
 
     Args:
-        learning_rate: the step size.
+        learning_rate: the step size, or a schedule of it.
         beta_1: the decay of m.
         beta_2: the decay of v.
         epsilon: added to the divisor.
@@ -112,7 +120,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: float | Schedule = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
@@ -144,7 +152,7 @@ class Adam(Optimizer):
 
     def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
-        return kernels.adam(
+        return kernels.Adam(
             self.step_size(self.next_step()), float(self.beta_1), float(self.beta_2), float(self.epsilon)
         )
 
@@ -158,7 +166,7 @@ class AdamW(Adam):
     ``learning_rate * weight_decay * variable``.
 
     Args:
-        learning_rate: the step size.
+        learning_rate: the step size, or a schedule of it.
         weight_decay: from 0 on.
         beta_1: the decay of m.
         beta_2: the decay of v.
@@ -173,7 +181,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: float | Schedule = 0.001,
         weight_decay: float = 0.004,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
@@ -207,7 +215,7 @@ class AdamW(Adam):
     def _kernel(self) -> kernels.Kernel | None:
         """Return the decay and Adam's step as one pass over memory."""
         adam = super()._kernel()
-        return adam and kernels.after_decay(float(self.learning_rate) * float(self.weight_decay), adam)
+        return adam and kernels.AfterDecay(float(self.learning_rate) * float(self.weight_decay), adam)
 
 
 def _store(slot: Variable, value: Any) -> None:

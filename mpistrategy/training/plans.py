@@ -23,8 +23,10 @@ from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended as _Extended
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training.checks import apart_from, check_gradient, check_variable
+from mpistrategy.training.gpu.updates import FusedUpdate, can_be_fused
+from mpistrategy.training.gradients import scaled_by
 from mpistrategy.training.kernels import FlatUpdate, Kernel, Scratch, flat_update, has_kernel
-from mpistrategy.training.sliced_step import SlicedStep, SlicedSteps
+from mpistrategy.training.sliced.step import SlicedStep, SlicedSteps
 from mpistrategy.variables.variable import Variable
 
 #: How many variables of a step are named when ranks compare their calls.
@@ -131,6 +133,11 @@ class StepPlan:
     def __post_init__(self) -> None:
         self.layouts = tuple((var.dtype, var.shape) for var in self.variables)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels take all the variables' dtypes."""
+        return all(has_kernel(dtype) for dtype, _ in self.layouts)
+
     def ordinary(self, gradients: Sequence[Any], where: str) -> list[Array] | None:
         """Return gradients as arrays of their variables' dtypes; None where they need another reduction."""
         arrays = []
@@ -168,6 +175,7 @@ class StepPlans:
         self.calls: int = 0
         self.latest_path: str = ""
         self._updates: dict[int, FlatUpdate] = {}
+        self._fused: dict[tuple[int, ...], FusedUpdate] = {}
         self._known: dict[tuple[int, ...], StepPlan] = {}
 
     def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[list[Any], StepPlan, bool]:
@@ -229,6 +237,42 @@ class StepPlans:
             extended.update(variables[0], lambda _: updates.extend(map(self.flat_update, variables)))
             plan.prepared = PlainStep(reduction, updates, changed)
         extended.update(counter, lambda counter: setattr(plan, "count", counter._updatable_storage()))
+
+    def update(
+        self, kernel: Kernel, gradients: Sequence[Array], variables: Sequence[Variable], scale: Any = None
+    ) -> None:
+        """Make a step of variables in update context; those in GPU memory together.
+
+        Args:
+            kernel: the step.
+            gradients: of the variables' shapes and dtypes.
+            variables: of dtypes that have kernels.
+            scale: see `FusedUpdate.run`.
+        """
+        together: dict[Any, list[int]] = {}
+        for number, var in enumerate(variables):
+            if can_be_fused(var.local_view):
+                together.setdefault(var.dtype, []).append(number)
+        left = set(range(len(variables)))
+        for numbers in together.values():
+            chosen = [variables[number] for number in numbers]
+            if self._fused_update(chosen).run(kernel, [gradients[number] for number in numbers], scale):
+                left.difference_update(numbers)
+        others = [gradients[number] for number in sorted(left)]
+        if scale is not None and others:
+            others = scaled_by(others, float(scale.get()[0]))
+        for number, gradient in zip(sorted(left), others, strict=True):
+            self.flat_update(variables[number]).run(kernel, gradient)
+
+    def _fused_update(self, variables: Sequence[Variable]) -> FusedUpdate:
+        key = tuple(map(id, variables))  # plans and slots keep them alive
+        found = self._fused.get(key)
+        if found is None:
+            slots = [{name: s._updatable_storage() for name, s in self._slots.of(var).items()} for var in variables]
+            while len(self._fused) >= self._MOST:
+                del self._fused[next(iter(self._fused))]
+            found = self._fused[key] = FusedUpdate([var._updatable_storage() for var in variables], slots)
+        return found
 
     def flat_update(self, var: Variable) -> FlatUpdate:
         """Return the update of one variable by kernels; in update context."""

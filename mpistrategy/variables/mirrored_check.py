@@ -17,10 +17,15 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import VariableSynchronization
 from mpistrategy.variables.registry import Placement
-from mpistrategy.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.variables.variable", "Variable")
 
 #: The most variables and groups of ranks that a report names.
 _MOST_ROWS, _MOST_GROUPS = 10, 4
@@ -30,65 +35,33 @@ _PIECE_BYTES = 2**24
 _X87_BYTES, _X87_DIGITS = 10, 63
 
 
-class MirroredCheck:
-    """The part of Strategy that compares the copies of its variables."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def extended(self) -> Placement: ...
-
-    def assert_mirrored(self, variables: Any = None, *, name: str | None = None) -> None:
-        """Make sure that mirrored variables have the same bits on all ranks.  Collective; in any context.
-
-        Each rank reads its copies and sends 16 bytes; where the copies differ, 16 more for each variable.  Most of the
-        time is hashing: 0.6 to 0.9 GB/s was measured on one core.
-
-        Args:
-            variables: a nest of variables, and of objects with an attribute `variables`, such as optimizers.  None
-                checks all variables of this strategy that are still in use on every rank, with slots and step
-                counters of optimizers.  The copies of ON_READ variables may differ: they are skipped, and refused
-                where the nest names them.
-            name: is compared between the ranks instead of the call site.
-
-        Raises:
-            ReplicasDivergedError: on every rank, with a table of the variables that differ, and the ranks that differ
-                from the majority.  -0.0 differs from 0.0, and NaN from NaN with other bits.
-            OptionError, OptionTypeError, EmptyBatchError: on every rank, when `variables` has anything but mirrored
-                variables of this strategy, or none.
-            CollectiveMismatchError: on every rank, when the ranks name different variables.
-
-        >>> import mpistrategy as ms
-        >>> strategy = ms.OneDeviceStrategy("CPU:0")
-        >>> with strategy.scope():
-        ...     weights = ms.Variable([1.0, 2.0])
-        >>> strategy.assert_mirrored([weights])
-        """
-        communicator = self.extended.communicator
-        with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
-            if variables is None:
-                numbered = [(n, var) for n, var in self.extended._variables_alive() if is_mirrored(var)]
-                call.structure = f"all of {self.extended._variables_made} variables"
-            else:
-                named = _named(self.extended, variables, call.where)
-                numbered = list(enumerate(named))
-                call.structure = ", ".join(var._key for var in named)
-            if communicator.size == 1:
-                return
-            # A rank that cannot read its copy, for lack of memory, still tells the others.
-            call.expect_more()
-            mine = np.array(
-                [(number, digest(host_array(var.local_view))) for number, var in numbered], np.uint64
-            ).reshape(-1, 2)
-            call.agree("compare copies")
-            if _equal_on_all(communicator, mine):
-                return
-            differing = list(_differing(_entries_of_all(communicator, mine), dict(numbered)))
-            if differing:
-                raise _diverged(call.where, differing, len(numbered))
-
-
 _FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
+
+
+def check_mirrored(extended: Placement, variables: Any, name: str | None) -> None:
+    """Do `Strategy.assert_mirrored`."""
+    communicator = extended.communicator
+    with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
+        if variables is None:
+            numbered = [(n, var) for n, var in extended._variables_alive() if is_mirrored(var)]
+            call.structure = f"all of {extended._variables_made} variables"
+        else:
+            named = _named(extended, variables, call.where)
+            numbered = list(enumerate(named))
+            call.structure = ", ".join(var._key for var in named)
+        if communicator.size == 1:
+            return
+        # A rank that cannot read its copy, for lack of memory, still tells the others.
+        call.expect_more()
+        mine = np.array([(number, digest(host_array(var.local_view))) for number, var in numbered], np.uint64).reshape(
+            -1, 2
+        )
+        call.agree("compare copies")
+        if _equal_on_all(communicator, mine):
+            return
+        differing = list(_differing(_entries_of_all(communicator, mine), dict(numbered)))
+        if differing:
+            raise _diverged(call.where, differing, len(numbered))
 
 
 def is_mirrored(var: Variable) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import host_array, placed_as
+from mpistrategy.arrays.convert import host_array, is_on_device, placed_as
 from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
@@ -146,15 +146,26 @@ def replica_0s(write: Write) -> Change:
             for part in parts:
                 communicator.bcast(part, 0)
             return IndexedSlices(*parts)
-        call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=True)
+        if is_on_device(mine):
+            from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
+            on_device.prepare(communicator, [mine], call.where)
+        call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=not is_on_device(mine))
         return _of_replica_0(mine, communicator)
 
 
 def _of_replica_0(mine: Array, communicator: Communicator) -> Array:
-    """Return a copy of replica 0's array, on the device of this replica's; sent through the host."""
-    sent = np.array(host_array(mine), order="C", copy=True)
+    """Return a copy of replica 0's array, where this replica's is."""
+    if is_on_device(mine):
+        from mpistrategy.reduction.routes import on_device
+
+        memory, copies = on_device.packed([mine])
+        on_device.bcast(communicator, memory, 0)
+        copy: Array = copies[0]
+        return copy
+    sent = np.array(mine, order="C", copy=True)
     communicator.bcast(sent, 0)
-    return placed_as(sent, mine)
+    return sent
 
 
 def alike(write: Write) -> Change:

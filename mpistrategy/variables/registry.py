@@ -5,18 +5,25 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.variables.storage import VariableSlot, VariableStorage
-from mpistrategy.variables.variable import Variable
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+    from mpistrategy.variables.storage import VariableSlot, VariableStorage
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.arrays.gpu", "cupy_for")
+    later(globals(), "mpistrategy.variables.storage", "VariableStorage")
+    later(globals(), "mpistrategy.variables.variable", "Variable")
 
 
 class Placement:
@@ -36,13 +43,14 @@ class Placement:
         self._variables_made: int = 0
         # By number; weak, so a variable can be collected.
         self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
-        # Shared by all copies of a strategy: they have the same ranks.
-        self._variable_storage: VariableStorage = VariableStorage()
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Colocate the variables created in the ``with`` block with another variable; only inside scope().
 
         Every replica has a copy of every variable, so this only records the relation.
+
+        Args:
+            colocate_with_variable: a variable of this strategy.
 
         Raises:
             ContextError: outside scope().
@@ -74,6 +82,11 @@ class Placement:
     def _next_variable_name(self) -> str:
         """Return the name of a variable created without one; the same on every rank, since creation is collective."""
         return f"Variable_{self._unnamed_variables}"
+
+    @property
+    def _variable_storage(self) -> VariableStorage:
+        """Where variables lie: shared by all copies of a strategy, which have the same ranks."""
+        return self.communicator.once("variables", VariableStorage)
 
     def _storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
         """Return memory for a variable, and its slot where the ranks share it.  Collective, in an agreed call."""
@@ -120,7 +133,11 @@ class Placement:
         return value
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Return the devices of variables that are no slots of another variable: this rank's device."""
+        """Return the devices of variables that are no slots of another variable: this rank's device.
+
+        Args:
+            var_list: is not looked at; TensorFlow has it.
+        """
         return self.worker_devices
 
     @property

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex, o
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import copy_of, host_array, is_on_device, to_array
+from mpistrategy.arrays.convert import array_where_it_is, copy_of, host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import write_from_host
 from mpistrategy.arrays.values import ArrayLike
 from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
@@ -95,11 +94,11 @@ class Variable(ArrayLike, Settable):
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
-            array = to_array(plain(value), call.where, name="initial_value")
+            array = array_where_it_is(plain(value), call.where, name="initial_value")
             wanted = array.dtype if dtype is None else parsed_dtype(dtype)
             check_dtype(wanted, self._aggregation, extended)
             if array.dtype != wanted:
-                array = converted(array, wanted, f"Variable {own_name!r} with dtype={dtype_name(wanted)}")
+                array = converted(host_array(array), wanted, f"Variable {own_name!r} with dtype={dtype_name(wanted)}")
             on_device = extended._device_memory(wanted, array.shape)
             call.agree(
                 "create",
@@ -110,13 +109,13 @@ class Variable(ArrayLike, Settable):
             # Allocated after the agreement: when some ranks refuse, the ranks' memory must stay equal.
             if on_device is None:
                 storage, slot = extended._storage_for(wanted, array.shape)
-                storage[...] = array
+                storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
-                sent = np.array(array, order="C", copy=True)
-                communicator.bcast(sent, 0)
-                write_from_host(sent, on_device)
+                from mpistrategy.reduction.routes.on_device import write_that_of_rank_0  # here, for the quick import
+
                 storage, slot = on_device, None
+                write_that_of_rank_0(communicator, array, on_device)
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         self.name = extended._next_variable_name() if name is None else name
         self._storage: Array = storage
@@ -237,6 +236,10 @@ class Variable(ArrayLike, Settable):
 
     def _read(self, name: str | None = None) -> Array:
         return self._policy("reading a variable").read(self, name)
+
+    def _kept(self) -> Any:
+        # What an ON_READ variable reads as may be a sum that nothing holds.
+        return None if self._synchronization is VariableSynchronization.ON_READ else self._read()
 
     # ---------------------------------------------------------------------------------------------- writing
 

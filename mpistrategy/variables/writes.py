@@ -22,7 +22,7 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.values import ArrayLike, IndexedSlices, local_component
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.variables.protocols import Replica
 
@@ -121,6 +121,7 @@ class Write:
                     storage[...] = placed_as(where, storage)
             else:
                 DENSE[self.method](storage, placed_as(change, storage))
+            self.variable._extended.communicator.guard.wait_for_gpu(event_of_reads([local_component(self.value)]))
 
     def _array(self) -> Array:
         value = plain(self.value)

@@ -26,11 +26,12 @@ KILLS = """
 import itertools, os, signal, sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage import files as checkpoint_files, writers
+from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint.storage import files as checkpoint_files
 from mpistrategy.testing import run_replicas
 
 folder, kind = sys.argv[1:]
-writers.BYTES_A_WRITER = 1  # both write
+collecting.BYTES_A_WRITER = 1  # both write
 
 
 def program(value, save):
@@ -105,9 +106,10 @@ REAL = """
 import itertools, os, sys
 import numpy as np
 import mpistrategy as ms
-from mpistrategy.checkpoint.storage import files as checkpoint_files, writers
+from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint.storage import files as checkpoint_files
 
-writers.BYTES_A_WRITER = 1  # both write
+collecting.BYTES_A_WRITER = 1  # both write
 folder, rank_to_kill, at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 strategy = ms.MirroredStrategy()
 with strategy.scope():

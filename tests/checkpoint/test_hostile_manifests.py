@@ -57,10 +57,12 @@ def peak_of(call: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def forged(folder: Path, items: dict[str, Item], arrays: dict[str, Any] | None = None, ranks: int = 1) -> Path:
+def forged(
+    folder: Path, items: dict[str, Item], arrays: dict[str, Any] | None = None, ranks: int = 1, text: bytes = b"{}\n"
+) -> Path:
     """Write a checkpoint with these items, and the same arrays in each shard, which has the rows of one rank."""
     folder.mkdir()
-    lines = {VALUES: np.frombuffer(b"{}\n", np.uint8)}
+    lines = {VALUES: np.frombuffer(text, np.uint8)}
     data = b"".join(bytes(piece) for piece in pieces_of({**(arrays or {}), **lines}))
     for rank in range(ranks):
         (folder / shard_name(rank)).write_bytes(data)
@@ -244,6 +246,16 @@ def test_a_shape_that_no_array_can_have(tmp_path: Path, shape: tuple[int, ...]) 
     for read in (ms.Checkpoint.arrays, local(a=np.zeros(3)).restore, local(a=1.0).restore):
         with pytest.raises(ms.errors.CheckpointDamagedError):
             read(path)
+
+
+def test_many_lines_of_plain_values_take_no_memory(tmp_path: Path) -> None:
+    path = forged(tmp_path / "c", {"a": Item("plain", "own")}, text=b"\n" * 2**21)
+
+    def restore() -> None:
+        with pytest.raises(ms.errors.CheckpointDamagedError, match="other plain values than of 1 ranks"):
+            local(a=1.0).restore(path)
+
+    assert peak_of(restore) < 6 * 2**21
 
 
 def test_no_memory_for_the_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -559,7 +559,7 @@ def test_simulated_replicas(tmp_path: Path) -> None:
 @pytest.mark.each_mpi
 def test_a_job_ends_with_75_and_goes_on(launch: Launch, tmp_path: Path) -> None:
     """Told on one rank, then through the launcher."""
-    run = ["-m", "mpistrategy", "run", ROOT / "tests" / "preempted.py", tmp_path]
+    run = ["-m", "mpistrategy", "run", ROOT / "tests" / "jobs" / "preempted.py", tmp_path]
     number = "SIGUSR2" if launching.IS_OPEN_MPI else "SIGTERM"  # what the launchers hand on
     first = launch(2, [*run, "--tell", "8:1:SIGUSR2"])
     assert "told to stop (SIGUSR2 on rank 1): saved step 8, 0." in first.stderr, first

@@ -256,7 +256,7 @@ def test_sums_of_an_accumulator_have_the_same_total(tmp_path: Path, p: int, q: i
 
 PROGRAM = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import mpistrategy as ms
 from checkpoints import Training
 
@@ -276,10 +276,9 @@ if strategy.replica_id_in_sync_group == 0:
 
 @pytest.mark.parametrize(("p", "q"), [(1, 3), (3, 2), (4, 1), (2, 4)])
 def test_jobs_of_real_ranks(launch: Launch, tmp_path: Path, p: int, q: int) -> None:
-    tests = str(Path(__file__).parents[1])
     path = str(tmp_path / "with a space")
     printed = [
-        launch(ranks, PROGRAM.format(tests=tests, save=save, path=path)).check().stdout
+        launch(ranks, PROGRAM.format(tests=launching.HELPERS, save=save, path=path)).check().stdout
         for ranks, save in ((p, True), (q, False))
     ]
     assert printed[0] == printed[1] != ""

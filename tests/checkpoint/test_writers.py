@@ -18,9 +18,9 @@ from replicas import RANK, SIZE, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage import writers
+from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint.collecting import plan
 from mpistrategy.checkpoint.storage.manifest import Item, Manifest, Shard, parse, runs_of
-from mpistrategy.checkpoint.storage.writers import plan
 from mpistrategy.testing import run_replicas
 
 Launch = Callable[..., launching.Finished]
@@ -61,7 +61,7 @@ def test_everything_is_written_once(nodes: list[int], sizes: list[int], own: int
         for number, count in enumerate(counts):
             loads[shard + number] += 4 * count
     even = sum(sizes) / len(loads)
-    assert max(loads) <= even + 3 * writers.LEAST_CUT_BYTES * len(sizes)
+    assert max(loads) <= even + 3 * collecting.LEAST_CUT_BYTES * len(sizes)
 
 
 PLANS = {
@@ -115,6 +115,27 @@ def objects(strategy: ms.Strategy, on: float, rank: int) -> dict[str, Any]:
             "total": total,
             "words": {"step": on},
         }
+
+
+@pytest.mark.skipif(SIZE == 1, reason="a rank that gathers what others have")
+def test_no_memory_on_the_rank_that_gathers(
+    strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, empty = shared_folder(tmp_path), np.empty
+
+    def refuse(shape: Any, dtype: Any = float) -> Any:
+        if shape == (SIZE, 4):  # only rank 0 has rows of all ranks
+            raise MemoryError
+        return empty(shape, dtype)
+
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(mine=np.arange(4.0) + RANK)
+    monkeypatch.setattr(np, "empty", refuse)
+    with pytest.raises(MemoryError if RANK == 0 else errors.RemoteError):
+        checkpoint.save(folder / "c")
+    monkeypatch.undo()
+    checkpoint.save(folder / "c")
+    assert ms.Checkpoint.arrays(folder / "c")[f"mine@{SIZE - 1}"].tolist() == [SIZE - 1.0, SIZE, SIZE + 1, SIZE + 2]
 
 
 @pytest.mark.parametrize("wait", [True, False])

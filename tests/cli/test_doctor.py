@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from secrets_planted import PLANTED
 
 from mpistrategy.cli.doctor.checks import catalog
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
-from mpistrategy.cli.doctor.facts import c_libraries, cuda_trial, gather
+from mpistrategy.cli.doctor.facts import c_libraries, gather
 from mpistrategy.cli.doctor.facts.facts import Clock, Facts, Job, Speed, Trial
 from mpistrategy.cli.doctor.report import report
 from mpistrategy.cli.doctor.report.privacy import HIDDEN, covered, veil
@@ -198,6 +196,12 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         job(on(ALL, room_free=7 * MIB)), "shared memory", NOTE, ["less than half"], "--memory",
         {0, 1},
     ),
+    "no memory for large sums": (
+        job(on({2, 3}, room_free=17 * MIB)), "shared memory", NOTE,
+        ["2 ranks share 4.0 MiB for each strategy, and 16.0 MiB more from the first large sum between nodes on",
+         "all_reduce_async takes up to 64.0 MiB", "no room", "slower"],
+        "--mem", {2, 3},
+    ),
     "hidden GPUs": (
         job(on(ALL, gpu_devices=4, gpus_promised=4, visible="")), "gpus", BAD,
         ["Slurm gave the job 4 on node1", "ranks 0-3 see none", "CUDA_VISIBLE_DEVICES='' hides them"],
@@ -235,6 +239,13 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "not CUDA-aware": (
         job(seeing(*BOTH, cuda_aware="no MPICH 5.0.2 says that it has no CUDA")), "cuda-aware", NOTE,
         ["staged through the host"], "module", set(),
+    ),
+    "NCCL by sockets beside InfiniBand": (
+        job(seeing(*BOTH, fabric="InfiniBand"), trial=Trial("right", "two ranks", nccl=1.2e9, network="sockets")),
+        "nccl", BAD, ["over sockets, beside InfiniBand", "1.2 GB/s"], "NCCL_IB_DISABLE", set(),
+    ),
+    "Slingshot without the plugin": (
+        job(seeing(*BOTH, fabric="Slingshot")), "nccl", NOTE, ["no plugin", "sockets"], "aws-ofi-nccl", ALL,
     ),
     "a slow file system": (
         job(on(ALL, start_seconds=48.0, homes={"Python": ("/home/me/venv", "NFS")})), "start", NOTE,
@@ -466,50 +477,3 @@ def test_peer_access_as_the_driver_tells_it() -> None:
 
     assert c_libraries.pairs_without_peer_access(3, Driver()) == ((0, 2),)
     assert c_libraries.pairs_without_peer_access(3, SimpleNamespace(cuInit=lambda flags: 100)) == ()
-
-
-# ------------------------------------------------------------------------------------------------ GPU memory, tried
-
-
-def child(program: str) -> list[str]:
-    return [sys.executable, "-c", program]
-
-
-RIGHT = 'print(\'{"right": true, "nbytes": 8000000, "direct": 0.001, "staged": 0.004}\')'
-
-
-@pytest.mark.parametrize(
-    ("command", "outcome", "reason"),
-    [
-        (child(RIGHT), "right", "two ranks, 8.0 GB/s; 2.0 GB/s staged"),
-        (child(RIGHT.replace("true", "false")), "wrong", "other numbers"),
-        (child(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})"), "died", "SIGSEGV"),
-        (child("raise SystemExit(139)"), "died", "SIGSEGV"),
-        (child("raise SystemExit(3)"), "died", "status 3"),
-        (child("import a_cupy_that_is_not_there"), "unverified", "ModuleNotFoundError"),
-        (child("import time; time.sleep(60)"), "died", "did not end within 0.3 s"),
-        (["/no/such/mpiexec"], "unverified", "cannot be started"),
-        (None, "unverified", "no mpiexec"),
-    ],
-)
-def test_what_comes_of_a_trial(command: list[str] | None, outcome: str, reason: str) -> None:
-    trial = cuda_trial.attempt(command, os.environ, 0.3 if "sleep" in str(command) else 20)
-    assert trial.outcome == outcome, trial
-    assert reason in trial.reason
-
-
-def test_a_trial_does_not_inherit_the_launcher() -> None:
-    launchers = {"PMI_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"}
-    own = {"PATH", "UCX_TLS", "OPAL_PREFIX", "OMPI_MCA_pml", "OMPI_MCA_coll_hcoll_enable", "OMPI_ALLOW_RUN_AS_ROOT"}
-    kept = cuda_trial.without_launcher(dict.fromkeys(launchers | own, "1"))
-    assert own <= set(kept)
-    assert not launchers & set(kept)
-
-
-def test_a_trial_is_started_by_what_came_with_the_mpi(tmp_path: Path) -> None:
-    for name in ("bin/mpiexec", "lib/libmpi.so.40"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch(mode=0o755)
-    command = cuda_trial.command(["/usr/lib/libc.so.6", str(tmp_path / "lib" / "libmpi.so.40")])
-    assert command is not None
-    assert command[0] == str(tmp_path / "bin" / "mpiexec")

@@ -267,7 +267,10 @@ def test_every_key_is_tried_with_wrong_values() -> None:
         ({"site": "perlmutter", "gpus_per_node": 8}, "found gpus_per_node=8; expected at most 4 on perlmutter"),
         ({"site": "lumi", "gpus_per_node": 8}, "none that this library can use"),
         ({"site": "leonardo", "cpus_per_task": 9}, "expected at most 32 CPUs on a node of leonardo"),
-        ({"site": "atlantis"}, "one of alps, frontier, juwels, leonardo, lumi, pbs, perlmutter, polaris, tacc, or the path"),
+        (
+            {"site": "atlantis"},
+            "one of alps, frontier, juwels, leonardo, lumi, pbs, perlmutter, polaris, tacc, or the path",
+        ),
         ({"site": "polaris", "qos": "debug"}, "found the key 'qos'"),
         ({"site": "tacc", "mpi": "pmix"}, "found the key 'mpi'"),
         ({"time": "1:30"}, "Slurm takes two numbers for minutes and seconds; write H:MM:SS."),
@@ -528,18 +531,30 @@ def test_the_command_starts_no_mpi() -> None:
         ("exit 143", "the program stopped with status 143; back to the queue", 143),
         ("exit 14", "the program stopped with status 14; back to the queue", 14),
         ("rm -f $file; exit 3", "the program failed with status 3; not requeued", 3),
-        ("echo stopped >>$file; echo failed with X on rank 1: y >>$file; exit 143", "program failed with X on rank 1: y; not", 143),
+        (
+            "echo stopped >>$file; echo failed with X on rank 1: y >>$file; exit 143",
+            "program failed with X on rank 1: y; not",
+            143,
+        ),
         ("echo failed with status 2 on rank 0 >>$file", "the program failed with status 2 on rank 0; not requeued", 1),
         (f"echo {SRUN}Out Of Memory >&2; exit 1", f"the program was ended: {SRUN}Out Of Memory; not requeued", 1),
         (f"echo {SRUN}Segmentation fault >&2; exit 143", "Segmentation fault; not requeued", 143),
         (f"echo {SRUN}Terminated >&2; exit 143", "the program stopped with status 143; back to the queue", 143),
+        (
+            f": >$file; echo {SRUN}Aborted >&2; exit 143",
+            "stopped with status 143; back to the queue",
+            143,
+        ),  # in MPI_Init
         ("echo 'Killed by nobody' >&2; exit 143", "the program stopped with status 143; back to the queue", 143),
     ],
 )
 def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: str, status: int) -> None:
     """What the ranks have written decides, then what the launcher says of signals; its status does not."""
     file = ".mpistrategy-7.unfinished"
-    for name, text in {"srun": f"[[ $* != *1\\ true ]] || exit 0\nfile={file}\n{srun}", "scontrol": 'echo "scontrol $*"'}.items():
+    for name, text in {
+        "srun": f"[[ $* != *1\\ true ]] || exit 0\nfile={file}; echo begun >$file\n{srun}",
+        "scontrol": 'echo "scontrol $*"',
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job").write_text(text_of("requeue"))

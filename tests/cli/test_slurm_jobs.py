@@ -5,16 +5,13 @@ Where there can be no Slurm (no root, no namespaces, no packages) these tests sa
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import random
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +188,8 @@ def test_every_rank_sees_all_gpus(user: User) -> None:
 def test_requeue(user: User) -> None:
     """The whole cycle: told through the script at some time; then told past it, or (MPICH) a node crashes."""
     crashes, steps = not launching.IS_OPEN_MPI, 40
-    shutil.copy(ROOT / "tests" / "preempted.py", user.folder)
-    user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests")
+    shutil.copy(ROOT / "tests" / "jobs" / "preempted.py", user.folder)
+    user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests" / "jobs")
     user.edit("requeue.sbatch", *f"preempted.py . --pause 0.05 --steps {steps} --save-every 5".split())
     job = user.submit("requeue.sbatch")
     output = user.output(job)

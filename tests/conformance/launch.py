@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launching import LAUNCHER_PREFIXES
+from launching import HELPERS, LAUNCHER_PREFIXES
 
 from .cases import DEFAULT_ORACLE, load_cases
 from .report import print_report
@@ -111,7 +111,7 @@ class Job:
 
     def _start(self, arguments: list[str], output: int) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-        folders = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
+        folders = [str(ROOT), *HELPERS, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         runner = [str(self.replicas), str(JOB_SECONDS), "-m", self.module, *arguments]
         if self.options.simulated:

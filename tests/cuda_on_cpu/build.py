@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("devices", "streams", "memory", "driver", "driver_for_mpi", "nvrtc", "cublas", "nccl")
+PARTS = ("counters", "devices", "streams", "memory", "driver", "driver_for_mpi", "nvrtc", "cublas", "nccl")
 #: How CuPy and our own files ask for the libraries; all of them are one.
 NAMES = (
     *("libcuda.so.1", "libcudart.so.13", "libnvrtc.so.13", "libnccl.so.2"),

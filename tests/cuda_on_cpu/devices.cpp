@@ -69,7 +69,10 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaInitDevice(int, unsigned, unsigned) { return cudaSuccess; }
 cudaError_t cudaDeviceReset() { return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return wait_for_device(current_device()), cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+    count(Counted::host_waits);
+    return wait_for_device(current_device()), cudaSuccess;
+}
 cudaError_t cudaRuntimeGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaGetLastError() {

@@ -106,6 +106,7 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
     if (!threads || threads > 1024 || !grid_x || !grid_y || !grid_z) return CUDA_ERROR_INVALID_VALUE;
     const auto* kernel = (const Kernel*)function;
     void* taken = kernel->take(arguments);
+    count(Counted::launches);
     const Launch launch = {{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared};
     put(stream, [=] {
         kernel->run(taken, launch);

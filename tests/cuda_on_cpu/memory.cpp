@@ -35,6 +35,7 @@ cudaError_t allocate(void** address, std::size_t size, Kind kind) {
     std::memset(made, 0xcb, mapped);  // what was there before
     memories[(std::uintptr_t)made] = {(std::uintptr_t)made, size, mapped, kind, current_device(), file};
     if (on_device) used += mapped;
+    count(on_device ? Counted::allocations : Counted::pinned_allocations);
     *address = made;
     return cudaSuccess;
 }
@@ -71,6 +72,19 @@ bool is_known(const void* address) {
     return find(address, &memory);
 }
 
+void count_copy(bool from_device, bool to_device, std::size_t size) {
+    if (from_device && to_device) {
+        count(Counted::copies_on_device);
+        count(Counted::bytes_on_device, size);
+    } else if (from_device) {
+        count(Counted::copies_to_host);
+        count(Counted::bytes_to_host, size);
+    } else if (to_device) {
+        count(Counted::copies_to_device);
+        count(Counted::bytes_to_device, size);
+    }
+}
+
 cudaError_t copy(void* target, const void* source, std::size_t size, cudaMemcpyKind kind, Stream* stream, bool waits) {
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
     if (!size) return cudaSuccess;
@@ -80,20 +94,22 @@ cudaError_t copy(void* target, const void* source, std::size_t size, cudaMemcpyK
     if (kind != cudaMemcpyDefault && (wants_source != from_device || wants_target != to_device))
         return failed(cudaErrorInvalidValue);
     if (!is_whole(source, size) || !is_whole(target, size)) return failed(cudaErrorInvalidValue);
+    count_copy(from_device, to_device, size);
     if (to_device && !from_device && !is_known(source)) {  // taken from pageable memory before this returns
         auto held = std::make_shared<std::vector<char>>((const char*)source, (const char*)source + size);
         const auto task = put(stream, [=] { std::memcpy(target, held->data(), size); });
-        if (waits) wait_for(task);
+        if (waits) wait_on_host(task);
         return cudaSuccess;
     }
     const auto task = put(stream, [=] { std::memmove(target, source, size); });
-    if (waits ? !(from_device && to_device) : !to_device && !is_known(target)) wait_for(task);
+    if (waits ? !(from_device && to_device) : !to_device && !is_known(target)) wait_on_host(task);
     return cudaSuccess;
 }
 
 cudaError_t fill(void* target, int value, std::size_t size, Stream* stream) {
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
     if (!is_on_device(target) || !is_whole(target, size)) return failed(cudaErrorInvalidValue);
+    count(Counted::fills);
     put(stream, [=] { std::memset(target, value, size); });
     return cudaSuccess;
 }

@@ -1,10 +1,12 @@
 // NCCL between processes of one host: ranks meet in a file in /dev/shm, on their streams.
+#include "half.hpp"
 #include "work.hpp"
 
 #include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <fcntl.h>
+#include <functional>
 #include <random>
 #include <string>
 #include <sys/mman.h>
@@ -64,15 +66,40 @@ T combined(T a, T b, int op) {
     }
 }
 
+// 16-bit floats: each operation is made in float, and rounded.
+template <float FROM(unsigned short), unsigned short OF(double)>
+struct Narrow {
+    unsigned short bits;
+    Narrow() = default;
+    explicit Narrow(float value) : bits(OF(value)) {}
+    operator float() const { return FROM(bits); }
+};
+float of_brain(unsigned short bits) {
+    const std::uint32_t wide = (std::uint32_t)bits << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+}
+unsigned short brain_of(double given) {
+    const float value = (float)given;  // a float before
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return 0x7fc0;
+    return (unsigned short)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+typedef Narrow<half_to_float, half_of> Half;
+typedef Narrow<of_brain, brain_of> Brain;
+
+// Combine all ranks' `source` into the `target` of `root`; of every rank for a root of -1.
 template <class T>
-void all_reduce(Communicator* communicator, const char* source, char* target, std::size_t size, int op) {
+void reduce(Communicator* communicator, const char* source, char* target, std::size_t size, int op, int root) {
     Meeting* meeting = communicator->meeting;
     const std::size_t most = CHUNK / sizeof(T);
     for (std::size_t done = 0; done < size; done += most) {
         const std::size_t count = std::min(most, size - done);
         std::memcpy(meeting->chunks[communicator->rank], source + done * sizeof(T), count * sizeof(T));
         if (!meet(communicator)) return;
-        for (std::size_t i = 0; i < count; ++i) {
+        for (std::size_t i = 0; i < count && (root < 0 || root == communicator->rank); ++i) {
             T total = ((T*)meeting->chunks[0])[i];
             for (int rank = 1; rank < communicator->size; ++rank)
                 total = combined<T>(total, ((T*)meeting->chunks[rank])[i], op);
@@ -80,6 +107,65 @@ void all_reduce(Communicator* communicator, const char* source, char* target, st
         }
         if (!meet(communicator)) return;
     }
+}
+
+// Write the `source` of each rank, of so many bytes, one after the other to `target`; only that of `root`, if not -1.
+void gather(Communicator* communicator, const char* source, char* target, std::size_t bytes, int root) {
+    Meeting* meeting = communicator->meeting;
+    for (std::size_t done = 0; done < bytes; done += CHUNK) {
+        const std::size_t count = std::min(CHUNK, bytes - done);
+        if (root < 0 || root == communicator->rank)
+            std::memcpy(meeting->chunks[communicator->rank], source + done, count);
+        if (!meet(communicator)) return;
+        for (int rank = 0; rank < communicator->size; ++rank)
+            if (root < 0 || root == rank)
+                std::memcpy(target + (root < 0 ? rank * bytes : 0) + done, meeting->chunks[rank], count);
+        if (!meet(communicator)) return;
+    }
+}
+
+typedef void (*Reduction)(Communicator*, const char*, char*, std::size_t, int, int);
+
+struct Type {
+    std::size_t bytes;
+    Reduction reduce;
+};
+
+// What a type of NCCL is; no function for one that is not there.
+Type type_of(int type) {
+    switch (type) {
+        case 0:
+            return {1, reduce<std::int8_t>};
+        case 1:
+            return {1, reduce<std::uint8_t>};
+        case 2:
+            return {4, reduce<std::int32_t>};
+        case 3:
+            return {4, reduce<std::uint32_t>};
+        case 4:
+            return {8, reduce<std::int64_t>};
+        case 5:
+            return {8, reduce<std::uint64_t>};
+        case 6:
+            return {2, reduce<Half>};
+        case 9:
+            return {2, reduce<Brain>};
+        case 7:
+            return {4, reduce<float>};
+        case 8:
+            return {8, reduce<double>};
+        default:
+            return {0, nullptr};
+    }
+}
+
+// Put work on a stream, if the arguments are such as NCCL takes.
+int begin(void* handle, const void* source, const void* target, std::function<void()> work) {
+    Stream* stream = stream_of(handle);
+    if (!stream || !is_on_device(source) || !is_on_device(target)) return INVALID_ARGUMENT;
+    count(Counted::nccl_calls);
+    put(stream, std::move(work));
+    return SUCCESS;
 }
 }  // namespace
 
@@ -132,47 +218,42 @@ int ncclCommUserRank(void* given, int* rank) { return *rank = ((Communicator*)gi
 int ncclCommSplit(void*, int, int, void**, void*) { return INVALID_USAGE; }
 int ncclGroupStart() { return SUCCESS; }
 int ncclGroupEnd() { return SUCCESS; }
-int ncclAllReduce(const void* source, void* target, std::size_t size, int type, int op, void* given, void* handle) {
+int ncclReduce(const void* source, void* target, std::size_t size, int type, int op, int root, void* given,
+               void* stream) {
     auto* communicator = (Communicator*)given;
-    Stream* stream = stream_of(handle);
-    if (!stream || !is_on_device(source) || !is_on_device(target)) return INVALID_ARGUMENT;
-    void (*work)(Communicator*, const char*, char*, std::size_t, int) = nullptr;
-    switch (type) {
-        case 0:
-            work = all_reduce<std::int8_t>;
-            break;
-        case 1:
-            work = all_reduce<std::uint8_t>;
-            break;
-        case 2:
-            work = all_reduce<std::int32_t>;
-            break;
-        case 3:
-            work = all_reduce<std::uint32_t>;
-            break;
-        case 4:
-            work = all_reduce<std::int64_t>;
-            break;
-        case 5:
-            work = all_reduce<std::uint64_t>;
-            break;
-        case 7:
-            work = all_reduce<float>;
-            break;
-        case 8:
-            work = all_reduce<double>;
-            break;
-        default:
-            return INVALID_ARGUMENT;
-    }
-    put(stream, [=] { work(communicator, (const char*)source, (char*)target, size, op); });
-    return SUCCESS;
+    const auto work = type_of(type).reduce;
+    if (!work || root >= communicator->size) return INVALID_ARGUMENT;
+    return begin(stream, source, target,
+                 [=] { work(communicator, (const char*)source, (char*)target, size, op, root); });
 }
-int ncclBroadcast(const void*, void*, std::size_t, int, int, void*, void*) { return INVALID_USAGE; }
-int ncclBcast(void*, std::size_t, int, int, void*, void*) { return INVALID_USAGE; }
-int ncclReduce(const void*, void*, std::size_t, int, int, int, void*, void*) { return INVALID_USAGE; }
-int ncclReduceScatter(const void*, void*, std::size_t, int, int, void*, void*) { return INVALID_USAGE; }
-int ncclAllGather(const void*, void*, std::size_t, int, void*, void*) { return INVALID_USAGE; }
+int ncclAllReduce(const void* source, void* target, std::size_t size, int type, int op, void* given, void* stream) {
+    return ncclReduce(source, target, size, type, op, -1, given, stream);
+}
+int ncclReduceScatter(const void* source, void* target, std::size_t size, int type, int op, void* given, void* stream) {
+    auto* communicator = (Communicator*)given;
+    const Type kind = type_of(type);
+    if (!kind.reduce) return INVALID_ARGUMENT;
+    return begin(stream, source, target, [=] {
+        for (int root = 0; root < communicator->size; ++root)
+            kind.reduce(communicator, (const char*)source + root * size * kind.bytes, (char*)target, size, op, root);
+    });
+}
+int ncclBroadcast(const void* source, void* target, std::size_t size, int type, int root, void* given, void* stream) {
+    auto* communicator = (Communicator*)given;
+    const std::size_t bytes = size * type_of(type).bytes;
+    if (!type_of(type).reduce || root < 0 || root >= communicator->size) return INVALID_ARGUMENT;
+    return begin(stream, source, target,
+                 [=] { gather(communicator, (const char*)source, (char*)target, bytes, root); });
+}
+int ncclBcast(void* buffer, std::size_t size, int type, int root, void* given, void* stream) {
+    return ncclBroadcast(buffer, buffer, size, type, root, given, stream);
+}
+int ncclAllGather(const void* source, void* target, std::size_t size, int type, void* given, void* stream) {
+    auto* communicator = (Communicator*)given;
+    const std::size_t bytes = size * type_of(type).bytes;
+    if (!type_of(type).reduce) return INVALID_ARGUMENT;
+    return begin(stream, source, target, [=] { gather(communicator, (const char*)source, (char*)target, bytes, -1); });
+}
 int ncclSend(const void*, std::size_t, int, int, void*, void*) { return INVALID_USAGE; }
 int ncclRecv(void*, std::size_t, int, int, void*, void*) { return INVALID_USAGE; }
 }

@@ -111,6 +111,11 @@ void wait_for(const TaskPointer& task) {
     changed.wait(lock, [&] { return task->done; });
 }
 
+void wait_on_host(const TaskPointer& task) {
+    count(Counted::host_waits);
+    wait_for(task);
+}
+
 void wait_for_device(int index) {
     initialize();
     std::vector<TaskPointer> all;
@@ -163,9 +168,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
     if (stream->is_null)  // it is behind all blocking streams
-        wait_for(put(stream, [] {}));
+        wait_on_host(put(stream, [] {}));
     else
-        wait_for(stream->last);
+        wait_on_host(stream->last);
     return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
@@ -178,6 +183,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
     Stream* stream = stream_of(handle);
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
     const TaskPointer task = ((Event*)event)->task;
+    count(Counted::stream_waits);
     if (task) put(stream, [] {}, {task});
     return cudaSuccess;
 }
@@ -204,6 +210,15 @@ cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, cudaSuccess; }
 
+// The driver's: a number of 32 bits, written to memory that the host sees too.
+int cuStreamWriteValue32_v2(void* handle, unsigned long long address, std::uint32_t value, unsigned) {
+    Stream* stream = stream_of(handle);
+    Memory memory;
+    if (!stream || !find((void*)address, &memory)) return cudaErrorInvalidValue;
+    put(stream, [=] { *(volatile std::uint32_t*)address = value; });
+    return cudaSuccess;
+}
+
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
     initialize();
     *event = (cudaEvent_t) new Event{nullptr, !(flags & cudaEventDisableTiming)};
@@ -214,10 +229,11 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete (Event*)event, c
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return failed(cudaErrorInvalidResourceHandle);
+    count(Counted::records);
     ((Event*)event)->task = put(stream, [] {});
     return cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for(((Event*)event)->task), cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_on_host(((Event*)event)->task), cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     const TaskPointer task = ((Event*)event)->task;
     std::unique_lock<std::mutex> lock(mutex);

@@ -53,10 +53,32 @@ Stream* stream_of(void* handle);
 TaskPointer put(Stream* stream, std::function<void()> work, std::vector<TaskPointer> after = {});
 void wait_for(const TaskPointer& task);
 void wait_for_device(int device);
+// The same, counted: the caller asked for it.
+void wait_on_host(const TaskPointer& task);
 
 // What holds this address; false when nothing that CUDA knows does.
 bool find(const void* address, Memory* found);
 bool is_on_device(const void* address);
+
+// What is counted, in the order in which counters.cpp tells it.
+enum class Counted {
+    launches,
+    copies_on_device,
+    bytes_on_device,
+    copies_to_host,
+    bytes_to_host,
+    copies_to_device,
+    bytes_to_device,
+    fills,
+    records,
+    stream_waits,
+    host_waits,
+    allocations,
+    pinned_allocations,
+    nccl_calls,
+    kinds
+};
+void count(Counted kind, std::size_t number = 1);
 
 // A number of the environment.
 int number(const char* name, int otherwise);

@@ -206,6 +206,21 @@ def another_axis_of_a_gather(p: Program, wrong: bool) -> Any:
 
 
 @mistake()
+def another_axis_of_a_reduce_scatter(p: Program, wrong: bool) -> Any:
+    return p.step(lambda ctx: ctx.reduce_scatter("SUM", np.ones((2, 2)), 1 if wrong else 0))
+
+
+@mistake()
+def a_reduce_scatter_for_an_all_reduce(p: Program, wrong: bool) -> Any:
+    return p.step(lambda ctx: (ctx.reduce_scatter if wrong else ctx.all_reduce)("SUM", np.ones(2)))
+
+
+@mistake()
+def none_on_one_rank_only(p: Program, wrong: bool) -> Any:
+    return p.sum([1.0, None if wrong else 2.0])
+
+
+@mistake()
 def another_axis_of_a_reduction(p: Program, wrong: bool) -> Any:
     return p.strategy.reduce("SUM", np.ones((2, 2)), axis=1 if wrong else 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,6 @@ import launching
 
 from mistakes.matrix import BY_DESIGN, RAISES, RIGHT, WARNS
 
-TESTS = Path(__file__).parent.parent
 #: Long enough that a roll call is never meant, in seconds.
 TIMEOUT = 25
 ROLL_CALL, SILENT, PARTLY, HANG, ENDED = "roll call", "silent", "on some ranks only", "hang", "ended"
@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 def judge(name: str, ranks: int, odd: int, rounds: int, folder: Path) -> Verdict:
     """Run the job of one mistake."""
     environment = {
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": os.pathsep.join(launching.HELPERS),
         "MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT),
         "MPISTRATEGY_RUN_DIR": str(folder),
     }

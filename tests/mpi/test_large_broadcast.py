@@ -11,10 +11,10 @@ from counting import counted_calls
 from replicas import RANK, RANKS, SIZE, OnNodes, same_everywhere
 
 import mpistrategy as ms
+from mpistrategy.mpi.over_mpi.collectives import SHARED_BROADCAST_BYTES as LEAST_BYTES
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory import memory_limits, node_broadcast
 from mpistrategy.mpi.shared_memory.memory_limits import Room
-from mpistrategy.mpi.shared_memory.node_broadcast import LEAST_BYTES, NodeBroadcast
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -63,7 +63,7 @@ def test_every_size_arrives_from_every_rank(strategy: ms.Strategy, node_of: list
         for root in RANKS:
             found = sent(ranks, nbytes, root, seed)
             assert np.array_equal(found, content(nbytes, seed)), (nbytes, root)
-    assert (ranks.once.made.get(NodeBroadcast) is not None) == (max(node_of) == 0)
+    assert (ranks.once.made.get("node broadcast") is not None) == (max(node_of) == 0)
 
 
 def test_many_in_turn_from_changing_ranks(strategy: ms.Strategy) -> None:

@@ -329,7 +329,7 @@ def test_alone_and_simulated() -> None:
 
 PROGRAM = """
 import os, sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import numpy as np
 import mpistrategy as ms
 from replicas import RANK, RANKS, OnNodes, context
@@ -378,6 +378,6 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_programs_end(launch: Callable[..., launching.Finished], end: str) -> None:
     body, status, words = ENDS[end]
-    finished = launch(2, PROGRAM.format(tests=str(launching.Path(__file__).parents[1]), body=body), timeout=60)
+    finished = launch(2, PROGRAM.format(tests=launching.HELPERS, body=body), timeout=60)
     assert (finished.returncode == 0) == (status == 0), finished
     assert words in finished.stdout + finished.stderr, finished

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -135,6 +136,7 @@ def test_between_nodes(two_nodes: ms.Strategy) -> None:
     else:
         assert "within each node, by MPI's Allreduce between the 2 nodes as float32, and back, in 1 piece" in text
         assert "each node sends 4 MiB and gets as much, by 2 of its ranks" in text
+        assert re.search(r"this node shares 1?\d(\.\d+)? MiB for it, from its first use on", text)
     rounded = two_nodes.explain(LARGE, options=ms.CommunicationOptions(wire="bfloat16"))
     assert "as bfloat16" in rounded
     assert "each node sends 2 MiB" in rounded

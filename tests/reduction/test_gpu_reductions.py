@@ -67,6 +67,19 @@ def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str, 
         assert np.allclose(found[2].get(), total((2, 5), dtype, op), rtol=1e-2)
 
 
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_parts_of_a_reduction_stay_in_gpu_memory(strategy: Any, cupy: Any, op: str) -> None:
+    host = [values((7, 3), "float32"), values((2, 5), "int32")]
+    arrays = [cupy.asarray(array) for array in host]
+    for axis in (0, 1):
+        found = in_step(strategy, lambda ctx, axis=axis: ctx.reduce_scatter(op, arrays, axis))
+        on_host = in_step(strategy, lambda ctx, axis=axis: ctx.reduce_scatter(op, host, axis))
+        for array, expected in zip(found, on_host, strict=True):
+            assert type(array) is cupy.ndarray
+            assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+            assert np.array_equal(array.get(), expected)
+
+
 def test_values_that_are_still_being_computed_are_waited_for(strategy: Any, cupy: Any) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:

@@ -160,6 +160,7 @@ METHODS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
 STEP_METHODS: dict[str, Callable[[ms.ReplicaContext], Any]] = {
     "all_reduce": lambda ctx: ctx.all_reduce("SUM", 1.0),
     "all_gather": lambda ctx: ctx.all_gather(np.ones(1), 0),
+    "reduce_scatter": lambda ctx: ctx.reduce_scatter("SUM", np.ones(1)),
     "merge_call": lambda ctx: ctx.merge_call(lambda given: given.num_replicas_in_sync),
 }
 

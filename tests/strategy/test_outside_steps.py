@@ -31,6 +31,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         r"strategy\.run.*strategy\.reduce",
     ),
     "ReplicaContext.all_gather": (lambda: context().all_gather(np.array([RANK + 1.0]), 0)[0], r"strategy\.gather"),
+    "ReplicaContext.reduce_scatter": (
+        lambda: context().reduce_scatter("SUM", np.array([RANK + 1.0]))[0],
+        r"strategy\.reduce",
+    ),
     "Strategy.reduce": (lambda: ms.get_strategy().reduce("SUM", RANK + 1.0), "your own strategy"),
     "Strategy.gather": (lambda: ms.get_strategy().gather(np.array([RANK + 1.0]), 0)[0], "your own strategy"),
     "StrategyExtended.reduce_to": (

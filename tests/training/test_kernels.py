@@ -197,7 +197,7 @@ def test_a_gradient_that_is_the_variable_or_its_slot(alone: ms.Strategy) -> None
 def test_an_update_reads_a_gradient_before_it_writes_over_it() -> None:
     parameter, velocity = np.ones(5), np.ones(5)
     update = kernels.FlatUpdate(parameter, {"momentum": velocity}, kernels.Scratch())
-    update.run(kernels.momentum(1.0, 0.5, True), velocity)
+    update.run(kernels.Momentum(1.0, 0.5, True), velocity)
     np.testing.assert_array_equal(velocity, [1.5] * 5)
     np.testing.assert_array_equal(parameter, [1 - (1 + 0.75)] * 5)
 

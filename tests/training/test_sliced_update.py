@@ -17,17 +17,17 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.options import ReduceOp
 from mpistrategy.training import kernels
 from mpistrategy.training.kernels import Scratch
-from mpistrategy.training.sliced_update import MemoryRange, Run, SlicedUpdate
+from mpistrategy.training.sliced.update import MemoryRange, Run, SlicedUpdate
 
 pytestmark = [pytest.mark.mpi]
 several = pytest.mark.mpi(min_size=2)
 
 #: Kernels of one step, with the names of their slots.
 KERNELS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "SGD": (kernels.sgd(0.1), ()),
-    "nesterov": (kernels.momentum(0.03, 0.9, True), ("momentum",)),
-    "Adam": (kernels.adam(0.01, 0.8, 0.99, 1e-5), ("m", "v")),
-    "AdamW": (kernels.after_decay(0.01, kernels.adam(0.01, 0.8, 0.99, 1e-5)), ("m", "v")),
+    "SGD": (kernels.Sgd(0.1), ()),
+    "nesterov": (kernels.Momentum(0.03, 0.9, True), ("momentum",)),
+    "Adam": (kernels.Adam(0.01, 0.8, 0.99, 1e-5), ("m", "v")),
+    "AdamW": (kernels.AfterDecay(0.01, kernels.Adam(0.01, 0.8, 0.99, 1e-5)), ("m", "v")),
 }
 MOST = 3000  # elements in all of one test's arrays
 

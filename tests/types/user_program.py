@@ -70,6 +70,7 @@ def step(x: Floats, y: Floats, scale: float = 1.0) -> Losses:
     assert_type(handle.done(), bool)
     parts = replica.all_gather(x, 0)
     assert_type(parts, NDArray[np.float64])
+    assert_type(replica.reduce_scatter("SUM", x), NDArray[np.float64])
     mean = replica.all_reduce("MEAN", float(total.sum()) * scale)
     assert_type(mean, np.float64)
     assert_type(replica.replica_id_in_sync_group, int)

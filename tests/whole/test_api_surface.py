@@ -37,7 +37,7 @@ NAMES_LEFT_OUT = {
         "coordinator", "partitioners", "rpc",
     ),
     "MirroredStrategy is it": ("MultiWorkerMirroredStrategy",),
-    "old names of CommunicationOptions and its implementation": ("CollectiveCommunication", "CollectiveHints"),
+    "an old name of CommunicationImplementation": ("CollectiveCommunication",),
     "a module of which all names are here": ("experimental",),
     "of Borg's TPUs; PreemptionCheckpointHandler watches": ("PreemptionWatcher",),
     "how Keras scales losses": ("get_loss_reduction",),

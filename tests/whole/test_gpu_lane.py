@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 
 pytestmark = pytest.mark.one_rank
@@ -89,7 +91,7 @@ def test_bad_arguments_are_status_2(launch: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("results", "status"),
-    [(["ok"], 0), (["ok", "not here"], 0), (["ok", "not run"], 3), (["not run", "WRONG"], 1), (["WRONG", "ok"], 1)],
+    [(["ok"], 0), (["ok", "waiting"], 0), (["ok", "not run"], 3), (["not run", "WRONG"], 1), (["WRONG", "ok"], 1)],
 )
 def test_the_status_tells(gpu_lane: Any, results: list[str], status: int) -> None:
     rows = [gpu_lane.Row("a", "what it is", result, "its text") for result in results]
@@ -149,7 +151,21 @@ def test_wheels_and_a_packed_mpi_come_from_a_folder(gpu_lane: Any, lane: Any, tm
     assert "holds 2 archives" in gpu_lane.prepare(lane, folder)
 
 
-def test_readme_has_a_row_for_each_figure(gpu_lane: Any) -> None:
-    readme = (SCRIPT.parents[1] / "README.md").read_text()
+def test_operations_over_their_budget_are_named(gpu_lane: Any) -> None:
+    budgets = sys.modules["gpu_budgets"]
+    found = {name: list(by_path["nccl"]) for name, by_path in budgets.BUDGETS.items()}
+    assert budgets.over("nccl", found) == []
+    found["Adam, 161 variables"][0] += 1
+    assert budgets.over("nccl", found) == ["Adam, 161 variables on nccl: 4 launches, and the budget is 3"]
+    assert max(each[0] for each in budgets.BUDGETS["Adam, 161 variables"].values()) <= 4
+    assert max(each[0] for each in budgets.BUDGETS["Adam, clipped and checked"].values()) <= 7
+
+
+def test_the_guide_has_the_table_of_budgets(gpu_lane: Any) -> None:
+    assert sys.modules["gpu_budgets"].table() in pages.TEXTS["gpus"]
+
+
+def test_the_guide_has_a_row_for_each_figure(gpu_lane: Any) -> None:
+    page = pages.TEXTS["gpus"]
     measured = ("limits", "packing", "staged", "mpi", "ipc", "nccl")
-    assert all(f"| {what} |" in readme for name, what, _ in gpu_lane.STEPS if name in measured)
+    assert all(f"| {what} |" in page for name, what, _ in gpu_lane.STEPS if name in measured)

@@ -32,7 +32,7 @@ Session = Callable[..., launching.Finished]
 def session(launch: Callable[..., launching.Finished], tmp_path: Path) -> Session:
     """Run ``session(ranks, source of a test file, *arguments of pytest, **environment)``."""
     (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "launching.py"):
+    for name in ("conftest.py", "jobs/launching.py"):
         shutil.copy(HERE / name, tmp_path / "tests")
     shutil.copy(HERE.parent / "pyproject.toml", tmp_path)
 
@@ -151,7 +151,9 @@ def test_ranks_that_collect_different_tests_are_refused(session: Session) -> Non
     assert "passed" not in job.stdout, job
 
 
-def test_what_has_nothing_to_do_with_ranks_runs_once(session: Session) -> None:
+def test_what_has_nothing_to_do_with_ranks_runs_once(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "tests" / "training").mkdir()
+    (tmp_path / "tests" / "training" / "test_above.py").write_text("def test_above_the_reductions(): pass")
     source = """
         @pytest.mark.one_rank
         def test_alone(): assert world.size == 1
@@ -169,10 +171,10 @@ def test_what_has_nothing_to_do_with_ranks_runs_once(session: Session) -> None:
         def test_starts_jobs_that_may_go_otherwise(launch): pass
     """
     again = ("-m", "pytest", "--with-mpi", "--second-mpi")
-    assert "5 passed" in session(1, source).check().stdout
-    assert "3 passed, 2 deselected" in session(1, source, *again).check().stdout
+    assert "6 passed" in session(1, source).check().stdout
+    assert "3 passed, 3 deselected" in session(1, source, *again).check().stdout
     for job in (session(2, source), session(2, source, *again)):
-        assert "2 passed, 3 deselected" in job.check().stdout, job
+        assert "3 passed, 3 deselected" in job.check().stdout, job
 
 
 def test_a_session_without_with_mpi_is_refused(session: Session) -> None:

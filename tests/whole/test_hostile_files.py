@@ -145,7 +145,7 @@ MOST_MIB = 400
 MEASURED = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import numpy as np
 import mpistrategy as ms
 import hostile
@@ -171,7 +171,7 @@ for read in reads:
 def measured(path: Path) -> list[str]:
     """Read something in a process of its own, quickly and without much memory; return what was said."""
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED.format(tests=str(Path(__file__).parents[1])), str(path)],
+        [sys.executable, "-c", MEASURED.format(tests=launching.HELPERS), str(path)],
         env={**launching.environment(), "PYTHONPATH": str(Path(__file__).parents[2]), "MPISTRATEGY_ALONE": "1"},
         capture_output=True,
         text=True,

@@ -34,7 +34,7 @@ FLOORS = {
             "variables input",
             "strategy",
             "training telemetry",
-            "checkpoint",
+            "checkpoint torch jax",
             "testing",
             "cli __main__ plugins",
         )
@@ -44,7 +44,7 @@ FLOORS = {
 #: The same within the two largest folders.
 ORDER = {
     "mpi": "contract tuning shared_memory watchdog job interface multi_node,gpu faults over_mpi,over_threads",
-    "reduction": "algorithm layout sparse routes sites plan inputs weights plans gather reducer arena",
+    "reduction": "algorithm layout routes sparse sites plan inputs weights plans gather reducer arena",
 }
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at
 # ranks on which the library refuses to start.
@@ -177,6 +177,7 @@ SHARED = {
     *("_check_can_go", "_go_to", "_walk", "_go_on_with", "_partial_sums", "_position", "_slotted"),
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
     *("_kernel", "_reduced_early", "_abandon"),  # of optimizers, gradient buckets, traces
+    *("_C", "_current_graph_task_id", "_execution_engine"),  # of torch: which backward goes on, and when it ends
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pages
 import pytest
 from mistakes.judging import judge
 from mistakes.matrix import load
@@ -33,9 +34,9 @@ def test_a_mistake_of_one_rank(launch: object, tmp_path: Path, name: str) -> Non
 
 
 def test_the_table_says_what_cannot_be_seen() -> None:
-    """Each with its reason: README's table has them."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    """Each with its reason: the guide's table has them."""
+    page = pages.TEXTS["disagreement"]
     unseen = {name: why for name, (_, kind, why) in TABLE.items() if kind == "by design"}
     assert all(unseen.values())
-    assert [name for name, why in unseen.items() if f"| {name} | {why} |" not in readme] == []
-    assert f"Of {len(TABLE)} mistakes that one rank can make" in readme
+    assert [name for name, why in unseen.items() if f"| {name} | {why} |" not in page] == []
+    assert f"Of {len(TABLE)} mistakes that one rank can make" in page

@@ -215,7 +215,7 @@ def test_the_same_program_everywhere_is_no_mistake(stages: dict[str, Stage]) -> 
 
 JOB = """
 import os, signal, sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import mpistrategy as ms
 from mutations import Stage, call
 from replicas import RANK
@@ -252,7 +252,7 @@ def test_one_rank_ends_while_the_others_are_in_a_collective(
     launch: Callable[..., launching.Finished], tmp_path: Path, counts: Counter[tuple[str, str]], how: str, kind: str
 ) -> None:
     end, status, said = ENDS[how]
-    source = JOB.format(tests=str(Path(__file__).parents[1]), kind=kind, end=end)
+    source = JOB.format(tests=launching.HELPERS, kind=kind, end=end)
     job = launch(3, source, timeout=30, env={"WHEN": str(tmp_path / "when")})
     seconds = time.time() - float((tmp_path / "when").read_text())
     counts[f"times one rank {how} on 3 ranks", "reported" if job.returncode else "silent"] += 1

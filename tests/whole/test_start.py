@@ -24,15 +24,18 @@ strategy = ms.MirroredStrategy()
 strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(3)))
 modules = sorted(name for name, module in sys.modules.items() if getattr(module, "__spec__", None) is not None)
 ours = [name for name in modules if name.partition(".")[0] == "mpistrategy"]
-print(len(ours), sum(".training" in name or ".checkpoint" in name for name in ours), flush=True)
+unneeded = sum(".training" in name or ".checkpoint" in name or ".input." in name for name in ours)
+print(len(ours), unneeded, "nodes", strategy.extended.communicator.nodes, flush=True)
 """
 
 
 def test_the_first_sum_loads_no_training_and_no_checkpoints(launch: Callable[..., launching.Finished]) -> None:
     job = launch(2, FIRST_SUM).check()
+    most = 94 if "nodes 1" in job.stdout else 98  # between nodes other routes are looked at
+    most += 2  # which look at the variables of the environment that tests set
     for line in job.stdout.splitlines():
-        modules, unneeded = map(int, line.split())
-        assert modules <= 156, "each is three calls of stat and one of open"
+        modules, unneeded, *_ = map(int, line.replace("nodes", "").split())
+        assert modules <= most, "each is three calls of stat and one of open"
         assert unneeded == 0
 
 

@@ -8,17 +8,19 @@ from mpistrategy.checkpoint.state import Kind
 
 KINDS: tuple[Kind, ...] = (
     values.Plain(),
-    containers.Dict(),
-    containers.List(),
-    containers.Tuple(),
     variables.OneVariable(),
     variables.AnyOptimizer(),
     variables.Accumulator(),
+    containers.Dict(),
+    containers.List(),
+    containers.Tuple(),
     generators.RankStreams(),
     generators.Generator(),
     values.Scalar(),
     generators.Position(),
+    values.Tensor(),
     values.AnyArray(),
+    containers.Module(),
     containers.StatefulObject(),
     containers.WithVariables(),
 )

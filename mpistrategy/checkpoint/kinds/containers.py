@@ -6,10 +6,12 @@ missing: the work is limited by the size of the manifest.
 
 from __future__ import annotations
 
+import copy
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
-from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, members_of
+from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, has_state, members_of
 from mpistrategy.checkpoint.storage.manifest import Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN, below, to_json
 from mpistrategy.checkpoint.storage.shards import shown
@@ -45,10 +47,10 @@ class Container(Kind):
 
 
 class Dict(Container):
-    """A dict; restored in place."""
+    """A dict, or one of the standard library's classes of dicts; restored in place."""
 
     name = "dict"
-    types: ClassVar[tuple[type, ...]] = (dict,)
+    types: ClassVar[tuple[type, ...]] = (dict, OrderedDict, defaultdict, Counter)
 
     def children(self, value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
@@ -64,7 +66,7 @@ class Dict(Container):
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not self._expect(fit, path, item, value):
             return lambda: None
-        there = {} if value is ABSENT else value
+        there = _empty_like(fit.here.live.get(path)) if value is ABSENT else value
         if type(item.more) is not list or len({str(key) for key in item.more if type(key) in _KEYS}) != len(item.more):
             raise ValueError(f"the keys {shown(item.more)}")
         _check_complete(fit, path, item.more)
@@ -104,16 +106,55 @@ class List(Container):
 
 
 class Tuple(Container):
-    """A tuple; a new one is made."""
+    """A tuple, named or not; a new one of the same class is made."""
 
     name = "tuple"
     types: ClassVar[tuple[type, ...]] = (tuple,)
+
+    def owns(self, value: Any) -> bool:
+        return super().owns(value) or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not self._expect(fit, path, item, value):
             return lambda: None
         children = _elements(fit, path, item, value, fresh)
-        return lambda: tuple(child() for child in children)
+        there: Any = fit.here.live.get(path) if value is ABSENT else value
+        make = getattr(type(there), "_make", tuple)
+        if make is not tuple and item.more != len(there):
+            return fit.problem(path, f"{item.more} elements in the checkpoint, a {type(there).__name__} here")
+        return lambda: make(child() for child in children)
+
+
+class Module(Kind):
+    """A module of torch's, known by its methods: its parameters and buffers are restored in place."""
+
+    name = "module"
+
+    def owns(self, value: Any) -> bool:
+        return has_state(value) and callable(getattr(value, "named_parameters", None))
+
+    def add(self, entries: State, path: str, value: Any) -> None:
+        entries.items[path] = Item(self.name)
+        entries.add(below(path, "state"), dict(value.state_dict()))
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        if not fit.expect(self.owns(value), path, item, value):
+            return lambda: None
+        here = dict(value.state_dict())
+        saved = fit.manifest.items[below(path, "state")].more or []
+        if sorted(map(str, saved)) != sorted(here):
+            missing, more = sorted(here.keys() - set(saved)), sorted(set(saved) - here.keys())
+            return fit.problem(path, f"not in the checkpoint: {missing}; not in the module here: {more}")
+        state = fit.restore_of(below(path, "state"), here)
+
+        def restore() -> Any:
+            value.load_state_dict(state())
+            return value
+
+        return restore
+
+    def identity(self, value: Any, number: str) -> str:
+        return super().identity(value, number) or f"a {type(value).__name__}"
 
 
 class StatefulObject(Kind):
@@ -122,7 +163,7 @@ class StatefulObject(Kind):
     name = "object"
 
     def owns(self, value: Any) -> bool:
-        return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+        return has_state(value)
 
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.items[path] = Item(self.name)
@@ -166,6 +207,13 @@ class WithVariables(Kind):
 
     def identity(self, value: Any, number: str) -> str:
         return super().identity(value, number) or f"a {type(value).__name__}"
+
+
+def _empty_like(value: Any) -> dict[Any, Any]:
+    """Return an empty dict, of the class of `value` if that is a dict."""
+    empty = copy.copy(value) if isinstance(value, dict) else {}
+    empty.clear()
+    return empty
 
 
 def _elements(fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> list[Restore]:

@@ -6,7 +6,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, is_on_device, placed_as
+from mpistrategy.arrays.convert import (
+    NEVER_WRITTEN,
+    as_device_array,
+    as_target,
+    hand_back,
+    host_array,
+    is_on_device,
+    like_given,
+    placed_as,
+)
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.foreign import as_tensor, is_foreign, library_of
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
 from mpistrategy.checkpoint.storage.manifest import Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, to_json
@@ -24,8 +35,7 @@ class Plain(Kind):
         entries.add_value(path, self.name, UNDECIDED, to_json(value))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
-        is_array = isinstance(value, np.ndarray) or is_on_device(value)
-        if not fit.expect(not is_array and fit.is_replaceable(path, value), path, item, value):
+        if not fit.expect(not _is_array(value) and fit.is_replaceable(path, value), path, item, value):
             return lambda: None
         plain = fit.own_value(path, item)
 
@@ -43,36 +53,65 @@ class Plain(Kind):
 
 
 class AnyArray(Kind):
-    """An array of NumPy's or CuPy's; restored in place."""
+    """An array of NumPy's, CuPy's or JAX's; restored in place, except for JAX's, which never change."""
 
     name = "array"
     types: ClassVar[tuple[type, ...]] = (np.ndarray,)
     is_replaceable = True
 
     def owns(self, value: Any) -> bool:
-        return super().owns(value) or is_on_device(value)
+        return super().owns(value) or is_on_device(value) or is_foreign(value)
 
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_array(path, self.name, UNDECIDED, host_array(value))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
-        in_place = self.owns(value) and not fresh
-        fits = item.is_array and (fit.has_layout(item, value) if in_place else fit.is_replaceable(path, value))
+        in_place = _is_array(value) and not fresh
+        here = _looked_at(value) if in_place else value
+        fits = item.is_array and (fit.has_layout(item, here) if in_place else fit.is_replaceable(path, value))
         if not fit.expect(fits, path, item, value) or not fit.knows_own(path, item):
             return lambda: None
-        if in_place and not is_on_device(value) and not value.flags.writeable:
+        if in_place and isinstance(value, np.ndarray) and not value.flags.writeable:
             return fit.problem(path, "a read-only array here")
         fit.fetched[path] = None
 
         def restore() -> Any:
             array = fit.staged.pop(path)
-            if not in_place:
-                there = fit.here.live.get(path, ABSENT) if fresh else ABSENT
-                return placed_as(array, there) if is_on_device(there) else array
-            value[...] = placed_as(array, value)
-            return value
+            if in_place and library_of(value) not in NEVER_WRITTEN:
+                target = as_target(value, "Checkpoint.restore", path)
+                target[...] = placed_as(array, target)
+                hand_back(target, value)
+                return value
+            there = value if in_place else fit.here.live.get(path, ABSENT) if fresh else ABSENT
+            return like_given(array, there) if _is_array(there) else self.made(array)
 
         return restore
+
+    def made(self, array: Array) -> Any:
+        """Return an array where none is here."""
+        return array
+
+
+class Tensor(AnyArray):
+    """A tensor of torch's; restored in place."""
+
+    name = "tensor"
+
+    def owns(self, value: Any) -> bool:
+        return library_of(value) == "torch" and is_foreign(value)
+
+    def made(self, array: Array) -> Any:
+        return as_tensor(array)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or is_on_device(value) or is_foreign(value)
+
+
+def _looked_at(value: Any) -> Array:
+    """Return an array of NumPy's or CuPy's of the same memory."""
+    array: Array = as_device_array(value, "Checkpoint.restore") if is_on_device(value) else host_array(value)
+    return array
 
 
 class Scalar(AnyArray):

@@ -14,7 +14,7 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays.convert import host_array, on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
+from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, has_state
 from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, to_json
 from mpistrategy.checkpoint.storage.shards import dtype_of, dtype_text, is_numeric
@@ -118,6 +118,8 @@ class AnyOptimizer(Kind):
         for number, var in enumerate(slotted):
             for name, slot in optimizer.slots_of(var).items():
                 _add_variable(entries, _slot_path(path, number, name), slot)
+        if has_state(optimizer.schedule):
+            entries.add(below(path, "schedule"), optimizer.schedule)
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         here = fit.here.items.get(path)
@@ -180,8 +182,15 @@ class _OptimizerFit:
             for name in optimizer.slot_values:
                 self._note_slot(_slot_path(self._path, number, name), var, name)
 
+        schedule, path = optimizer.schedule, below(self._path, "schedule")
+        load = fit.restore_of(path, schedule) if has_state(schedule) or path in fit.manifest.items else None
+
         def finish() -> Any:
-            optimizer.learning_rate, optimizer.skipped_steps = settings
+            rate, optimizer.skipped_steps = settings
+            if schedule is None:
+                optimizer.learning_rate = rate
+            elif load is not None:
+                load()
             self._reset(has_steps=steps is not None)
             return optimizer
 
@@ -191,7 +200,8 @@ class _OptimizerFit:
         path = below(self._path, "settings")
         found = self._fit.first_value(path, self._fit.manifest.items[path])
         rate, skipped = found["learning_rate"], found["skipped_steps"]
-        if not (type(rate) is float and 0 < rate < float("inf") and type(skipped) is int):
+        least = 0 if self._optimizer.schedule is None else -1  # a schedule may end at 0
+        if not (type(rate) is float and least < rate < float("inf") and type(skipped) is int):
             self._fit.problem(path, f"{found!r:.80} in the checkpoint")
             return None
         return rate, skipped
@@ -248,7 +258,7 @@ class _OptimizerFit:
 def _add_variable(entries: State, path: str, var: Variable) -> None:
     copies = _copies_of(entries, var)
     entries.variables[path] = var
-    entries.add_array(path, OneVariable.name, copies, host_array(var.local_view))
+    entries.add_array(path, OneVariable.name, copies, var.local_view)
 
 
 def _copies_of(entries: State, var: Variable) -> str:

@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -167,15 +166,10 @@ def _trial(ranks: Ranks, everyone: list[Facts], deadline: Deadline) -> Trial | N
     if any(each.cuda_aware.startswith("no ") for each in everyone):
         return None
     from mpistrategy.cli.doctor.facts import cuda_trial
-    from mpistrategy.mpi.gpu import cuda_trials, loaded_mpi
 
     deadline.stage = "giving GPU memory to MPI"
-    started = cuda_trial.command(loaded_mpi.mapped_files())
-    trial = cuda_trial.attempt(started, os.environ, min(_TRIAL_SECONDS, 0.8 * deadline.left))
-    if trial.outcome != "unverified":
-        with suppress(OSError):  # strategies then go on as if nobody had tried
-            cuda_trials.save(ranks.library, cuda_trials.Outcome(trial.outcome, trial.reason))
-    return trial
+    seconds = min(_TRIAL_SECONDS, 0.4 * deadline.left)
+    return cuda_trial.try_all(ranks.library, [each.host for each in everyone], os.environ, seconds)
 
 
 def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException, cover: Callable[[str], str]) -> int:

@@ -1,1 +1,1 @@
-"""The pages of the user guide come here, as Markdown files."""
+"""The user guide: Markdown files, one page a topic, and the command that shows them without a network."""

@@ -84,7 +84,8 @@ _PBS = Batch(
         ],
         "link": ["link=${CHAIN_LINK:-1}"],
         "successor": [
-            '    next=$(qsub -W "depend=afterany:$PBS_JOBID" -v "CHAIN_LINK=$((link + 1)),CHAIN_BEFORE=$PBS_JOBID" "$0")'
+            '    handed_on="CHAIN_LINK=$((link + 1)),CHAIN_BEFORE=$PBS_JOBID"',
+            '    next=$(qsub -W "depend=afterany:$PBS_JOBID" -v "$handed_on" "$0")',
         ],
     },
 )

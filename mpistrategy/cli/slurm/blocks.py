@@ -145,7 +145,7 @@ def apptainer(spec: JobSpec) -> list[str]:
     return [
         f"image={image}",
         f'container=(apptainer exec{inside} "$image")',
-        "# To use the cluster's MPI instead, where the ABI is the same: bind its folder, and name its library to mpi4py.",
+        "# To use the cluster's MPI instead, where the ABI is the same: bind its folder, and tell mpi4py its library.",
         "# mpi=/path/to/the/mpi",
         f'# container=(apptainer exec{inside} --bind "$mpi" --env MPI4PY_LIBMPI="$mpi/lib/libmpi.so" "$image")',
     ]

@@ -43,7 +43,9 @@ def slurm(spec: JobSpec) -> list[str]:
         lines += ["# Back to the queue, too, when a node fails or a more urgent job needs the nodes."]
         lines += ["#SBATCH --requeue"]
     if spec.template == "chain":
-        lines += ["# Not back to the queue when a node fails: the next job of the chain goes on, and there is only one."]
+        lines += [
+            "# Not back to the queue when a node fails: the next job of the chain goes on, and there is only one."
+        ]
         lines += ["#SBATCH --no-requeue"]
     return lines
 

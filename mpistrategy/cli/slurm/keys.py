@@ -85,9 +85,7 @@ KEYS = {
         "openmpi",
         templates=(_MPIRUN, *ON_PBS),
     ),
-    "bind_to": Key(
-        values.choice("core", "none"), "what mpiexec binds ranks to", "core", templates=(_MPIRUN, *ON_PBS)
-    ),
+    "bind_to": Key(values.choice("core", "none"), "what mpiexec binds ranks to", "core", templates=(_MPIRUN, *ON_PBS)),
     "image": Key(values.image, "the container image", templates=_CONTAINERS),
     "mounts": Key(values.mounts, "folders for the container, FROM:TO, separated by blanks", templates=_CONTAINERS),
     "archive": Key(values.path, "the packed environment: a .tar.gz", "environment.tar.gz", templates=("staged_env",)),

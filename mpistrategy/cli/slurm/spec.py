@@ -184,7 +184,10 @@ def _check_launcher(spec: JobSpec) -> None:
         )
     if site.batch == "pbs" and spec["memory"] == "0":
         raise OptionError.at(
-            _WHERE, found="memory=0", expected="an amount under PBS, such as 64G", fix="exclusive=true gives whole nodes."
+            _WHERE,
+            found="memory=0",
+            expected="an amount under PBS, such as 64G",
+            fix="exclusive=true gives whole nodes.",
         )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mpistrategy.arrays.dtypes import Array
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.contract.sums_by_mpi import Companions
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 _LOOKS = 8
@@ -38,6 +41,33 @@ class FirstMessage(Protocol):
 
     values: Array
     sums: Array
+
+    @property
+    def companions(self) -> Companions | None:
+        """What travels beside it; None where nothing can."""
+
+
+class Compare(Protocol):
+    """Compares one call with those of the other ranks: see `mpistrategy.mpi.contract.guard.Guard.comparison`."""
+
+    def __call__(self, work: Callable[[], object] | None = None) -> None: ...
+
+
+class Steps(NamedTuple):
+    """`ControlChannel.all_equal` of one digest, step by step, for callers that repeat it.
+
+    Attributes:
+        place, numbers: ``place[:] = numbers`` comes first.
+        start, wait: are called next.
+        told, expected: all ranks have the digest if they are equal afterwards.
+    """
+
+    place: memoryview
+    numbers: bytes
+    expected: bytes
+    start: Callable[[], object]
+    wait: Callable[[], object]
+    told: memoryview
 
 
 def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] = lambda: None) -> bool:

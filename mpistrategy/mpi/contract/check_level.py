@@ -7,11 +7,16 @@ each call, with the data where they are a few sums.  "off" leaves this message o
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy.errors import OptionError, OptionWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.objects.nearest import did_you_mean
+else:
+    later(globals(), "mpistrategy.objects.nearest", "did_you_mean")
 
 #: The environment variable that chooses the level.
 VARIABLE = "MPISTRATEGY_CHECK"

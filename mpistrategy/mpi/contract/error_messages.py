@@ -19,6 +19,8 @@ E = TypeVar("E", bound=BaseException)
 _TOLD = "_mpistrategy_told"
 #: Marks an error that began on another rank, which raises it, too.
 OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
+#: Marks an error that came after all messages of its call.
+_AFTER_MESSAGES = "_mpistrategy_after_messages"
 #: How long a rank that has failed waits for the other ranks before it prints its error.
 PATIENCE_SECONDS = 2.0
 
@@ -63,13 +65,16 @@ class TellsErrors(ABC):
             self.report_failure(where, error)
         elif self.failures is not None and _is_of_one_rank(error):
             self.failures.tell(where, error)
+        elif self.failures is None and _is_after_messages(error):
+            self.report_failure(where, error, takes_no_more=True)
         elif isinstance(error, MemoryError):
             self._end_the_job(error)
 
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
         """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
         self.fail(where, error, agreed=True)
-        if self.failures is None and isinstance(error, Exception) and _is_of_one_rank(error):
+        others_know = self.failures is not None or _is_after_messages(error)
+        if not others_know and isinstance(error, Exception) and _is_of_one_rank(error):
             self._end_the_job(error)
         self.mark_told(error)
 
@@ -152,11 +157,15 @@ class TellsErrors(ABC):
         """Take no more calls if a rank has ended with an error; return which and how, else None."""
         for rank, report in enumerate(reports):
             if LEFT in report.call and report.error:
-                self.stop(Failure(f"{report.error}: {report.text}" if report.text else report.error, rank))
+                text = f"{report.error}: {report.text}" if report.text else report.error
+                self.stop(Failure(text, rank, report.call.get("call", "")))
         return self.broken
 
-    def report_failure(self, where: str, error: BaseException) -> None:
-        """Take part in a comparison with an error in place of a call: the other ranks raise it, too."""
+    def report_failure(self, where: str, error: BaseException, *, takes_no_more: bool = False) -> None:
+        """Take part in a comparison with an error in place of a call: the other ranks raise it, too.
+
+        With `takes_no_more` it came after a call that succeeded on the others: no rank takes more calls then.
+        """
         if self._channel is None:
             return
         # No signature has a negative digest: only if all ranks fail alike does this look like an agreement.
@@ -179,7 +188,8 @@ class TellsErrors(ABC):
             time.sleep(next(pauses))
         if not answer and not self.is_broken:
             site = self.here().text
-            reports = self.gather_reports(Report({"call": where}, site, type(error).__name__, str(error), self.unseen))
+            call = {LEFT: "it failed after its messages", "call": where} if takes_no_more else {"call": where}
+            reports = self.gather_reports(Report(call, site, type(error).__name__, str(error), self.unseen))
             self.hear_of_ends(reports)
             self.unseen = 0
             if went_past(reports) and self.give_up is not None:
@@ -203,6 +213,16 @@ class TellsErrors(ABC):
 def _is_of_one_rank(error: Exception) -> bool:
     """Return whether an error after the agreement may be that of one rank; our own are raised on all ranks."""
     return not isinstance(error, MpiStrategyError) or isinstance(error, DeviceError)
+
+
+def mark_after_messages(error: E) -> E:
+    """Mark an error of one rank that has sent and received all messages of its call, so that no rank waits for it."""
+    error.__dict__[_AFTER_MESSAGES] = True
+    return error
+
+
+def _is_after_messages(error: BaseException) -> bool:
+    return _AFTER_MESSAGES in error.__dict__
 
 
 def went_past(reports: Sequence[Report]) -> bool:

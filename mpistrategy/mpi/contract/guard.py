@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
+from functools import partial
 from typing import Any, Protocol
 
 from mpistrategy import errors
 from mpistrategy.errors import MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
-from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently
+from mpistrategy.mpi.contract.channel import Compare, ControlChannel, Steps, all_equal_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failure, Failures
@@ -166,6 +167,12 @@ class Guard(TellsErrors):
         finally:
             self.own_gpu_since = math.inf
 
+    def wait_for_gpu(self, event: Any) -> None:
+        """Wait for an event of this rank's own GPU; None is none."""
+        if event is not None:
+            with self.own_gpu():
+                event.synchronize()
+
     def raise_flag(self) -> None:
         """Set this rank's flag, which all ranks see at the next comparison; do nothing if it was seen already.
 
@@ -210,10 +217,40 @@ class Guard(TellsErrors):
         self.level = level
         self.skips = level == OFF and not self._is_free
 
-    def compare_digest(self, digest: int, signature: Signature) -> None:
-        """Do `compare` with a known digest, sparingly, outside every `Call`."""
+    def compare_digest(self, digest: int, signature: Signature, work: Callable[[], object] | None = None) -> None:
+        """Do `compare` with a known digest, sparingly, outside every `Call`; first do `work`."""
+        if work is not None:
+            work()
         if self._channel is not None and not self._agrees(digest, signature, due=False):
             self.resolve(signature)
+
+    def comparison(self, digest: int, signature: Signature) -> Compare:
+        """Return what does `compare_digest`; in one step where the digest takes the first message between nodes.
+
+        It may be given work to do while the message travels, which must not fail.
+        """
+        steps_of = getattr(self._channel, "steps_of", None)
+        steps: Steps | None = None if self._is_patient or self.skips or steps_of is None else steps_of(digest)
+        if steps is None:
+            return partial(self.compare_digest, digest, signature)
+        place, numbers, expected, start, wait, told = steps
+
+        def compare(work: Callable[[], object] | None = None) -> None:
+            if self._flag:
+                self.compare_digest(digest, signature, work)
+                return
+            self.comparisons += 1
+            self.is_comparing = True
+            place[:] = numbers
+            start()
+            if work is not None:
+                work()
+            wait()
+            self.is_comparing = False
+            if told != expected:
+                self.resolve(signature)
+
+        return compare
 
     def resolve(self, signature: Signature) -> None:
         """Raise on every rank after the digests have differed, outside every `Call`; do nothing for a raised flag."""

@@ -8,23 +8,31 @@ anything, sizes included, meet in it, and all of them find out.
   of the squared totals only if all digests are equal.  Thus a rank whose own numbers, times the size, are the totals
   knows that all ranks find the same.
 * The rest are values that are to be added up: see `MpiControlChannel.values`.  They may be anything, NaN included.
+
+More values may travel beside it: see `companions`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.contract.channel import wait_patiently
+from mpistrategy.mpi.contract.channel import Steps, wait_patiently
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.contract.sums_by_mpi import Companions
 
 _DIGITS = 4
 _HEADER = _DIGITS + 1
 _BITS = 16
 _REMEMBERED = 4096
+#: The number of no companion.
+_NONE = -1
 
 
 def elements_for(size: int, library: str) -> int:
@@ -58,28 +66,50 @@ class MpiControlChannel:
         self._mine, self._totals = np.zeros(elements), np.zeros(elements)
         self.values: Array = self._mine[_HEADER:]
         self.sums: Array = self._totals[_HEADER:]
-        self._header, self._told = self._mine[:_HEADER], self._totals[:_HEADER].data
+        self._header, self._told = (array[:_HEADER].data.cast("B") for array in (self._mine, self._totals))
         #: The numbers of a digest, and their totals where all ranks have the same.
-        self._known: dict[int, tuple[Array, memoryview]] = {}
-        self._expected: memoryview = self._told
+        self._known: dict[int, tuple[bytes, bytes]] = {}
+        self._expected: bytes = b""
         self._request: Any = None
         self._persistent = True
         #: The request for texts that this rank may have left: MPI could still write into its buffers.
         self._texts: Any = None
+        self._companions: Companions | None = None
         try:
-            self._request = self._comm.Allreduce_init(self._mine, self._totals, MPI.SUM)
+            self._request = self._sum_of(self._mine, self._totals)
         except NotImplementedError:  # an MPI before 4.0
             self._persistent = False
 
-    def start(self, digest: int) -> None:
-        """Begin `all_equal` without waiting."""
+    @property
+    def companions(self) -> Companions | None:
+        """What travels beside the first message; None for an MPI without persistent collectives."""
+        if self._companions is None and self._persistent:
+            from mpistrategy.mpi.contract.sums_by_mpi import Companions  # here, since one node does not need it
+
+            self._companions = Companions(self._sum_of, self._comm.rank, self.all_equal)
+        return self._companions
+
+    def _sum_of(self, mine: Array, totals: Array) -> Any:
+        return self._comm.Allreduce_init(mine, totals, MPI.SUM)
+
+    def _numbers_of(self, digest: int) -> tuple[bytes, bytes]:
         known = self._known.get(digest)
         if known is None:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             numbers = np.array(header_of(digest))
-            known = self._known[digest] = (numbers, (self._comm.size * numbers).data)
-        self._header[...], self._expected = known
+            known = self._known[digest] = (numbers.tobytes(), (self._comm.size * numbers).tobytes())
+        return known
+
+    def steps_of(self, digest: int) -> Steps | None:
+        """Return `all_equal` of a digest in its steps; None where each comparison has a request of its own."""
+        if not self._persistent:
+            return None
+        return Steps(self._header, *self._numbers_of(digest), self._request.Start, self._request.Wait, self._told)
+
+    def start(self, digest: int) -> None:
+        """Begin `all_equal` without waiting."""
+        self._header[:], self._expected = self._numbers_of(digest)
         if self._persistent:
             self._request.Start()
         else:
@@ -97,7 +127,7 @@ class MpiControlChannel:
 
     def has_equal_sums(self) -> bool:
         """Return whether all ranks get the same bits in `sums`, which MPI does not promise; tried once.  Collective."""
-        from mpistrategy.mpi.contract.equal_bits import digest_of_sums  # here, since one node does not need it
+        from mpistrategy.mpi.contract.sums_by_mpi import digest_of_sums  # here, since one node does not need it
 
         def allreduce(values: Array) -> None:
             self.values[...] = values
@@ -111,12 +141,20 @@ class MpiControlChannel:
         self._comm.Iprobe()
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
-        """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
+        """Return every rank's text, in rank order; see `ControlChannel.allgather_text`.
+
+        What some ranks have started beside the first message is completed.
+        """
         mine = np.frombuffer(text.encode(), np.uint8)
-        counts = np.zeros(self._comm.size, np.int64)
-        self._gather(self._comm.Iallgather(np.array([mine.size], np.int64), counts), look)
+        started = _NONE if self._companions is None else self._companions.number_started()
+        told = np.zeros((self._comm.size, 2), np.int64)
+        self._gather(self._comm.Iallgather(np.array([mine.size, started], np.int64), told), look)
+        counts = told[:, 0].copy()
         together = np.empty(int(counts.sum()), np.uint8)
         self._gather(self._comm.Iallgatherv(mine, [together, counts]), look)
+        numbers = {*told[:, 1].tolist()} - {_NONE}
+        if self._companions is not None and numbers:
+            self._companions.complete(numbers, partial(self._gather, look=look))
         texts, ends = together.tobytes(), np.cumsum(counts).tolist()
         return [texts[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -128,7 +166,9 @@ class MpiControlChannel:
         wait_patiently(lambda: request.Test() or None, look)
 
     def close(self) -> None:
-        """Free the request and the communicator."""
+        """Free the requests and the communicator."""
+        if self._companions is not None:
+            self._companions.free()
         if self._persistent:
             self._request.Free()
         self._comm.Free()

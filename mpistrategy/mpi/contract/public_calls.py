@@ -106,7 +106,7 @@ def own_mirrored(name: str, of: str = "value") -> Callable[[Given], Any]:
 
 def is_arena(value: Any) -> bool:
     """Return whether `value` is a `mpistrategy.Arena`."""
-    return hasattr(value, "_in_place")
+    return hasattr(type(value), "_make_plan")
 
 
 def _own(value: Any) -> Any:

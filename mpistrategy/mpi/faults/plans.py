@@ -26,6 +26,7 @@ KINDS = {
     "wait": "AllReduceHandle.wait",
     "reduce": "Strategy.reduce, reduce_to, batch_reduce_to, an algorithm's reduce; the sum that a variable makes",
     "gather": "ReplicaContext.all_gather, Strategy.gather",
+    "reduce_scatter": "ReplicaContext.reduce_scatter",
     "broadcast": "Strategy.broadcast, StrategyExtended.broadcast_to, an algorithm's broadcast",
     "barrier": "Strategy.barrier, StrategyExtended.barrier",
     "update": "an optimizer's apply_gradients",
@@ -48,7 +49,7 @@ ACTIONS = {
 #: The kinds of calls that can be skipped or swapped.
 LEAVES_OUT = ("allreduce", "reduce", "gather", "broadcast", "barrier", "update")
 #: The kinds of calls whose result can be corrupted.
-HAS_RESULT = ("allreduce", "wait", "reduce", "gather", "broadcast", "update")
+HAS_RESULT = ("allreduce", "wait", "reduce", "gather", "reduce_scatter", "broadcast", "update")
 #: The kinds that an action is limited to; it then needs a kind.
 LIMITED = {"skip": LEAVES_OUT, "swap": LEAVES_OUT, "corrupt": HAS_RESULT}
 

@@ -6,6 +6,7 @@ What is visible (CUDA_VISIBLE_DEVICES, a container, a Slurm cgroup) is decided b
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
@@ -109,3 +110,31 @@ class CudaDriver:
                 "See what nvidia-smi says on that node",
                 is_strange=True,
             )
+
+
+def stream_writer(stream: int, address: int, library: Any = None) -> Callable[[int, int, int], None] | None:
+    """Return ``write(stream, address, number)``, which puts the writing of 32 bits to pinned memory on a stream.
+
+    No copy, and no memory on the GPU: the least that a GPU can tell the host.
+
+    Args:
+        stream, address: a stream and pinned memory, to try it with: a 0 is written there.
+        library: the loaded driver; None loads it.
+
+    Returns:
+        None where the driver does not offer it, or not for this memory.
+    """
+    try:
+        call = getattr(library or ctypes.CDLL(_LIBRARY), "cuStreamWriteValue32_v2", None)
+    except OSError:
+        return None
+    if call is None:
+        return None
+    call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+
+    def write(stream: int, address: int, number: int) -> None:
+        code = call(stream, address, number, 0)
+        if code:
+            raise RuntimeError(f"cuStreamWriteValue32: error {code} of the CUDA driver")
+
+    return None if call(stream, address, 0, 0) else write

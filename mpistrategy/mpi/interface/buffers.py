@@ -1,4 +1,4 @@
-"""Buffers in pieces that MPI can count, and a pool of memory for results.
+"""Buffers in pieces that MPI can count, and what a communicator keeps: memory for results, and what is made once.
 
 One MPI call gets at most 2^30 elements; dtypes that MPI does not know travel as bytes.
 """
@@ -6,14 +6,16 @@ One MPI call gets at most 2^30 elements; dtypes that MPI does not know travel as
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from math import prod
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
+
+T = TypeVar("T")
 
 #: Open MPI 5.0 refuses counts of 2^31 and more; MPICH takes them.  A power of two keeps every piece aligned.
 MAX_COUNT = 2**30
@@ -24,6 +26,31 @@ def pieces(buffer: Array, max_count: int = MAX_COUNT) -> Iterator[Array]:
     flat = buffer.reshape(-1)
     for start in range(0, flat.size, max_count):
         yield flat[start : start + max_count]
+
+
+class Once:
+    """What is made once for a communicator, by whoever needs it first, and kept for all.
+
+    Attributes:
+        made: what there is so far, by key.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what belongs to `key`; call `make` for it the first time."""
+        if key not in self.made:
+            self.made[key] = make()
+        found: T = self.made[key]
+        return found
+
+    def free(self) -> None:
+        """Call the `free()` of all that have one, the last made first, where all ranks are known to do so."""
+        while self.made:
+            _, made = self.made.popitem()
+            if hasattr(type(made), "free"):
+                made.free()
 
 
 #: Smaller results are new memory each time.

@@ -6,9 +6,9 @@ Every method that moves data is collective over the communicator's ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,38 +16,13 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Pool
+from mpistrategy.mpi.interface.buffers import Once, Pool
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
-from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
 
-T = TypeVar("T")
-
-
-class Once:
-    """What is made once for a communicator, by whoever needs it first, and kept for all.
-
-    Attributes:
-        made: what there is so far, by key.
-    """
-
-    def __init__(self) -> None:
-        self.made: dict[Hashable, Any] = {}
-
-    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what belongs to `key`; call `make` for it the first time."""
-        if key not in self.made:
-            self.made[key] = make()
-        found: T = self.made[key]
-        return found
-
-    def free(self) -> None:
-        """Call the `free()` of all that have one, the last made first, where all ranks are known to do so."""
-        while self.made:
-            _, made = self.made.popitem()
-            if hasattr(type(made), "free"):
-                made.free()
+if TYPE_CHECKING:
+    from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 
 
 class Communicator(Protocol):
@@ -65,7 +40,6 @@ class Communicator(Protocol):
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
         thresholds: from which size on a buffer takes which route.
         mailboxes: carry small values with the check of the call; None unless all ranks share one node's memory.
-        result_buffers: shared memory in which packs are reduced and results stay; None without mailboxes.
         first_message: adds up a few numbers with the check of the call; None where the check takes another way.
         pool: memory for results.
         once: returns what is made once for these ranks: ``once(key, make)``.
@@ -82,10 +56,13 @@ class Communicator(Protocol):
     shares_memory: bool
     thresholds: Thresholds
     mailboxes: Mailboxes | None
-    result_buffers: ResultBuffers | None
     first_message: FirstMessage | None
     pool: Pool
     once: Once
+
+    @property
+    def result_buffers(self) -> ResultBuffers | None:
+        """Shared memory in which packs are reduced and results stay; None without mailboxes."""
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""

@@ -1,4 +1,4 @@
-"""How a buffer in GPU memory is reduced: the Protocol of a path, memory for it, and how ranks report errors.
+"""How buffers in GPU memory travel: the Protocol of a path, memory for it, and how ranks report errors.
 
 A path works on CuPy's current stream: after the work that is on the stream, and before the work that is put on it
 later.  Nothing waits for the whole device.
@@ -6,7 +6,7 @@ later.  Nothing waits for the whole device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 
 PathName = Literal["alone", "mpi", "staged", "nccl", "ipc"]
+#: The paths that need nothing of the host once their work is on the stream.
+ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 
 
 class DevicePath(Protocol):
-    """One transport for buffers in GPU memory.
+    """One transport for buffers in GPU memory: flat, contiguous, on the current device, equal in size on all ranks.
+
+    Every rank makes the same call, after all have agreed on it.
 
     Attributes:
         name: the word for users.
@@ -35,7 +39,28 @@ class DevicePath(Protocol):
         """Allocate the memory that a buffer of `nbytes` needs; called before the ranks agree, since it may fail."""
 
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
-        """Replace `buffer` (flat, contiguous, of `communication_memory`) on every rank by its combination."""
+        """Replace `buffer` (of `communication_memory`) on every rank by its combination."""
+
+    def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
+        """Replace `buffer` (of `communication_memory`) on `root` by its combination; undefined elsewhere."""
+
+    def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
+        """Replace each rank's share of `buffer` (of `communication_memory`) by its combination; undefined elsewhere.
+
+        The shares lie one after the other, in rank order; rank r's has ``counts[r]`` elements.
+        """
+
+    def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
+        """Replace `buffer` on every rank by that of `root`; any dtype."""
+
+    def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; any dtype.
+
+        Rank r's block has ``counts[r]`` elements.  The own block may be its part of `together`.
+        """
+
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+        """Return why arrays of a dtype (of the wire) are combined on the host; "" where they are not."""
 
     def free(self) -> None:
         """Free what the path holds, where all ranks are known to do so."""
@@ -79,6 +104,24 @@ class Alone:
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
         """Leave `buffer`: it is the sum over one rank."""
 
+    def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
+        """Leave `buffer`."""
+
+    def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
+        """Leave `buffer`."""
+
+    def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
+        """Leave `buffer`."""
+
+    def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+        """Copy the only block."""
+        if block.data.ptr != together.data.ptr:
+            together[...] = block
+
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+        """Return "": nothing moves."""
+        return ""
+
     def free(self) -> None:
         """Hold nothing."""
 
@@ -90,6 +133,12 @@ def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceAr
     from CuPy's default pool, whichever pool the program has chosen; the program shares the default pool.
     """
     return cupy.ndarray((size,), dtype, memptr=cupy.get_default_memory_pool().malloc(max(1, size * dtype.itemsize)))
+
+
+def own_part(ranks: Communicator, counts: Sequence[int]) -> slice:
+    """Return where this rank's block is among all ranks' blocks, of so many elements each."""
+    first = sum(counts[: ranks.rank])
+    return slice(first, first + counts[ranks.rank])
 
 
 def error_of(work: Callable[[], str | None]) -> str:

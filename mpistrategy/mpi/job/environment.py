@@ -10,7 +10,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.objects.nearest import did_you_mean
 
 _PREFIX = "MPISTRATEGY_"
-#: What each variable sets.  README.md has the same table, with the arguments and the options of `run` that win.
+#: What each variable sets.  The guide has the same table, with the arguments and the options of `run` that win.
 VARIABLES = {
     "MPISTRATEGY_ALONE": "one replica is meant, although a launcher started several ranks",
     "MPISTRATEGY_CHECK": "how often calls are compared between nodes",

@@ -181,14 +181,27 @@ def check_world(world_size: int, library: str, where: str = "MirroredStrategy") 
 
 
 def no_mpi(where: str, error: BaseException) -> LaunchError:
-    """Return what to raise where no MPI library can be loaded."""
-    return LaunchError.at(
-        where,
-        found=f"no MPI library ({error})",
-        expected="an MPI that mpi4py can load",
-        fix="Load your cluster's MPI module, or install one: pip install 'mpistrategy[mpich]'. "
-        "OneDeviceStrategy needs no MPI.",
+    """Return what to raise where no MPI library can be loaded: three lines, the same from everywhere."""
+    found = _what_is_missing(error)
+    expected = "an MPI that mpi4py can load"
+    fix = (
+        "Load your cluster's MPI module, or install an MPI into this environment: pip install mpich\n"
+        "Without MPI, OneDeviceStrategy and mpistrategy.testing.run_replicas work."
     )
+    made = LaunchError.at(where, found=found, expected=expected, fix=fix)
+    made.args = (f"{where}: found {found}; expected {expected}.\n{fix}",)
+    return made
+
+
+def _what_is_missing(error: BaseException) -> str:
+    """Return in one line why mpi4py finds no MPI; it tells one line for each library that it has tried."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
+        return "no mpi4py"
+    _, *tried = str(error).splitlines() or [""]
+    names = [line.partition(":")[0] for line in tried]
+    if tried and all("No such file" in line for line in tried):
+        return f"no MPI library (there is no {', '.join(names)})"
+    return f"no MPI library ({' '.join(' '.join(tried or [str(error)]).split())[:300]})"
 
 
 # ------------------------------------------------------------------------------------- who started this process

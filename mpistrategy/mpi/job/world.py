@@ -109,23 +109,25 @@ def _watch(comm: MPI.Intracomm, group: Group) -> None:
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
 
 
-def watch_from_now_on() -> None:
-    """Watch over this process before it has a strategy.  Collective over all ranks."""
-    world = MPI.COMM_WORLD
+def watch_from_now_on() -> list[str]:
+    """Watch over this process before it has a strategy; return each rank's host.  Collective over all ranks."""
+    world, host = MPI.COMM_WORLD, MPI.Get_processor_name()
     if world.size == 1:
-        return
+        return [host]
     channel = MpiControlChannel(world)
     guard = Guard(channel, world.rank, world.size)
     watch(guard, channel.close)
     inside = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
     peers = NodePeers(inside, channel.allgather_text)
-    leaders = channel.allgather_text(peers.text_of_leader(str(world.rank)))
+    told = channel.allgather_text(f"{host}\n{peers.text_of_leader(str(world.rank))}")
+    hosts, leaders = ([text.partition("\n")[part] for text in told] for part in (0, 2))
     nodes = {leader: node for node, leader in enumerate(dict.fromkeys(leaders))}
     shared = share(status_board.BYTES, peers)
     inside.Free()
     memory = private_memory(status_board.BYTES) if isinstance(shared, str) else shared
     path = channel.allgather_text(earlier_runs.proposal())[0]
     watch_waiting(world, guard, memory, [nodes[leader] for leader in leaders], path)
+    return hosts
 
 
 @contextmanager

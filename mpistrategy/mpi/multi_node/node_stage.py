@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.multi_node.lanes import Lanes
@@ -17,6 +17,7 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, counter_bytes
 
 _COUNTERS = 3
+_REMEMBERED = 128
 
 
 class Piece(NamedTuple):
@@ -26,6 +27,24 @@ class Piece(NamedTuple):
     start: int
     source: Array
     target: Array
+
+
+class _Views(NamedTuple):
+    """Where pieces of one size and dtype lie in a buffer.
+
+    Attributes:
+        mine: all of this rank's.
+        own: the part that this rank owns.
+        parts: what all ranks of the node have of it.
+        result: where this rank shows its result.
+        others: the parts of the other owners, and where they show their results.
+    """
+
+    mine: Array
+    own: slice
+    parts: list[Array]
+    result: Array
+    others: list[tuple[slice, Array]]
 
 
 class NodeStage:
@@ -63,6 +82,7 @@ class BufferStage(NodeStage):
         self._until = until
         sent, self._shown, self._done = (Counter(memory, line) for line in range(_COUNTERS))
         self.sent: Counter = sent
+        self._known: dict[tuple[int, Any, int], _Views] = {}
         start = counter_bytes(_COUNTERS)
         self._buffers = [
             [segment[start + index * piece_bytes :][:piece_bytes] for segment in memory.segments]
@@ -75,25 +95,31 @@ class BufferStage(NodeStage):
         return counter_bytes(_COUNTERS) + buffers * piece_bytes
 
     def contribute(self, piece: Piece) -> None:
+        self.write(piece)
+        self.show(piece)
+
+    def write(self, piece: Piece) -> None:
+        """Copy the source to where the node can see it; until `show` nobody looks there."""
         self._wait_for(self._done, piece.number - len(self._buffers), self._ranks)
-        self._buffer(piece)[self._me][...] = piece.source
+        self._views(piece).mine[...] = piece.source
+
+    def show(self, piece: Piece) -> None:
+        """Tell the node of what was written."""
         self.sent.tell(piece.number)
 
     def add_up(self, piece: Piece, op: str) -> tuple[Array, Array]:
-        own = self.own_part(piece)
-        mine = piece.target[own]
-        self.combine(piece, [theirs[own] for theirs in self._buffer(piece)], mine, op)
+        views = self._views(piece)
+        mine = piece.target[views.own]
+        self.combine(piece, views.parts, mine, op)
         return mine, mine
 
     def hand_out(self, piece: Piece) -> None:
-        buffer, target, own = self._buffer(piece), piece.target, self.own_part(piece)
-        buffer[self._me][own] = target[own]
+        views, target = self._views(piece), piece.target
+        views.result[...] = target[views.own]
         self.has_shown(piece)
         self._wait_for(self._shown, piece.number, self._owners)
-        for owner in self._owners:
-            if owner != self._me:
-                theirs = self._lanes.part_of(owner, target.size, target.itemsize)
-                target[theirs] = buffer[owner][theirs]
+        for theirs, result in views.others:
+            target[theirs] = result
         self._done.tell(piece.number)
 
     def own_part(self, piece: Piece) -> slice:
@@ -115,15 +141,30 @@ class BufferStage(NodeStage):
         """Tell the node that this rank has nothing more to do with a piece."""
         self._done.tell(piece.number)
 
-    def _buffer(self, piece: Piece) -> list[Array]:
-        nbytes, dtype = piece.target.nbytes, piece.target.dtype
-        return [part[:nbytes].view(dtype) for part in self._buffers[piece.number % len(self._buffers)]]
+    def _views(self, piece: Piece) -> _Views:
+        target, index = piece.target, piece.number % len(self._buffers)
+        key = (target.size, target.dtype, index)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            all_ranks = [part[: target.nbytes].view(target.dtype) for part in self._buffers[index]]
+            own = self.own_part(piece)
+            others = []
+            for owner in self._owners:
+                if owner != self._me:
+                    theirs = self._lanes.part_of(owner, target.size, target.itemsize)
+                    others.append((theirs, all_ranks[owner][theirs]))
+            mine = all_ranks[self._me]
+            found = self._known[key] = _Views(mine, own, [part[own] for part in all_ranks], mine[own], others)
+        return found
 
     def _wait_for(self, counter: Counter, number: int, ranks: Sequence[int]) -> None:
         """Wait until these ranks of the node have come to `number`."""
-        for theirs in [counter.numbers[rank] for rank in ranks]:
-            if theirs[0] < number:
-                self._until(partial(_has_come, theirs, number))
+        numbers = counter.numbers
+        for rank in ranks:
+            if numbers[rank][0] < number:
+                self._until(partial(_has_come, numbers[rank], number))
         if counter.fence is not None:
             counter.fence()
 

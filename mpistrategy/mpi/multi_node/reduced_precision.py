@@ -8,6 +8,9 @@ of the s_n, the result differs from S by no more than
 
 plus float32's own rounding of the additions.  For values below 2^-126 each rounding errs by up to 2^-134 instead.
 A magnitude of about 3.39e38 or more, of a node's contribution or of the sum, becomes infinite.
+
+NCCL gets the wire's dtype, "float16" or "bfloat16", and rounds each of its sums to it, in an order of its own: see
+`mpistrategy.mpi.gpu.transports.rounded`.  Nothing else sends "float16".
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def bfloat16() -> np.dtype[Any]:
             "CommunicationOptions",
             found='wire="bfloat16" without the package ml_dtypes',
             expected="ml_dtypes on every rank",
-            fix="Install it: pip install 'mpistrategy[bfloat16]'.",
+            fix="Install it: pip install ml_dtypes.",
         ) from error
     dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return dtype
@@ -51,15 +54,35 @@ def travels(dtype: np.dtype[Any], op: str) -> bool:
 
 def check(wire: str | None) -> None:
     """Raise OptionError when this rank cannot send `wire`; call it before the ranks agree on a call."""
-    if wire is not None:
+    if wire == "bfloat16":
         bfloat16()
 
 
 def on(communicator: Any, wire: str | None) -> Any:
-    """Return `communicator`, or a view of it whose all-reduces send `wire` between the nodes: None, or "bfloat16"."""
+    """Return `communicator`, or a view of it whose all-reduces send `wire` between the nodes, where there are several.
+
+    Args:
+        communicator: the ranks.
+        wire: None, "bfloat16" or "float16".
+    """
     if wire is None or communicator.nodes == 1:
         return communicator
-    return communicator.once((_Rounding, wire), lambda: _Rounding(communicator))
+    view = _Rounding if wire == "bfloat16" else _HalfByNccl
+    return communicator.once((_Rounding, wire), lambda: view(communicator))
+
+
+class _HalfByNccl:
+    """A view of a communicator whose float32 sums travel as float16 by NCCL, and as they are otherwise."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def wire_by_nccl(self, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
+        """Return the dtype in which NCCL gets a buffer of `dtype`; None for its own."""
+        return np.dtype(np.float16) if travels(dtype, op) else None
 
 
 class _Rounding:
@@ -77,6 +100,9 @@ class _Rounding:
     def wire_between_nodes(self, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
         """See `mpistrategy.mpi.multi_node.two_level.wire_between_nodes`."""
         return bfloat16() if travels(dtype, op) else None
+
+    #: See `_HalfByNccl`.
+    wire_by_nccl = wire_between_nodes
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes; only one of them rounds."""

@@ -6,25 +6,35 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
-from typing import Any
+from functools import partial
+from itertools import accumulate, repeat
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
+from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer, quiet_runner
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.multi_node.two_level import EAGER, Manner, allreduce_across, way_between
-from mpistrategy.mpi.over_mpi import gathering
-from mpistrategy.mpi.over_mpi.operations import operation
-from mpistrategy.mpi.shared_memory.node_broadcast import LEAST_BYTES, NodeBroadcast
-from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
-from mpistrategy.mpi.tuning import costs
+from mpistrategy.mpi.over_mpi.repeated import Reduce, RepeatedAllReduce
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.multi_node.two_level import AcrossNodes, Manner, across_nodes, allreduce_across, way_between
+    from mpistrategy.mpi.over_mpi import gathering
+    from mpistrategy.mpi.over_mpi.operations import operation
+    from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
+    from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+    from mpistrategy.mpi.tuning import costs
+else:
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "across_nodes", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.mpi.over_mpi.gathering")
+    later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
+    later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
 #: 16 MiB both ways at 1 Gbit/s take 160-200 ms, and 142 ms in shorter messages.
@@ -33,6 +43,8 @@ _MESSAGE_BYTES = 60 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MA
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 _ROUTES: dict[costs.Route, RouteName] = {"flat": "mpi", "lanes": "lanes", "pairwise": "across"}
 _REMEMBERED = 4096
+#: On one node larger arrays are broadcast through shared memory, smaller ones by one MPI Bcast.
+SHARED_BROADCAST_BYTES = 2**19
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
@@ -48,7 +60,6 @@ class Collectives:
         local_rank, local_size: the same among the ranks of this node.
         node_of: the node of each rank.
         nodes: how many nodes there are.
-        pipelined: the pipelined all-reduce of this node; None where its ranks share no memory.
         failures: tells the ranks of each other's failures; None on several nodes.
         thresholds: from how many bytes on which route is taken.
         max_count: how many elements one MPI call may carry.
@@ -64,12 +75,11 @@ class Collectives:
     nodes: int
     shares_memory: bool
     library: str
-    pipelined: PipelinedAllReduce | None = None
     failures: Failures | None = None
     thresholds: Thresholds
     max_count: int
-    #: How to wait for messages between nodes.
-    manner: Manner = EAGER
+    #: How to wait for messages between nodes; None: the usual one of `two_level`.
+    manner: Manner | None = None
     _control: MpiControlChannel | None
 
     def __init__(self) -> None:
@@ -80,17 +90,17 @@ class Collectives:
         self._tried: set[RouteName] = set()
         self._unequal: set[RouteName] = set()
 
+    @property
+    def pipelined(self) -> PipelinedAllReduce | None:
+        """The pipelined all-reduce of this node; None where its ranks share no memory."""
+        return None
+
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
-        if (
-            self.pipelined is not None
-            and self.local_size == self.size
-            and nbytes >= self.thresholds.window_bytes_for(dtype)
-        ):
-            return "pipelined"
-        return "mpi"
+        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes_for(dtype)
+        return "pipelined" if is_large and self.pipelined is not None else "mpi"
 
     def _route_between_nodes(self, nbytes: int) -> RouteName:
         if self._routes_by is not self.thresholds:
@@ -100,10 +110,11 @@ class Collectives:
             if len(self._routes) >= _REMEMBERED:
                 self._routes.clear()
             found = _ROUTES[costs.between_nodes(self.nodes, self.size // self.nodes, nbytes, self.thresholds)]
-            if found == "mpi" and not self.manner.blocks:
+            blocks = self.manner is None or self.manner.blocks
+            if found == "mpi" and not blocks:
                 found = way_between(self.nodes)
             if found == "lanes" and not self.shares_memory and self.size > self.nodes:
-                found = "mpi" if self.manner.blocks else "across"
+                found = "mpi" if blocks else "across"
             if found in self._unequal:
                 found = "across"
             self._routes[nbytes] = found
@@ -119,7 +130,7 @@ class Collectives:
         This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
         """
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
-            from mpistrategy.mpi.contract import equal_bits  # here, since only ranks of several nodes need it
+            from mpistrategy.mpi.contract import sums_by_mpi  # here, since only ranks of several nodes need it
 
             self._tried.add(way)
 
@@ -129,7 +140,7 @@ class Collectives:
                 else:
                     self._comm.Allreduce(MPI.IN_PLACE, values)
 
-            if not self._control.all_equal(equal_bits.digest_of_sums(allreduce, self.rank)):
+            if not self._control.all_equal(sums_by_mpi.digest_of_sums(allreduce, self.rank)):
                 self._unequal.add(way)
                 self._routes.clear()
                 if self.rank == 0:
@@ -146,7 +157,7 @@ class Collectives:
         This rank's value is in `source`, which does not change; None means in `buffer`.
         """
         way = self.tried_route(buffer.nbytes, buffer.dtype, op)
-        if self.pipelined is not None and way == "pipelined":
+        if way == "pipelined" and self.pipelined is not None:
             flat = buffer.reshape(-1)
             self.pipelined.allreduce_many([(flat if source is None else source.reshape(-1), flat)], op)
             return
@@ -168,6 +179,31 @@ class Collectives:
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
                 self._comm.Allreduce(those, piece, operation(op, buffer.dtype))
 
+    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RepeatedAllReduce:
+        """Return `allreduce` of two arrays of so many bytes that share none; it finds out once which way it takes."""
+        return RepeatedAllReduce(lambda: self._prepared(nbytes, dtype, op))
+
+    def _prepared(self, nbytes: int, dtype: np.dtype[Any], op: str) -> tuple[Reduce, AcrossNodes | None]:
+        way, size = self.tried_route(nbytes, dtype, op), nbytes // dtype.itemsize
+        if way == "lanes":
+            lanes = across_nodes(self, way)
+            return partial(quiet_runner(), lanes.allreduce_arrays, op), lanes
+        most = min(self.max_count, self.thresholds.mpi_piece_bytes(self.nodes) // dtype.itemsize)
+        if way != "mpi" or self.nodes == 1 or not 0 < size <= most:
+            return lambda source, target: self.allreduce(target, op, source), None
+        allreduce, in_place, by_mpi, copyto = self._comm.Allreduce, MPI.IN_PLACE, operation(op, dtype), np.copyto
+        is_given = nbytes <= _DIRECT_BYTES
+
+        def by_one_call(source: Array, target: Array) -> None:
+            flags = source.flags
+            if is_given and flags.c_contiguous and flags.aligned:
+                allreduce(source, target, by_mpi)
+            else:
+                copyto(target, source)
+                allreduce(in_place, target, by_mpi)
+
+        return by_one_call, None
+
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
     ) -> None:
@@ -176,7 +212,7 @@ class Collectives:
         The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
         They are part of a list of `nbytes`, which is pipelined through shared memory as a whole or not at all.
         """
-        if self.pipelined is not None and self.route(nbytes, pairs[0][1].dtype, op) == "pipelined":
+        if self.route(nbytes, pairs[0][1].dtype, op) == "pipelined" and self.pipelined is not None:
             self.pipelined.allreduce_many(pairs, op, divisor)
             return
         for source, target in pairs:
@@ -187,6 +223,30 @@ class Collectives:
         """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
         for piece in buffers.pieces(buffer, self.max_count):
             self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
+
+    def reduce_device_memory(self, buffer: Any, root: int, op: str) -> None:
+        """Do `reduce` with such an array."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            if self.rank == root:
+                self._comm.Reduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype), root)
+            else:
+                self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
+
+    def bcast_device_memory(self, buffer: Any, root: int) -> None:
+        """Do `bcast` with such an array, of any dtype."""
+        for piece in buffers.pieces(buffers.as_bytes(buffer), self.max_count):
+            self._comm.Bcast(piece, root)
+
+    def allgather_device_memory(self, counts: Sequence[int], together: Any) -> None:
+        """Do `allgatherv` with such an array, of any dtype, in which the own block is in its place."""
+        sizes = [count * together.itemsize for count in counts]
+        begins = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+        whole = buffers.as_bytes(together)
+        for start in range(0, whole.size, self.max_count):
+            stop = min(start + self.max_count, whole.size)
+            first = np.clip(begins, start, stop)
+            parts = np.clip(np.add(begins, sizes), start, stop) - first
+            self._comm.Allgatherv(MPI.IN_PLACE, [whole[start:stop], parts, first - start, MPI.BYTE])
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
@@ -213,7 +273,7 @@ class Collectives:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
         self._meet()
         flat = buffers.as_bytes(buffer)
-        if flat.size >= LEAST_BYTES and self.nodes == 1 and (slots := self.node_broadcast()) is not None:
+        if flat.size >= SHARED_BROADCAST_BYTES and self.nodes == 1 and (slots := self.node_broadcast()) is not None:
             slots.run(flat, root)
             return
         for piece in buffers.pieces(flat, self.max_count):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -20,21 +20,30 @@ from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.buffers import Pool
-from mpistrategy.mpi.interface.communicator import NodeGroups, Once
+from mpistrategy.mpi.interface.buffers import Once, Pool
+from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.over_mpi.collectives import Collectives
-from mpistrategy.mpi.shared_memory import node_broadcast, setup
+from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
-from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
-from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce, chunk_bytes_for
-from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 from mpistrategy.mpi.shared_memory.segments import Fence, NodePeers, SharedMemory, part, private_memory, share
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.shared_memory import node_broadcast
+    from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
+    from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+    from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
+else:
+    later(globals(), "mpistrategy.mpi.shared_memory.node_broadcast")
+    later(globals(), "mpistrategy.mpi.shared_memory.node_broadcast", "NodeBroadcast")
+    later(globals(), "mpistrategy.mpi.shared_memory.pipelined", "PipelinedAllReduce")
+    later(globals(), "mpistrategy.mpi.shared_memory.result_buffers", "ResultBuffers")
 
 
 class MpiCommunicator(Collectives):
@@ -51,7 +60,6 @@ class MpiCommunicator(Collectives):
         OptionTypeError: when `comm` is no intracommunicator of mpi4py.
     """
 
-    pipelined: PipelinedAllReduce | None
     failures: Failures | None
 
     def __init__(
@@ -93,7 +101,7 @@ class MpiCommunicator(Collectives):
         self.library: str = library_name(MPI.Get_library_version())
         self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.mailboxes: Mailboxes | None = None
-        self.result_buffers: ResultBuffers | None = None
+        self._new_pipelined: Callable[[], PipelinedAllReduce] | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory: bool = self.nodes < self.size
@@ -154,17 +162,28 @@ class MpiCommunicator(Collectives):
             return lines, self._control
         control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
         bounce_buffers = part(shared, segment_bytes(cell_bytes))
-        chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
-        pipelined = partial(PipelinedAllReduce, bounce_buffers, chunk_bytes)
+        chunk_bytes = setup.chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
+        pipelined = partial(_pipelined, bounce_buffers, chunk_bytes)
         if self.local_size < self.size:
-            self.pipelined = pipelined(wait())
+            self._new_pipelined = partial(pipelined, wait())
             return lines, control
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
         mailboxes = Mailboxes(shared, cell_bytes, wait(partial(told.look, agreed=False)))
-        self.pipelined = pipelined(wait(partial(told.look, agreed=True)), self._shared_if_there_is_room)
+        waiting = wait(partial(told.look, agreed=True))
+        self._new_pipelined = partial(pipelined, waiting, self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
-        self.mailboxes, self.result_buffers = mailboxes, ResultBuffers(mailboxes, self._shared_if_there_is_room)
+        self.mailboxes = mailboxes
         return lines, mailboxes
+
+    @cached_property
+    def pipelined(self) -> PipelinedAllReduce | None:
+        """The pipelined all-reduce of this node; None where its ranks share no memory."""
+        return None if self._new_pipelined is None else self._new_pipelined()
+
+    @cached_property
+    def result_buffers(self) -> ResultBuffers | None:
+        """Shared memory in which packs are reduced and results stay; None without mailboxes."""
+        return None if self.mailboxes is None else ResultBuffers(self.mailboxes, self._shared_if_there_is_room)
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
@@ -177,7 +196,7 @@ class MpiCommunicator(Collectives):
         memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
             if self.rank == 0 and not self._has_warned:
-                setup.warn_without_memory(memory, later=self.pipelined is not None)
+                setup.warn_without_memory(memory, later=self._new_pipelined is not None)
             self._has_warned = True
             return private_memory(nbytes)
         return memory
@@ -199,7 +218,7 @@ class MpiCommunicator(Collectives):
         None where the ranks share no memory or too little, and where they outnumber the cores: those that wait would
         take the cores of those that copy.
         """
-        return self.once(NodeBroadcast, self._new_node_broadcast)
+        return self.once("node broadcast", self._new_node_broadcast)
 
     def _new_node_broadcast(self) -> NodeBroadcast | None:
         if self._control is None or self.failures is None or self.is_crowded:
@@ -280,6 +299,10 @@ class MpiCommunicator(Collectives):
             self._inside.Free()
         self._comm.Free()
         watchdog.forget(self.guard)
+
+
+def _pipelined(*arguments: Any) -> PipelinedAllReduce:
+    return PipelinedAllReduce(*arguments)  # loaded now
 
 
 @cache

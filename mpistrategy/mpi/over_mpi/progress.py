@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -94,6 +95,9 @@ class AtOnce:
         job.run()
         self.keep_failed(job)
 
+    def finish(self, job: Job) -> None:
+        """Do what is needed for `job` to end by itself: nothing."""
+
     def keep_failed(self, job: Job) -> None:
         """Remember a job that has failed until somebody waits for it."""
         if job.error is not None:
@@ -105,6 +109,38 @@ class AtOnce:
             if not job.was_waited_for:
                 text = f"an all_reduce_async failed and nobody waited for it: {job.error}"
                 warn(text, RuntimeWarning)
+
+
+class AtWait(AtOnce):
+    """Runs jobs when somebody waits for them, in the calling thread; in the order in which they were submitted.
+
+    For what takes long on a GPU where MPI may not be called in a thread beside the program's.
+    """
+
+    submitted: int
+
+    def __init__(self, communicator: Any) -> None:
+        super().__init__(communicator)
+        self._jobs: deque[Job] = deque()
+
+    def submit(self, job: Job) -> None:
+        """Keep `job` until it is waited for."""
+        self.submitted += 1
+        self._jobs.append(job)
+
+    def finish(self, job: Job) -> None:
+        """Run `job`, and those before it."""
+        while not job.is_over() and self._jobs:
+            next_one = self._jobs.popleft()
+            next_one.run()
+            self.keep_failed(next_one)
+
+    def free(self) -> None:
+        """Warn of jobs that nobody has waited for."""
+        if self._jobs:
+            warn(f"{len(self._jobs)} all_reduce_async were not done, since nobody waited for them", RuntimeWarning)
+        self._jobs.clear()
+        super().free()
 
 
 class Engine(AtOnce):
@@ -212,11 +248,27 @@ def engine_of(communicator: Any, agree: Callable[[], None]) -> AtOnce:
     """
 
     def make() -> AtOnce:
-        threads = {"False"}
-        if communicator.nodes > 1 and hasattr(communicator, "may_use_threads"):
-            agree()
-            threads = set(communicator.allgather_text(str(communicator.may_use_threads)))
-        return Engine(communicator) if threads == {"True"} else AtOnce(communicator)
+        threads = communicator.nodes > 1 and _may_use_threads(communicator, agree)
+        return Engine(communicator) if threads else AtOnce(communicator)
 
     made: AtOnce = communicator.once(AtOnce, make)
     return made
+
+
+def engine_of_gpus(communicator: Any, agree: Callable[[], None]) -> AtOnce:
+    """Return what runs jobs that wait for a GPU: as `engine_of`, on one node too; `AtWait` in place of `AtOnce`."""
+
+    def make() -> AtOnce:
+        threads = communicator.size > 1 and _may_use_threads(communicator, agree)
+        return Engine(communicator) if threads else AtWait(communicator)
+
+    made: AtOnce = communicator.once(AtWait, make)
+    return made
+
+
+def _may_use_threads(communicator: Any, agree: Callable[[], None]) -> bool:
+    """Return whether the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
+    if not hasattr(communicator, "may_use_threads"):
+        return False
+    agree()
+    return set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}

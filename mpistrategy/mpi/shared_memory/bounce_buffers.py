@@ -9,14 +9,9 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, Combine
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory.setup import BUFFERS
 
-BUFFERS = 2
 _REMEMBERED = 512
-
-
-def bytes_of(chunk_bytes: int) -> int:
-    """Return how much memory of each rank the bounce buffers for chunks of this size take."""
-    return BUFFERS * 2 * chunk_bytes
 
 
 def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
@@ -65,7 +60,7 @@ class BounceBuffers:
     """Two bounce buffers of each rank, used in turn; each has a part for what it contributes and one for its sums.
 
     Args:
-        memory: `bytes_of(chunk_bytes)` of each rank, from `start` on.
+        memory: `setup.bounce_bytes(chunk_bytes)` of each rank, from `start` on.
         chunk_bytes: the size of the largest chunk.
         start: where the buffers begin.
     """

@@ -15,8 +15,6 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
 
-#: Smaller arrays go by one MPI Bcast.
-LEAST_BYTES = 2**19
 _COUNTERS = 2
 #: A node of a few ranks has slots of the largest size; with more ranks they get shorter, and there are more of them.
 _LARGEST_SLOT_BYTES = 2**20

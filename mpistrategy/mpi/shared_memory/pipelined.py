@@ -17,15 +17,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, quiet_runner
-from mpistrategy.mpi.shared_memory import bounce_buffers
 from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers, Layout, combined
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory.setup import COUNTERS, bounce_bytes
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
-
-_COUNTERS = 3
-#: With many ranks on a node a chunk grows, so that each one's slice of it is worth a call of NumPy.
-_LEAST_SLICE_BYTES = 16 * 2**10
-_LARGEST_CHUNK_BYTES = 2**20
 
 _SMALL, _LARGE = 0, 1
 #: The size of large chunks, and of the smallest call that may have them: two at least.
@@ -39,21 +34,11 @@ _TRIED_EVERY = 32
 _LATEST = 3
 
 
-def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
-    """Return the size of the chunks for so many ranks."""
-    return max(chunk_bytes, min(ranks * _LEAST_SLICE_BYTES, _LARGEST_CHUNK_BYTES))
-
-
-def segment_bytes(chunk_bytes: int) -> int:
-    """Return how much memory each rank's counters and bounce buffers take."""
-    return counter_bytes(_COUNTERS) + bounce_buffers.bytes_of(chunk_bytes)
-
-
 class PipelinedAllReduce:
     """The pipelined all-reduce among the ranks of one node.
 
     Args:
-        memory: `segment_bytes(chunk_bytes)` for each rank, zeroed.
+        memory: `setup.pipelined_bytes(chunk_bytes)` for each rank, zeroed.
         chunk_bytes: the size of a chunk.
         waiting: how to wait for a peer.
         more: returns so many bytes more for each rank, None where they cannot be shared; collective.  With them, large
@@ -70,8 +55,8 @@ class PipelinedAllReduce:
         self.local_rank: int = memory.local_rank
         self.size: int = len(memory.segments)
         self._waiting = waiting
-        self._sent, self._added, self._arrived = (Counter(memory, line) for line in range(_COUNTERS))
-        self._bounce_buffers = [BounceBuffers(memory, chunk_bytes, counter_bytes(_COUNTERS))]
+        self._sent, self._added, self._arrived = (Counter(memory, line) for line in range(COUNTERS))
+        self._bounce_buffers = [BounceBuffers(memory, chunk_bytes, counter_bytes(COUNTERS))]
         self._choice: ChunkChoice | None = None
         self._more = more if self.size <= MOST_RANKS and chunk_bytes < LARGE_BYTES else None
         self._quiet = quiet_runner()
@@ -120,7 +105,7 @@ class PipelinedAllReduce:
         """Return the choice of chunks for large calls; None where there are only small ones."""
         if self._more is not None:
             more, self._more = self._more, None
-            memory = more(ALIGNMENT + bounce_buffers.bytes_of(LARGE_BYTES))
+            memory = more(ALIGNMENT + bounce_bytes(LARGE_BYTES))
             if memory is not None:
                 self._bounce_buffers.append(BounceBuffers(memory, LARGE_BYTES, ALIGNMENT))
                 self._choice = ChunkChoice(Counter(memory, 0), self.local_rank == 0)

@@ -9,19 +9,24 @@ into memory of the host, where any thread can read them.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from mpistrategy.mpi.contract.flight_recorder import Entry, in_words
+from mpistrategy.mpi.watchdog.roll_call import FAILED
 
 #: Numbers are counted modulo this.
 _RING = 1024
 #: How many may be under way: half of the ring, so that it is clear which number is ahead.
 MOST = _RING // 2
-#: What `GpuProgress.in_words` says before the library's reason why the result will never come.
-FAILED = ", which has failed: "
 _BEGUN, _ENDED = 0, 1
 _NUMBER_BYTES = 8
 _TO_HOST = 2  # cudaMemcpyKind
+
+
+#: Puts the writing of a number on a stream: ``write(stream, address, number)``.
+_Write: TypeAlias = Callable[[int, int, int], None]
+_Writer: TypeAlias = Callable[[int, int], "_Write | None"]
 
 
 class GpuProgress:
@@ -32,24 +37,27 @@ class GpuProgress:
     Args:
         cupy: the package; the device must be the current one.
         check: raises when the communication library has failed; calls nothing of CUDA, and never waits.
+        writer: returns for a stream and an address of pinned memory what puts the writing of a number to such memory
+            on a stream: ``write(stream, address, number)``; or None where the number must be copied there.
     """
 
-    def __init__(self, cupy: Any, check: Any) -> None:
+    def __init__(self, cupy: Any, check: Any, writer: _Writer = lambda stream, address: None) -> None:
         from cupyx import empty_pinned
 
         self._cupy = cupy
         self._check = check
-        #: Where the GPU copies each number from, when it comes to it.
-        self._numbers = cupy.arange(_RING, dtype="int64")
         self._reached = empty_pinned((2,), "int64")
         self._reached[:] = 0
+        stream = cupy.cuda.get_current_stream()
+        write = writer(stream.ptr, self._reached.ctypes.data)
+        self._write: _Write = write or self._copy_of(cupy.arange(_RING, dtype="int64"))
         self._given = 0
         self._entries: list[Entry | None] = [None] * _RING
         self._limits: list[float | None] = [None] * _RING
         self._last = cupy.cuda.Event(disable_timing=True)
-        self._last.record(cupy.cuda.get_current_stream())
+        self._last.record(stream)
         self._last.synchronize()  # other streams read the numbers, too
-        self._stream = cupy.cuda.get_current_stream().ptr
+        self._stream = stream.ptr
         # What the watchdog saw last: which collective is the oldest, whether the GPU is at it, and since when.
         self._oldest = 0
         self._is_at_it = False
@@ -94,13 +102,16 @@ class GpuProgress:
         self._last.record(stream)
 
     def _note(self, which: int, stream: Any) -> None:
-        self._cupy.cuda.runtime.memcpyAsync(
-            self._reached.ctypes.data + which * _NUMBER_BYTES,
-            self._numbers.data.ptr + self._given * _NUMBER_BYTES,
-            _NUMBER_BYTES,
-            _TO_HOST,
-            stream.ptr,
-        )
+        self._write(stream.ptr, self._reached.ctypes.data + which * _NUMBER_BYTES, self._given)
+
+    def _copy_of(self, numbers: Any) -> _Write:
+        """Return what copies one of the numbers, which are in GPU memory, to the host."""
+        copy = self._cupy.cuda.runtime.memcpyAsync
+
+        def write(stream: int, address: int, number: int) -> None:
+            copy(address, numbers.data.ptr + number * _NUMBER_BYTES, _NUMBER_BYTES, _TO_HOST, stream)
+
+        return write
 
     def _under_way(self) -> int:
         ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile

@@ -22,7 +22,7 @@ from mpistrategy.mpi.contract.flight_recorder import ENTERED, NUMBER, Entry, in_
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.local_process import inside_of
 from mpistrategy.mpi.watchdog.roll_call import Account
-from mpistrategy.mpi.watchdog.run_directory import BUSY, CLAIM, ROLL_CALL, RunDirectory
+from mpistrategy.mpi.watchdog.run_directory import BUSY, CLAIM, MOST_BYTES, ROLL_CALL, RunDirectory
 from mpistrategy.mpi.watchdog.status_board import ALARMED, RankStatus, StatusBoard
 
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
@@ -261,8 +261,9 @@ class Group:
         return self.directory.write(_file_of(self.node), json.dumps(told, indent=1 if accounts else None))
 
     def records(self) -> dict[int, list[str]]:
-        """Return the lines of the records of this node's ranks."""
-        return {rank: text.splitlines() for rank, text in self.board.records().items()}
+        """Return the lines of the records of this node's ranks, which fit into one file together."""
+        longest = MOST_BYTES // 2 // self.board.count  # as JSON, text takes more
+        return {rank: text.splitlines() for rank, text in self.board.records(longest).items()}
 
     def all_are_final(self) -> bool:
         """Return whether all other nodes have written their final statuses; each is read until it has."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 from mpistrategy.errors import CollectiveTimeoutError, RankCall
 from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
-from mpistrategy.mpi.watchdog.gpu_progress import FAILED
 from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus, call_in
 from mpistrategy.objects.shown import ranks_in_words
+
+#: What `GpuProgress.in_words` says before the library's reason why the result will never come.
+FAILED = ", which has failed: "
 
 _MOST_ROWS = 64
 

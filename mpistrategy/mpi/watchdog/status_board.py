@@ -148,20 +148,17 @@ class StatusBoard:
 
     def write_record(self, text: str) -> None:
         """Show the node this rank's record; of a long one its beginning and its end."""
-        data = text.encode(errors="replace")
-        if len(data) > _LONGEST_RECORD:
-            half = (_LONGEST_RECORD - len(_CUT)) // 2
-            data = data[:half] + _CUT + data[-half:]
+        data = shortened(text.encode(errors="replace"), _LONGEST_RECORD)
         self._records[self.local_rank][: len(data)] = np.frombuffer(data, np.uint8)
         self._order()
         self._mine[_RECORD] = len(data)
 
-    def records(self) -> dict[int, str]:
-        """Return the records that the node's ranks have written, by their numbers in the job."""
+    def records(self, longest: int = _LONGEST_RECORD) -> dict[int, str]:
+        """Return the records that the node's ranks have written, by their numbers in the job; each of so many bytes."""
         lengths = [max(0, min(numbers[_RECORD], _LONGEST_RECORD)) for numbers in self._numbers]
         self._order()
         return {
-            int(numbers[_RANK]): record[:length].tobytes().decode(errors="replace")
+            int(numbers[_RANK]): shortened(record[:length].tobytes(), longest).decode(errors="replace")
             for numbers, record, length in zip(self._numbers, self._records, lengths, strict=True)
             if length
         }
@@ -197,6 +194,14 @@ class StatusBoard:
     def _order(self) -> None:
         if self._fence is not None:
             self._fence()
+
+
+def shortened(data: bytes, most: int) -> bytes:
+    """Return a text of at most so many bytes: of a longer one its beginning and its end."""
+    if len(data) <= most:
+        return data
+    half = (most - len(_CUT)) // 2
+    return data[:half] + _CUT + data[-half:]
 
 
 def _to_ns(seconds: float) -> int:

@@ -29,10 +29,11 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.objects.settings import Fixed
+from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.layout import buckets_for, check_dtypes, laid_out
 from mpistrategy.reduction.arena.unchanged import UnchangedNest
-from mpistrategy.reduction.inputs import checked_leaves
+from mpistrategy.reduction.inputs import checked_leaves, resident_values
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
 from mpistrategy.reduction.reducer import Reducer
@@ -279,7 +280,7 @@ class Arena(Generic[T]):
         route = self._route(op, path, chosen.wire, in_place)
         route.bring(self._mine)
         signature = self._signature(op, call.where, call.place, in_place, chosen.wire, path and f", path={path}")
-        call.agree_on(signature._replace(destination=destination, name=call.name), sparingly=True)
+        call.agree_on(signature._replace(destination=destination, name=call.name), sparingly=not self._on_device)
         route.run(self._mine)
         return self._values if in_place else self._result
 
@@ -295,7 +296,7 @@ class Arena(Generic[T]):
 
         packs = packing.plan(packing.layouts_of(self._mine), 1)  # each by itself
         targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
-        return GpuRoute(self._communicator, packs, op, path, wire, targets)
+        return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)
 
     def _make_plan(
         self, op: ReduceOp, communicator: Communicator, where: tuple[str, str]
@@ -377,24 +378,9 @@ class Arena(Generic[T]):
         return path_word(options, getattr(reducer.algorithm, "_device_path", None) or "") if self._on_device else ""
 
 
-#: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
-resident_values: dict[int, weakref.ref[Arena[Any]]] = {}
-
-
-def _forget(identity: int, arena: weakref.ref[Arena[Any]]) -> None:
+def _forget(identity: int, arena: weakref.ref[Any]) -> None:
     if resident_values.get(identity) is arena:  # else it was closed, and the number is another one's now
         del resident_values[identity]
 
 
-def resident(value: Any, out: Any) -> Arena[Any] | None:
-    """Return the arena in which ``all_reduce(op, value, out=out)`` can be done where the arrays are; else None.
-
-    It is `value` itself, or the one whose `values` both `value` and `out` are.
-    """
-    if type(value) is Arena:
-        return value
-    if out is None or value is not out:
-        return None
-    found = resident_values.get(id(value))
-    arena = None if found is None else found()
-    return arena if arena is not None and arena._values is value else None
+show_as("mpistrategy", Arena)

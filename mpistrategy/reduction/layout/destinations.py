@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays import devices
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices
 from mpistrategy.errors import DestinationError, DeviceError
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.arrays.foreign import is_foreign
+else:
+    later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
 
 EVERY_RANK_TEXT = "every rank"
 

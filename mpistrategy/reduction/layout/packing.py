@@ -24,6 +24,9 @@ FEW_ELEMENTS = 64
 #: Larger packs would be new memory each time.
 _MOST_JOINED_BYTES = 4 * 2**20
 
+#: What one thread of a GPU reads at once.
+_GPU_ALIGNMENT = 16
+
 Layout = tuple[np.dtype[Any], tuple[int, ...]]
 _Wire = Callable[[np.dtype[Any]], np.dtype[Any]]
 
@@ -130,7 +133,7 @@ def plan(
     num_packs: float = 0,
     wire: _Wire = wire_dtype,
     indices: tuple[int, ...] | None = None,
-    alignment: int = 1,
+    alignment: int | None = None,
 ) -> tuple[Pack, ...]:
     """Return the packs of arrays with these layouts.
 
@@ -140,8 +143,11 @@ def plan(
         num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
         wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
         indices: which of the arrays; None for all.
-        alignment: each array begins at a multiple of so many bytes.
+        alignment: each array begins at a multiple of so many bytes.  None: packs in GPU memory are padded, so that
+            kernels move 16 bytes at a time; those on the host are not.
     """
+    if alignment is None:
+        alignment = _GPU_ALIGNMENT if wire is wire_dtype else 1
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for index in range(len(layouts)) if indices is None else indices:
         by_dtype.setdefault(wire(layouts[index][0]), []).append(index)

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.shared_memory import pipelined
-from mpistrategy.mpi.tuning import costs
+from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.tuning.thresholds import RouteName
+from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import size_in_words, time_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Copies, Description, Repeated, Run, Targets, grouped, nbytes_of
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.multi_node import two_level
+    from mpistrategy.mpi.shared_memory import pipelined
+    from mpistrategy.mpi.tuning import costs
+else:
+    later(globals(), "mpistrategy.mpi.multi_node.two_level")
+    later(globals(), "mpistrategy.mpi.shared_memory.pipelined")
+    later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]
@@ -57,9 +65,14 @@ class CommunicatorRoute:
         #: Memory for each pack, between `bring` and `run`.
         self._memory: list[Array] = []
 
+    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for each pack: the target of a lone array, or memory that is used again."""
+        """Take memory for each pack: the target of a lone array, or memory that is used again; fill the others."""
         self._memory = [self._taken(pack, targets) for pack in self.packs]
+        for pack, taken in zip(self.packs, self._memory, strict=True):
+            if len(pack.members) > 1:
+                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
+                np.concatenate(chosen, axis=None, out=taken, casting="unsafe")
 
     def _taken(self, pack: Pack, targets: Targets) -> Array:
         first, dtype = pack.members[0], pack.dtype
@@ -73,7 +86,6 @@ class CommunicatorRoute:
             return np.empty(shape, dtype)
         return self._communicator.pool.take(dtype, shape)
 
-    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
         memory, self._memory = self._memory, []
@@ -90,8 +102,6 @@ class CommunicatorRoute:
                 index = pack.members[0].index
                 results[index], source = taken, self._source(pack, arrays[index], target)
             else:
-                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
-                np.concatenate(chosen, axis=None, out=target, casting="unsafe")
                 for m in pack.members:
                     results[m.index] = target[m.start : m.stop].reshape(m.shape)
             if pack.size:
@@ -139,11 +149,12 @@ class OneArrayRoute:
         self._new = partial(
             np.empty if pack.nbytes < LEAST_POOLED else communicator.pool.take, shape=self._shape, dtype=self._dtype
         )
-        self._allreduce, self._quiet = communicator.allreduce, quiet_runner()
+        self._communicator, self._allreduce, self._quiet = communicator, communicator.allreduce, quiet_runner()
         divisor = op._divisor(pack.dtype, communicator.size)
         self._division = None if divisor == 1 else division(divisor, pack.dtype)
         self._target: Any = None
 
+    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take memory for the result: the target, or new memory."""
         given = None if targets is None else targets[0]
@@ -161,6 +172,39 @@ class OneArrayRoute:
             divide, operand = self._division
             self._quiet(divide, target, operand, target)
         return [target]
+
+    def repeated(self, repeated: Repeated) -> Run | None:
+        """Return the whole call in the fewest steps; None where another layer is in between."""
+        prepare = getattr(self._communicator, "repeated_allreduce", None)
+        if prepare is None:
+            return None
+        compare, otherwise, failed = repeated
+        prepared = prepare(self.packs[0].nbytes, self._dtype, self._text)
+        new, quiet, divides, is_lanes = self._new, self._quiet, self._division is not None, self._name == "lanes"
+        divide, operand = self._division or (None, None)
+
+        def run(value: Any, out: Any) -> Any:
+            if out is not None:
+                return otherwise(value, out)
+            target = new()
+            if is_lanes:
+                try:
+                    compare(partial(prepared.begin, value))
+                except BaseException:
+                    prepared.forget()
+                    raise
+            else:
+                compare()
+            try:
+                prepared.reduce(value, target)
+                if divides:
+                    quiet(divide, target, operand, target)
+            except BaseException as error:
+                failed(error)
+                raise
+            return target
+
+        return run
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         return [described(ranks, *group) for group in grouped(self.packs, (self._name,), arrays)]
@@ -208,16 +252,15 @@ def described(
     result: Copies = () if copies or in_place else ((1, "all into the result"),)
     copied = nbytes / rates.copy_bytes_per_second
     seconds = copied * sum(amount for amount, _ in copies)
-    by_mpi = (
-        nbytes / rates.mpi_bytes_per_second
-        if nodes == 1
-        else rates.message_seconds + sent / rates.link_bytes_per_second
-    )
+    by_mpi, estimates = nbytes / rates.mpi_bytes_per_second, dict[costs.Route, float]()
+    if nodes > 1:
+        estimates = _estimates(ranks, packs, _BETWEEN_NODES.get(name, "flat"), 2 if rounded else 1)
+        by_mpi = estimates["flat"]
     by_each = size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)
     way, moved = "stays here, the only replica", ""
     match name:
         case "pipelined":
-            chunk = pipelined.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
+            chunk = setup.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
             way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
             if nbytes >= pipelined.LEAST_BYTES and local <= pipelined.MOST_RANKS and nodes == 1:
                 way += f", or of {size_in_words(pipelined.LARGE_BYTES)} while these are faster"
@@ -225,7 +268,7 @@ def described(
             copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
             seconds += nbytes / rates.window_bytes_per_second
-        case "across" | "lanes":  # one piece is on the network while the node works on the next
+        case "across" | "lanes":
             chosen: two_level.Way = "lanes" if name == "lanes" else "across"
             lanes = len(two_level.lanes_of(chosen, ranks.node_of, ranks.rank).owners)
             piece = two_level.piece_bytes_for(chosen, ranks.node_of, ranks.thresholds)
@@ -239,9 +282,9 @@ def described(
                 copies += result
             by = f"{lanes} of its ranks" if lanes > 1 else "one rank"
             moved = f"each node sends {size_in_words(sent)} and gets as much, by {by}"
-            within = rates.arena_bytes_per_second if seen else rates.window_bytes_per_second
-            on_node = nbytes / within if local > 1 else 0
-            seconds += rates.message_seconds + max(sent / rates.link_bytes_per_second, on_node)
+            if local > 1 and ranks.shares_memory:
+                taken = local * two_level.shared_bytes(chosen, ranks.node_of, ranks.thresholds)
+                moved += f"; this node shares {size_in_words(taken)} for it, from its first use on"
         case "mpi":
             copies += result
             way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.mpi_piece_bytes(nodes), 'piece')}"
@@ -260,23 +303,28 @@ def described(
             way, seconds = "between the threads of this process", seconds + ranks.size * copied
         case _:
             copies, seconds = copies + result, seconds + copied
-    if nodes > 1 and name in _BETWEEN_NODES and not rounded:
-        estimates = _estimates(ranks, packs, _BETWEEN_NODES[name])
+    if nodes > 1 and name in _BETWEEN_NODES:
         seconds = estimates[_BETWEEN_NODES[name]]
-        moved += f"; estimates: {', '.join(f'{route} {time_in_words(each)}' for route, each in estimates.items())}"
+        if not rounded:
+            moved += f"; estimates: {', '.join(f'{route} {time_in_words(each)}' for route, each in estimates.items())}"
     return Description(packs, way, copies, moved, seconds)
 
 
 _BETWEEN_NODES: dict[str, costs.Route] = {"mpi": "flat", "lanes": "lanes", "across": "pairwise"}
 
 
-def _estimates(ranks: Communicator, packs: Sequence[Pack], chosen: costs.Route) -> dict[costs.Route, float]:
-    """Return the seconds that packs take by each route between nodes that may be taken, by which it is chosen."""
+def _estimates(
+    ranks: Communicator, packs: Sequence[Pack], chosen: costs.Route, divisor: int
+) -> dict[costs.Route, float]:
+    """Return the seconds that packs take by each route between nodes that may be taken, by which it is chosen.
+
+    Their bytes are divided by `divisor` where values are rounded before they travel.
+    """
     local, routes = ranks.size // ranks.nodes, [chosen]
     for pack in packs:
         routes += costs.allowed_between_nodes(ranks.nodes, local, pack.nbytes, ranks.thresholds)
     return {
-        route: sum(costs.SECONDS[route](ranks.nodes, local, pack.nbytes, ranks.thresholds) for pack in packs)
+        route: sum(costs.SECONDS[route](ranks.nodes, local, pack.nbytes // divisor, ranks.thresholds) for pack in packs)
         for route in sorted({*routes})
     }
 

@@ -15,12 +15,13 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Description, Repeated, Run, Targets, grouped, nbytes_of
 
 _LOW, _HALF = 0xFFFFFFFF, 32
 
@@ -63,6 +64,7 @@ class FirstMessageRoute:
         self, communicator: Communicator, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp
     ) -> None:
         self.packs: tuple[Pack, ...] = packing.plan(layouts, wire=host_wire_dtype)
+        self._layouts, self._message, self._divisor = layouts, message, 1
         self._writers: list[Callable[[Array], None]] = []
         self._readers: list[Callable[[], Array]] = []
         start = 0
@@ -79,7 +81,7 @@ class FirstMessageRoute:
                 view: Any = mine.view(np.complex128) if dtype.kind == "c" else mine
                 total: Any = sums.view(np.complex128) if dtype.kind == "c" else sums
                 self._writers.append(partial(_write, view.reshape(shape)))
-                divisor = op._divisor(wire, communicator.size)
+                divisor = self._divisor = op._divisor(wire, communicator.size)
                 divide = None if divisor == 1 else division(divisor, total.dtype)
                 self._readers.append(partial(_read, total.reshape(shape), wire, divide))
         self._quiet = quiet_runner()
@@ -91,8 +93,40 @@ class FirstMessageRoute:
 
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
-        results: list[Array] = self._quiet(list, (read() for read in self._readers))
+        try:
+            results: list[Array] = self._quiet(list, (read() for read in self._readers))
+        except BaseException as error:
+            mark_after_messages(error)
+            raise
         return results
+
+    def repeated(self, repeated: Repeated) -> Run | None:
+        """Return the all-reduce of one array of floats in the fewest steps; None for other arrays."""
+        compare, otherwise, failed = repeated
+        dtype, shape = self._layouts[0]
+        if dtype.kind != "f":
+            return None
+        count = self.packs[0].size
+        place, total = self._message.values[:count].reshape(shape), self._message.sums[:count].reshape(shape)
+        quiet, divides = self._quiet, self._divisor != 1
+        divide, operand = division(self._divisor, total.dtype) if divides else (None, None)
+        rounded = total.astype
+
+        def run(value: Any, out: Any) -> Any:
+            if out is not None:
+                return otherwise(value, out)
+            place[...] = value
+            compare()
+            try:
+                if divides:
+                    quiet(divide, total, operand, total)
+                return quiet(rounded, dtype)
+            except BaseException as error:
+                mark_after_messages(error)
+                failed(error)
+                raise
+
+        return run
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way = "in the first message of the call, with its check"

@@ -20,7 +20,6 @@ import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quiet_runner
-from mpistrategy.arrays.gpu import to_host, write_from_host
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
@@ -171,9 +170,9 @@ class InPlaceRoute:
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
     """Write rank 0's array into everybody's; to be called inside an agreed call by all ranks."""
     if is_on_device(replicas.mine):
-        sent = to_host(replicas.mine)
-        communicator.bcast(sent, 0)
-        write_from_host(sent, replicas.mine)
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
+        on_device.bcast(communicator, replicas.mine, 0)
         return
     if not replicas.is_shared:
         communicator.bcast(replicas.mine, 0)

@@ -39,7 +39,7 @@ def draw(timeline: Timeline, file: str, part: tuple[float, float] | None = None)
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "there is no picture: matplotlib is not installed (pip install 'mpistrategy[bench]')"
+        return "there is no picture: matplotlib is not installed (pip install matplotlib)"
     if not timeline.intervals:
         return "there is no picture: nothing was recorded"
     ranks = timeline.ranks[:_MOST_RANKS]

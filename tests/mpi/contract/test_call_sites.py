@@ -275,6 +275,7 @@ def test_a_name_stands_for_all_of_the_place_in_every_call_that_takes_one(strateg
         "through a helper": lambda name: strategy.run(lambda: allsum(1.0, name)),
         "all_reduce_async": lambda name: strategy.run(lambda: context().all_reduce_async("SUM", 1.0, name=name).wait()),
         "all_gather": lambda name: strategy.run(lambda: context().all_gather(np.ones(1), 0, name=name)),
+        "reduce_scatter": lambda name: strategy.run(lambda: context().reduce_scatter("SUM", np.ones(1), name=name)),
         "reduce": lambda name: strategy.reduce("SUM", 1.0, name=name),
         "gather": lambda name: strategy.gather(np.ones(1), 0, name=name),
         "reduce_to": lambda name: extended.reduce_to("SUM", 1.0, "task:0", name=name),

@@ -32,6 +32,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._usual, name)
 
+    def steps_of(self, digest: int) -> None:
+        """Give nobody the steps, which are not counted."""
+
     def all_equal(self, digest: int) -> bool:
         self.compared += 1
         return bool(self._usual.all_equal(digest))

@@ -120,7 +120,7 @@ def test_a_pickle_has_public_data_only(strategy: ms.MirroredStrategy) -> None:
     marks = [name for name in vars(error) if name.startswith("_")]
     assert marks
     for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):
-        assert not [name for name in vars(again) if name.startswith("_")]
+        assert not [name for name in vars(again) if name.startswith("_") and name != "__notes__"]  # Python's own
         assert (type(again), str(again), again.rank) == (type(error), str(error), error.rank)
     assert still_works(strategy)
 

@@ -102,6 +102,7 @@ IN_STEPS: dict[str, Call] = {
     "ReplicaContext.all_reduce": lambda w, name: context().all_reduce("SUM", ONES, name=name),
     "ReplicaContext.all_reduce_async": lambda w, name: context().all_reduce_async("SUM", ONES, name=name).wait(),
     "ReplicaContext.all_gather": lambda w, name: context().all_gather(ONES, 0, name=name),
+    "ReplicaContext.reduce_scatter": lambda w, name: context().reduce_scatter("SUM", ONES, name=name),
     "Variable.assign": lambda w, name: w.summed.assign(ONES, name=name),
     "Variable.assign_add": lambda w, name: w.summed.assign_add(ONES, name=name),
     "Variable.assign_sub": lambda w, name: w.summed.assign_sub(ONES, name=name),

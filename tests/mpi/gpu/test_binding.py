@@ -494,7 +494,7 @@ JOB = """
 import sys
 import mpistrategy as ms
 from mpi4py import MPI
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from gpu_doubles import pretended
 with pretended("GPU-one"):
     ms.MirroredStrategy("gpu")
@@ -503,7 +503,7 @@ print("went on")
 
 
 def test_a_job_whose_ranks_would_share_a_gpu_ends(launch: Callable[..., launching.Finished]) -> None:
-    job = launch(3, JOB.format(tests=str(Path(__file__).parents[2])), timeout=30)
+    job = launch(3, JOB.format(tests=launching.HELPERS), timeout=30)
     assert job.returncode == 1
     assert "went on" not in job.stdout
     assert "ranks 0-2 on" in job.stderr

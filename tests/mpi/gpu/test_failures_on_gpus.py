@@ -109,7 +109,7 @@ def test_a_rank_without_pinned_memory_is_heard_of(monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(staged, "_Slot", out_of_memory)
+            patch.setattr(staged, "Slot", out_of_memory)
         for one in outcomes(reduce):
             assert "there is none left" in one.text
     assert [one.error for one in outcomes(reduce)] == [None] * SIZE

@@ -144,7 +144,7 @@ def wrong_results(cupy: Any, missing: str = "") -> int:
 
         path._write, path._combine = rank_0_first, at_once  # type: ignore[method-assign]
         if missing == "barrier":
-            path._ranks = SimpleNamespace(size=SIZE, node_barrier=lambda: None, guard=ranks.guard)  # type: ignore[assignment]
+            path._ranks = SimpleNamespace(rank=RANK, size=SIZE, node_barrier=lambda: None, guard=ranks.guard)  # type: ignore[assignment]
         streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
         buffers = []
         for call in range(8):

@@ -7,19 +7,19 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import cupy_double
 import nccl_double
 import numpy as np
 import pytest
+from launching import HELPERS
 from replicas import RANK, SIZE, in_step
 from replicas import numbers_of as values
 
 import mpistrategy as ms
-from mpistrategy.mpi.gpu.transports import nccl
+from mpistrategy.mpi.gpu.transports import nccl, rounded
 from mpistrategy.mpi.gpu.transports import staged as staged_path
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.nccl import NcclPath
@@ -81,8 +81,7 @@ def test_what_nccl_does_otherwise_than_the_host_is_staged(strategy: Any, cupy: A
     found = {(op, dtype): how_often(op, dtype) for op in ("SUM", "MAX", "PROD") for dtype in (*DTYPES, "float16")
              if (op, dtype[:7]) != ("MAX", "complex")}  # fmt: skip
     staged = {key for key, count in found.items() if not count}
-    floats = {("MAX", dtype) for dtype in ("float64", "float32", "float16")}
-    assert staged == floats | {("PROD", "complex64"), ("PROD", "complex128")}
+    assert staged == {("PROD", "complex64"), ("PROD", "complex128")}
     lost = cupy.asarray(np.array([1.0, np.nan]) if RANK == 0 else np.array([np.nan, 2.0]))
     assert np.isnan(in_step(strategy, lambda ctx: ctx.all_reduce("MAX", lost)).get()).all()
 
@@ -145,18 +144,32 @@ def test_num_packs_and_options(cupy: Any) -> None:
 
 
 @several
-def test_options_ask_for_it_and_wire_goes_by_the_host(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = []
+def test_options_ask_for_it(cupy: Any) -> None:
     with ms.MirroredStrategy() as strategy:
         options = ms.CommunicationOptions(implementation="NCCL")
         in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(np.ones(3)), options))
-        path, communicator = path_of(strategy), strategy.extended.communicator
-        assert device_paths(communicator).reasons["nccl"] == "as asked for"
-        monkeypatch.setattr(communicator, "rounds", True, raising=False)
-        by_host = SimpleNamespace(allreduce=lambda *args: staged.append(args), free=lambda: None)
-        monkeypatch.setattr(path, "_staged", by_host)
-        path.allreduce(communicator, cupy.asarray(np.ones(3)), "SUM")
-        assert len(staged) == 1
+        assert device_paths(strategy.extended.communicator).reasons["nccl"] == "as asked for"
+
+
+@several
+@pytest.mark.parametrize(("wire", "u"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11), (None, 0.0)])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_a_wire_is_what_nccl_adds(cupy: Any, monkeypatch: pytest.MonkeyPatch, wire: Any, u: float, op: Any) -> None:
+    nccl_double.calls.clear()
+    monkeypatch.setattr(rounded, "PIECE", 5)
+    given = [np.random.default_rng(rank).standard_normal(23).astype(np.float32) for rank in range(SIZE)]
+    with ms.MirroredStrategy() as strategy:
+        options = ms.CommunicationOptions(wire=wire)
+        monkeypatch.setattr(strategy.extended.communicator, "nodes", 2)
+        found = in_step(strategy, lambda ctx: ctx.all_reduce(op, cupy.asarray(given[RANK]), options)).get()
+        whole = in_step(strategy, lambda ctx: ctx.all_reduce(op, cupy.asarray(np.arange(3)), options)).get()
+    divisor = SIZE if op == "MEAN" else 1
+    error = np.abs(found - sum(each.astype(np.float64) for each in given) / divisor)
+    bound = ((1 + max(u, 2.0**-23)) ** SIZE - 1) * sum(map(np.abs, given)) / divisor + 1e-7
+    assert (error <= bound).all()
+    assert (error > 1e-6).any() == (wire is not None)
+    assert whole.tolist() == (np.arange(3) * SIZE / divisor).tolist()
+    assert nccl_double.calls.count("allReduce") >= (5 if wire else 1)
 
 
 @several
@@ -268,7 +281,7 @@ def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
 
 HANGS = """
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import cupy_double, nccl_double, numpy as np
 import mpistrategy as ms
 kind = {kind!r}
@@ -292,9 +305,7 @@ with cupy_double.installed(nccl_double.made()) as cupy:
 
 @pytest.mark.parametrize("kind", ["hangs", "failed"])
 def test_a_result_that_never_comes_ends_the_job_with_a_roll_call(launch: Any, kind: str) -> None:
-    job = launch(
-        2, HANGS.format(tests=str(Path(__file__).parents[2]), kind=kind, seconds=3 if kind == "hangs" else 300)
-    )
+    job = launch(2, HANGS.format(tests=HELPERS, kind=kind, seconds=3 if kind == "hangs" else 300))
     assert job.returncode
     assert job.seconds < 30
     assert "went on" not in job.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
-from mpistrategy.mpi.gpu import cuda_trials
+from mpistrategy.mpi.gpu import cuda_trials, fabric
 from mpistrategy.mpi.gpu.cuda_aware import NO, UNVERIFIED, YES, Answer
 from mpistrategy.mpi.gpu.cuda_trials import Outcome
 from mpistrategy.mpi.gpu.transports import setup
@@ -89,12 +90,15 @@ def test_a_yes_that_nobody_tried_is_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert cuda_trials.verified(yes, VERSION, True) == yes
     assert cuda_trials.verified(no, VERSION, None) == no
     for outcome, verdict in [("right", YES), ("wrong", NO), ("died", NO)]:
-        file = cuda_trials.save(VERSION, Outcome(outcome, "two ranks"))
+        file = cuda_trials.save(VERSION, "one node", Outcome(outcome, "two ranks"))
         assert cuda_trials.verified(yes, VERSION, None).verdict == verdict
+        between = cuda_trials.verified(yes, VERSION, None, nodes=2)
+        assert between.verdict == UNVERIFIED
+        assert "doctor once on several nodes" in between.reason
         assert cuda_trials.verified(yes, f"{VERSION}, another one", None).verdict == UNVERIFIED
     for spoiled in ("", "{", "[]", '{"format": 1, "library": "another", "outcome": "right", "reason": ""}'):
         file.write_text(spoiled)
-        assert cuda_trials.load(VERSION) is None
+        assert cuda_trials.load(VERSION, "one node") is None
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
@@ -152,3 +156,61 @@ def test_a_rank_that_cannot_have_the_path_leaves_nobody_waiting(monkeypatch: pyt
         monkeypatch.setattr(setup, "StagedPath", out_of_memory)
     for one in outcomes(reduce_one):
         assert "no pinned memory" in one.text
+
+
+def test_an_outcome_is_of_its_settings_and_speed_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in cuda_trials.settings():
+        monkeypatch.delenv(name)
+    yes = Answer(YES, "it says so")
+    cuda_trials.save(VERSION, "one node", Outcome("right", "two ranks", 2e9, 1e9))
+    assert cuda_trials.verified(yes, VERSION, None).is_yes
+    monkeypatch.setenv("OMPI_MCA_orte_ess_num_procs", "2")  # the launcher's
+    assert cuda_trials.verified(yes, VERSION, None).is_yes
+    for name in ("UCX_TLS", "OMPI_MCA_pml", "MPICH_GPU_SUPPORT_ENABLED", "FI_PROVIDER"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "x")
+            assert cuda_trials.verified(yes, VERSION, None).verdict == UNVERIFIED
+    cuda_trials.save(VERSION, "one node", Outcome("right", "two ranks", 1e9, 2e9))
+    slower = cuda_trials.verified(yes, VERSION, None)
+    assert slower.verdict == NO
+    assert "slower than the host" in slower.reason
+
+
+def test_several_nodes_through_the_host_are_told_the_cure() -> None:
+    ranks = [Abilities(f"GPU-{n}", n, 0, "unverified", "not tried") for n in range(2)]
+    found = choose(ranks)
+    assert (found.name, found.is_second_best) == ("staged", True)
+    assert "CuPy has no NCCL" in found.reason
+    assert "pip install nvidia-nccl-cu12" in found.reason
+    assert "mpistrategy doctor once" in found.reason
+    assert not choose(ranks, "staged").is_second_best
+    assert not choose([replace(rank, verdict="yes") for rank in ranks]).is_second_best
+    assert not choose([replace(rank, node=0, ipc="no") for rank in ranks]).is_second_best
+
+
+def test_fabrics_are_seen_and_so_is_a_plugin(tmp_path: Path) -> None:
+    assert fabric.fabric(str(tmp_path)) == ""
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text("Ethernet\n")
+    assert fabric.fabric(str(tmp_path)) == "RoCE"
+    (port / "link_layer").write_text("InfiniBand\n")
+    assert fabric.fabric(str(tmp_path)) == "InfiniBand"
+    (tmp_path / "drivers" / "efa").mkdir(parents=True)
+    (tmp_path / "infiniband" / "rdmap0" / "device").mkdir(parents=True)
+    (tmp_path / "infiniband" / "rdmap0" / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")
+    assert fabric.fabric(str(tmp_path)) == "EFA"
+    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
+    assert fabric.fabric(str(tmp_path)) == "Slingshot"
+    assert not fabric.has_plugin({"LD_LIBRARY_PATH": str(tmp_path)}, ())
+    (tmp_path / "libnccl-net.so").touch()
+    assert fabric.has_plugin({"LD_LIBRARY_PATH": f"/none:{tmp_path}"}, ())
+    assert not fabric.has_plugin({"LD_LIBRARY_PATH": str(tmp_path), "NCCL_NET_PLUGIN": "ofi"}, ())
+
+
+def test_the_network_that_doctor_saw_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cuda_trials.network_of_nccl(VERSION) == ""
+    cuda_trials.save(VERSION, "several nodes", Outcome("right", "two ranks", 1e9, 1e9, 42e9, "InfiniBand"))
+    assert "over InfiniBand, 42.0 GB/s" in cuda_trials.network_of_nccl(VERSION)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import launching
+import pages
 import pytest
 
 import mpistrategy
@@ -26,8 +27,8 @@ def test_the_tables_have_the_variables_that_the_package_reads() -> None:
         *environment.VARIABLES,
         *environment.FORMER_NAMES,
     }
-    readme = (ROOT.parent / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"(?m)^\| `(MPISTRATEGY_\w+)` \|", readme)) == {*environment.VARIABLES}
+    page = pages.TEXTS["environment"]
+    assert set(re.findall(r"(?m)^\| `(MPISTRATEGY_\w+)` \|", page)) == {*environment.VARIABLES}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, part_of, sam
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.shared_memory import bounce_buffers, pipelined
+from mpistrategy.mpi.shared_memory import bounce_buffers, pipelined, setup
 from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers
 from mpistrategy.mpi.shared_memory.pipelined import ChunkChoice, PipelinedAllReduce
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
@@ -33,7 +33,7 @@ def windows(strategy: ms.Strategy) -> dict[int, PipelinedAllReduce]:
     ranks = strategy.extended.communicator
     assert strategy.extended.communicator.node_of == (0,) * SIZE
     waiting = Waiting(SIZE, lambda: None)
-    return {size: PipelinedAllReduce(ranks.shared(pipelined.segment_bytes(size)), size, waiting) for size in CHUNKS}
+    return {size: PipelinedAllReduce(ranks.shared(setup.pipelined_bytes(size)), size, waiting) for size in CHUNKS}
 
 
 def idle(loops: int) -> None:
@@ -281,7 +281,7 @@ def test_sums_are_the_same_whatever_the_chunks(
     monkeypatch.setattr(pipelined, "LEAST_BYTES", 2 * size)
     monkeypatch.setattr(pipelined, "LARGE_BYTES", size)
     monkeypatch.setattr(ChunkChoice, "_next", lambda self: self._calls * 7 // 3 & 1)
-    shared = ranks.shared(pipelined.segment_bytes(128))
+    shared = ranks.shared(setup.pipelined_bytes(128))
     made = PipelinedAllReduce(shared, 128, Waiting(SIZE, lambda: None), ranks.shared)
     sizes: set[int] = set()
     usual = BounceBuffers.layout
@@ -303,7 +303,7 @@ def test_sums_are_the_same_whatever_the_chunks(
 
 def test_without_room_for_large_chunks_all_ranks_go_on_with_small_ones(strategy: ms.Strategy) -> None:
     asked: list[int] = []
-    shared = strategy.extended.communicator.shared(pipelined.segment_bytes(4096))
+    shared = strategy.extended.communicator.shared(setup.pipelined_bytes(4096))
     made = PipelinedAllReduce(shared, 4096, Waiting(SIZE, lambda: None), lambda nbytes: asked.append(nbytes))
     target = np.ones(pipelined.LEAST_BYTES // 8)
     for _ in range(3):

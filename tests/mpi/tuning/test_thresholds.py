@@ -272,7 +272,7 @@ def test_without_a_home_folder_the_defaults_are_taken() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert files.agreed(VERSION, Ranks("same")) == SHIPPED
-    assert cuda_trials.load(VERSION) is None
+    assert cuda_trials.load(VERSION, "one node") is None
     with pytest.raises(FileNotFoundError, match=r"No home folder is known of this user.*HOME"):
         files.save(MEASURED, Machine.of(VERSION, (0, 0)))
 

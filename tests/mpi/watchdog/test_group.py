@@ -98,3 +98,15 @@ def test_a_long_record_keeps_its_beginning_and_its_end(job: Callable[[int, int],
     (record,) = alone.records().values()
     assert (record[0], record[-1]) == ("first", "last")
     assert "... (cut)" in record
+
+
+def test_the_records_of_many_ranks_fit_into_the_file_that_others_read(job: Callable[[int, int], PretendedJob]) -> None:
+    ranks = job(1, 400)
+    ranks.beat()
+    for each in ranks.groups:
+        each.board.write_record(f"first\n{'x' * BYTES}\nlast")
+    first = ranks.groups[0]
+    assert first.tell([])
+    records = json.loads(first.directory.read("node-0.json"))["records"]
+    assert len(records) == 400
+    assert all((record[0], record[-1]) == ("first", "last") for record in records.values())

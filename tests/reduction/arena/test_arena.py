@@ -39,7 +39,8 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.multi_node.two_level import AcrossNodes
 from mpistrategy.mpi.shared_memory.segments import private_memory
-from mpistrategy.reduction.arena.arena import Arena, resident, resident_values
+from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.inputs import resident, resident_values
 
 pytestmark = pytest.mark.mpi
 

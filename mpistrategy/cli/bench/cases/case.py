@@ -52,7 +52,7 @@ class Variant:
     within: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def writer(self) -> Callable[[float], object]:
-        """Return what rewrites every operand; as little Python as possible, for it stands between short calls."""
+        """Return what rewrites every operand; with little Python, since it runs between short calls."""
         if len(self.operands) == 1 and self.load is None:
             return self.operands[0].fill
 

@@ -1,9 +1,9 @@
 """What protection costs: the same all-reduces without the check of calls, without the flight record, and with both.
 
 All variants enter where `ReplicaContext.all_reduce` has found its context; every one has a communicator of its own.
-On one node the check rides with the data; the variant without it looks up what it has worked out by dtype and shape
-alone, and leaves out the call site, the digests and what tells threads apart.  For the levels of
-checks between nodes every rank poses as a node of its own, so that everything goes through MPI.
+On one node the check travels with the data; the variant without it finds its plan by dtype and shape alone, without
+call site, digest and thread.  For the levels of checks between nodes every rank counts as a node of its own, so that
+everything goes through MPI.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Case, Variant
 from mpistrategy.cli.bench.cases.sums import Bench
-from mpistrategy.cross_device_ops import MpiAllReduce
+from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.mpi.contract import check_level
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes

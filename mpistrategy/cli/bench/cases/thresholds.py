@@ -171,7 +171,7 @@ class Search:
 
     def _cheapest(self, name: str, costs: dict[int, float], default: int) -> int:
         """Return the value of the least cost (a logarithm of time), if it is clearly less than the default's."""
-        # A default between the sizes that were tried behaves, on them, like its neighbour.
+        # A default between two of the sizes that were tried acts as the nearer one does.
         like_default = min(costs, key=lambda value: abs(np.log2(value / default)))
         best = min(costs, key=lambda value: costs[value])
         value = best if costs[best] < costs[like_default] + np.log(CLEARLY) else default

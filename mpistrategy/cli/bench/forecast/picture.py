@@ -17,7 +17,7 @@ def draw(tables: Sequence[Table], compute_seconds: float, file: str) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "there is no picture: matplotlib is not installed (pip install 'mpistrategy[bench]')"
+        return "there is no picture: matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(10, 3.5 * len(tables)), layout="constrained")
     grid = figure.subplots(len(tables), 2, squeeze=False)
     for (times, shares), table in zip(grid, tables, strict=True):

@@ -73,7 +73,7 @@ class Assumed:
 def assumed(thresholds: Thresholds, source: str, link: LinkRates) -> Assumed:
     """Return the thresholds of a file, or the defaults, with the link of the command line.
 
-    On another link than the measured one it is not known either what MPI's calls take beyond the formulas.
+    On another link than the measured one, the measured corrections of the formulas do not hold.
     """
     # Files from before there were formulas have measured the link alone.
     whole = bool(thresholds.rates.measured_over_estimated)

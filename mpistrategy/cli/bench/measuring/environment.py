@@ -37,7 +37,7 @@ class Job:
 
 
 def describe(job: Job) -> dict[str, Any]:
-    """Return the environment of a run: what another person needs to judge its figures."""
+    """Return the environment of a run: what readers need to judge its figures."""
     return {
         "mpi": job.library,
         "mpi_standard": job.standard,

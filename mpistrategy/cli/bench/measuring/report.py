@@ -104,7 +104,7 @@ def draw(report: dict[str, Any], file: str) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "there is no picture: matplotlib is not installed (pip install 'mpistrategy[bench]')"
+        return "there is no picture: matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     names = list(dict.fromkeys(row["name"] for case in cases for row in case["variants"]))

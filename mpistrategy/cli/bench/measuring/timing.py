@@ -3,7 +3,8 @@
 Before each call every rank rewrites its whole operand, and after it reads its whole result: calls on idle buffers
 would favour shared memory.  Long calls are timed one by one behind a barrier; short ones in batches together with
 the rewriting and reading, whose own time is then measured and taken off.  A call's time is that of its slowest rank.
-Calls during which a rank had to share its core are left out where enough others remain: they measure the neighbours.
+Calls during which a rank had to share its core are left out, where enough others remain: other programs disturbed
+them.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def _alone(variant: Variant, ranks: Ranks, value: float) -> float:
 
 def _in_batch(variant: Variant, ranks: Ranks, calls: int, first: int) -> float:
     call = variant.call
-    result = call()  # also wakes what has slept behind the variants before
+    result = call()  # also wakes threads that slept while other variants ran
     write, read = variant.writer(), variant.reader(result)
     ranks.barrier()
     start = time.perf_counter()

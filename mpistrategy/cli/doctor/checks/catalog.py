@@ -27,6 +27,7 @@ TOGETHER: tuple[Check, ...] = (
     gpu.gpus,
     gpu.peer_access,
     gpu.cuda_aware,
+    gpu.network,
     mpi.start,
     speed.sums,
     speed.speed,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.errors import DeviceError, MpiStrategyError
-from mpistrategy.mpi.gpu import binding
+from mpistrategy.mpi.gpu import binding, fabric
 from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, Answer, weakest
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.objects.shown import ranks_in_words
@@ -128,6 +128,28 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
             f"unverified: {answer.verdict}, as far as can be seen ({answer.reason}); {why}",
             f"If you know it: export {VARIABLE}=1, or 0",
         )
+
+
+def network(job: Job) -> Iterator[Finding]:
+    """Find an NCCL that talks between nodes through sockets, beside a fast network."""
+    if len(job.nodes) < 2 or not any(Sight.read(each.sight).gpus for each in job.facts if each.sight):
+        return
+    there = sorted({each.fabric for each in job.facts} - {""})
+    name, trial = there[0] if there else "", job.trial
+    if trial is not None and trial.network:
+        speed = f"{trial.nccl / 1e9:.1f} GB/s between two nodes"
+        if trial.network != "sockets" or not name:
+            yield Finding("nccl", OK if name or trial.network != "sockets" else NOTE, f"over {trial.network}: {speed}")
+            return
+        yield Finding("nccl", BAD, f"over sockets, beside {name}: {speed}", fabric.cure(name))
+    elif name in fabric.BY_PLUGIN and (
+        without := [each.rank for each in job.facts if each.fabric == name and not each.has_net_plugin]
+    ):
+        found = f"{name} is here, and NCCL has no plugin for it: it would talk between nodes through sockets"
+        yield Finding("nccl", NOTE, found, fabric.cure(name), tuple(without))
+    elif name:
+        plugin = ", by a plugin" if name in fabric.BY_PLUGIN else ""
+        yield Finding("nccl", OK, f"{name} is here, which NCCL can use{plugin}; not measured")
 
 
 def parts_of(error: MpiStrategyError) -> tuple[str, str]:

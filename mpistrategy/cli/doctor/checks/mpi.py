@@ -129,14 +129,14 @@ def start(job: Job) -> Iterator[Finding]:
     yield Finding("start", NOTE, took, fix, (slowest.rank,) if slowest.start_seconds > 1 else ())
 
 
-#: File systems that a thousand interpreters, which each look for thousands of small files, can bring to a stop.
+#: File systems that can stall when a thousand interpreters look for thousands of small files each.
 NETWORKED = {"NFS", "Lustre", "GPFS", "BeeGFS", "CephFS", "SMB", "AFS", "PanFS", "PVFS2", "9P"}
 _SLOW_SECONDS = 5.0
 _MANY = 256
 
 
 def leftovers(job: Job) -> Iterator[Finding]:
-    """Find what killed mpiexecs of Open MPI have left, over which later ones with their process numbers fall."""
+    """Find files of killed mpiexecs of Open MPI: a later one with the same process number does not start."""
     for ranks in job.nodes.values():
         left = list(dict.fromkeys(path for each in ranks for path in each.leftovers))
         if left:

@@ -108,10 +108,11 @@ def shared_memory(job: Job) -> Iterator[Finding]:
         yield Finding("shared memory", OK, "one rank on each node: nothing to share")
         return
     tight: Finding | None = None
+    later = _later_bytes(job)
     for ranks in needing:
         first = ranks[0]
         members = tuple(each.rank for each in ranks)
-        state = f"{_room_in_words(first)} on {first.host}"
+        state = f"{_room_in_words(first, later)} on {first.host}"
         if first.room_of and first.room_free < first.room_needed:
             yield Finding(
                 "shared memory",
@@ -129,9 +130,16 @@ def shared_memory(job: Job) -> Iterator[Finding]:
                 _MORE_MEMORY,
                 members,
             )
-    yield tight or Finding(
-        "shared memory", OK, _room_in_words(min((ranks[0] for ranks in needing), key=lambda each: each.room_free))
-    )
+        if tight is None and first.room_of and first.room_free < first.room_needed + first.local_size * later:
+            tight = Finding(
+                "shared memory",
+                NOTE,
+                f"{state}, for which there is no room: these sums would go through one rank of each node, slower",
+                _MORE_MEMORY,
+                members,
+            )
+    least = min((ranks[0] for ranks in needing), key=lambda each: each.room_free)
+    yield tight or Finding("shared memory", OK, _room_in_words(least, later))
 
 
 _MORE_MEMORY = (
@@ -139,6 +147,22 @@ _MORE_MEMORY = (
 )
 
 
-def _room_in_words(facts: Facts) -> str:
+def _later_bytes(job: Job) -> int:
+    """Return what each rank of a node shares besides from the first large sum between nodes on; 0 on one node."""
+    from mpistrategy.mpi.multi_node.two_level import shared_bytes  # here, since the doctor starts quickly
+    from mpistrategy.mpi.tuning.thresholds import DEFAULT
+
+    leaders = list(job.nodes)
+    node_of = [leaders.index(each.leader) for each in job.facts]
+    return shared_bytes("lanes", node_of, DEFAULT) if len(leaders) > 1 else 0
+
+
+def _room_in_words(facts: Facts, later: int) -> str:
     known = f"{mebibytes(facts.room_free)} are free ({facts.room_of}); " if facts.room_of else ""
-    return f"{known}{facts.local_size} ranks share {mebibytes(facts.room_needed)} for each strategy"
+    text = f"{known}{facts.local_size} ranks share {mebibytes(facts.room_needed)} for each strategy"
+    if later:
+        from mpistrategy.mpi.multi_node.two_level import NODE_BYTES  # here, since the doctor starts quickly
+
+        text += f", and {mebibytes(facts.local_size * later)} more from the first large sum between nodes on"
+        text += f"; all_reduce_async takes up to {mebibytes(NODE_BYTES)} for itself"
+    return text

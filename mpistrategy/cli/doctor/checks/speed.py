@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding
 from mpistrategy.cli.doctor.facts.facts import Job, Speed
 
-#: Measured in a blink, beside whatever else runs: only what is far off is worth a word.
+#: The measurements are short, and other programs may disturb them: only large differences are reported.
 _FAR_OFF = 5.0
 _LINK = "to "
 _SLOW_LINK = 2.0

@@ -1,75 +1,75 @@
-"""Tries MPI on GPU memory in a separate job of two ranks."""
+"""Tries MPI, and NCCL beside it, on GPU memory in separate jobs of two ranks: on one node, and on two."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
 
 from mpistrategy.cli.doctor.facts.facts import Trial
-from mpistrategy.mpi.gpu.loaded_mpi import is_mpi
+from mpistrategy.cli.doctor.facts.trial_launch import Start, start
+from mpistrategy.mpi.gpu import cuda_trials, loaded_mpi
+from mpistrategy.mpi.gpu.cuda_trials import Outcome, Place
 
-#: Variables by which a launcher tells a rank who it is; they would confuse the launcher of the separate job.
-_LAUNCHERS = (
-    *("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "SLURM_", "PALS_", "MV2_COMM_", "JSM_", "OMPI_"),
-    *("OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir", "OMPI_MCA_mpi_oversubscribe"),
-    *("OMPI_MCA_shmem_RUNTIME_", "OMPI_MCA_rmaps_", "OMPI_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_hwloc_base_binding"),
-)
-#: Set by a user or a module for Open MPI, and kept.  (OPAL_PREFIX, its location, matches nothing above.)
-_KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
-#: More ranks than cores, on this machine alone.
-_HERE = {
-    "HYDRA_LAUNCHER": "fork",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
+#: How NCCL names the network that it chose, and what users call it.
+_NETWORK = re.compile(r"NCCL INFO .*Using network (.+)")
+_NETWORKS = {"IB": "InfiniBand", "Socket": "sockets"}
 
 
-def command(files: Sequence[str] = ()) -> list[str] | None:
-    """Return what starts the two ranks; None where there is no mpiexec.
+def try_all(library: str, hosts: Sequence[str], environment: Mapping[str, str], seconds: float) -> Trial:
+    """Try MPI on one node, and on two where the job has several; keep the outcomes for strategies.
 
     Args:
-        files: the libraries in this process; the mpiexec that came with its MPI goes before all others.
-    """
-    own = [os.path.dirname(os.path.dirname(path)) for path in files if is_mpi(path)]
-    folders = [*(os.path.join(root, "bin") for root in own), os.path.dirname(sys.executable)]
-    beside = [os.path.join(folder, "mpiexec") for folder in folders]
-    mpiexec = next((path for path in beside if os.access(path, os.X_OK)), None) or shutil.which("mpiexec")
-    return [mpiexec, "-n", "2", sys.executable, "-m", "mpistrategy.cli.doctor.facts.cuda_child"] if mpiexec else None
-
-
-def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of a launcher."""
-    return {key: value for key, value in environment.items() if not _is_told(key)} | _HERE
-
-
-def _is_told(key: str) -> bool:
-    longest = max((len(start) for start in _LAUNCHERS if key.startswith(start)), default=0)
-    return longest > max((len(start) for start in _KEPT if key.startswith(start)), default=0)
-
-
-def attempt(started: Sequence[str] | None, environment: Mapping[str, str], seconds: float) -> Trial:
-    """Run the two ranks and judge the outcome; never raises.
-
-    Args:
-        started: the command; None where there is no launcher.
+        library: what the MPI library says about itself.
+        hosts: the nodes of the job.
         environment: of this process.
+        seconds: how long each trial may take.
+    """
+    places: list[Place] = ["one node", *(["several nodes"] if len(set(hosts)) > 1 else [])]  # type: ignore[list-item]
+    found: dict[Place, Trial] = {}
+    for place in places:
+        started = start(place, environment, loaded_mpi.mapped_files(), hosts)
+        found[place] = trial = attempt(started, seconds)
+        if trial.outcome != "unverified":
+            with suppress(OSError):  # strategies then go on as if nobody had tried
+                cuda_trials.save(library, place, Outcome(**asdict(trial)))
+    return _together(found)
+
+
+def _together(found: Mapping[Place, Trial]) -> Trial:
+    """Return the worst outcome, and all of them in words."""
+    if len(found) == 1:
+        return next(iter(found.values()))
+    order = ("right", "unverified", "died", "wrong")
+    outcome = max((trial.outcome for trial in found.values()), key=order.index)
+    far = found["several nodes"]
+    reason = "; ".join(f"{place}: {trial.reason}" for place, trial in found.items())
+    return Trial(outcome, reason, far.direct, far.staged, far.nccl, far.network)
+
+
+def attempt(started: Start | None, seconds: float) -> Trial:
+    """Run two ranks and judge the outcome; never raises.
+
+    Args:
+        started: how; None where there is no launcher.
         seconds: how long they may take.
     """
     if started is None:
-        return Trial("unverified", "no mpiexec is here to start two ranks that try it")
+        return Trial("unverified", "nothing here can start two ranks that try it: no mpiexec, srun, flux or jsrun")
     try:
         with subprocess.Popen(
-            started,
+            started.command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=without_launcher(environment),
+            # NCCL tells its network nowhere else.
+            env={**started.environment, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"},
             text=True,
             errors="replace",
             start_new_session=True,
@@ -78,7 +78,11 @@ def attempt(started: Sequence[str] | None, environment: Mapping[str, str], secon
                 output, errors = job.communicate(timeout=seconds)
             except subprocess.TimeoutExpired:
                 _end(job.pid)
-                job.communicate()
+                output, errors = job.communicate()
+                if _told(output):
+                    return _judged(0, output, errors)
+                if "STARTED" not in output:
+                    return Trial("unverified", f"the two ranks that try it did not start within {seconds:g} s")
                 return Trial("died", f"they did not end within {seconds:g} s")
     except OSError as error:
         return Trial("unverified", f"two ranks that try it cannot be started ({error.strerror or error})")
@@ -86,14 +90,10 @@ def attempt(started: Sequence[str] | None, environment: Mapping[str, str], secon
 
 
 def _judged(status: int, output: str, errors: str) -> Trial:
-    told = next((line for line in reversed(output.splitlines()) if line.startswith("{")), "")
+    told = _told(output)
     if told:
         with suppress(ValueError, KeyError, TypeError):
-            found = json.loads(told)
-            direct, staged = (found["nbytes"] / found[way] / 1e9 for way in ("direct", "staged"))
-            if found["right"]:
-                return Trial("right", f"two ranks, {direct:.1f} GB/s; {staged:.1f} GB/s staged through the host")
-            return Trial("wrong", "other numbers than were sent")
+            return _measured(json.loads(told), output + errors)
     said = next((line.strip() for line in errors.splitlines() if "Error" in line), "")
     if "ImportError" in said or "ModuleNotFoundError" in said or "not enough slots" in errors:
         return Trial("unverified", f"the two ranks that try it did not start ({said or 'not enough slots'})")
@@ -101,7 +101,29 @@ def _judged(status: int, output: str, errors: str) -> Trial:
     if 0 < number < 64:
         with suppress(ValueError):
             return Trial("died", f"{signal.Signals(number).name}")
+    if "STARTED" not in output and status:
+        last = next((line.strip() for line in reversed(errors.splitlines()) if re.search("[a-z]", line)), "")
+        return Trial("unverified", f"the two ranks that try it did not start (status {status}{last and ', '}{last})")
     return Trial("died", f"status {status}{f', {said}' if said else ''}")
+
+
+def _told(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if line.startswith("{")), "")
+
+
+def _measured(found: dict[str, Any], output: str) -> Trial:
+    if not found["right"]:
+        return Trial("wrong", "other numbers than were sent")
+    direct, staged, nccl = (found["nbytes"] / found[way] if found.get(way) else 0.0 for way in _WAYS)
+    reason = f"two ranks, {direct / 1e9:.1f} GB/s; {staged / 1e9:.1f} GB/s staged through the host"
+    named = _NETWORK.search(output)
+    network = _NETWORKS.get(named[1].strip(), named[1].strip()) if named else ""
+    if nccl:
+        reason += f"; {nccl / 1e9:.1f} GB/s by NCCL{network and f' over {network}'}"
+    return Trial("right", reason, direct, staged, nccl, network)
+
+
+_WAYS = ("direct", "staged", "nccl")
 
 
 def _end(process: int) -> None:

@@ -41,6 +41,8 @@ class Facts:
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
         no_peer_access: pairs of GPUs that cannot read each other's memory.
         cuda_aware: what is known of the MPI library and GPU memory; `mpistrategy.mpi.gpu.cuda_aware.Answer.text`.
+        fabric: the fast network of the node; see `mpistrategy.mpi.gpu.fabric.fabric`.
+        has_net_plugin: whether NCCL would find a network plugin.
         leftovers: folders that killed jobs of Open MPI have left.
     """
 
@@ -82,6 +84,8 @@ class Facts:
     gpus_promised: int = 0
     visible: str | None = None
     no_peer_access: Sequence[Sequence[int]] = ()
+    fabric: str = ""
+    has_net_plugin: bool = False
     cuda_aware: str = ""
     leftovers: Sequence[str] = ()
 
@@ -137,10 +141,16 @@ class Trial:
     Attributes:
         outcome: "right", "wrong" (the values), "died", or "unverified": it could not be tried.
         reason: in words.
+        direct, staged, nccl: bytes a second summed by MPI in GPU memory, through the host, and by NCCL; 0: unknown.
+        network: what NCCL found between the two ranks; "" if unknown.
     """
 
     outcome: str
     reason: str = ""
+    direct: float = 0.0
+    staged: float = 0.0
+    nccl: float = 0.0
+    network: str = ""
 
 
 @dataclass(frozen=True)

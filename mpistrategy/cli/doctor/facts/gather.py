@@ -20,7 +20,7 @@ from mpistrategy.cli.doctor.checks.gpu import parts_of
 from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, kind_of, pairs_without_peer_access
 from mpistrategy.cli.doctor.facts.facts import Facts
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.gpu import loaded_mpi
+from mpistrategy.mpi.gpu import fabric, loaded_mpi
 from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.shared_memory.segments import room
 from mpistrategy.mpi.shared_memory.spin_wait import cores
@@ -90,6 +90,8 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         homes=homes(),
         gpu_devices=len(glob("/dev/nvidia[0-9]*")),
         amd=os.path.exists("/dev/kfd"),
+        fabric=fabric.fabric(),
+        has_net_plugin=fabric.has_plugin(environment),
         gpus_promised=_number(environment, "SLURM_GPUS_ON_NODE"),
         visible=visible if visible is None or _VISIBLE.fullmatch(visible) else "(something else)",
         wanted=_library_wanted(environment.get("MPI4PY_LIBMPI", "")),

@@ -1,4 +1,4 @@
-"""`mpistrategy doctor --job ID`: what a job's ranks are doing, for how long, and who has not come; from outside."""
+"""`mpistrategy doctor --job ID`: what the ranks of a running job are doing, for how long, and which have not come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.own_files import printable
 
-#: From here on waiting is worth a word; or from a tenth of the timeout on.
+#: Waits of so many seconds, or of a tenth of the timeout, are reported.
 _LONG_SECONDS = 10.0
 _MOST_ROWS = 64
 _MOST_LEFT_OUT = 8
@@ -79,7 +79,7 @@ def _of(job: slurm_job.SlurmJob) -> tuple[Sequence[Seen], str, str, str, list[st
 
 
 def hangs(seen: Sequence[Seen]) -> bool:
-    """Return whether a rank waits for long, or can say nothing any more."""
+    """Return whether a rank waits for long, or no longer answers."""
     return any(_waits(each) > _long(each) or each.silent or each.age > SILENT_SECONDS for each in seen)
 
 

@@ -1,7 +1,7 @@
-"""Reads the watchdogs' lines of a job on this node out of the memory that its ranks share, from outside.
+"""Reads what the watchdogs of a job on this node have written into the memory that its ranks share.
 
 The ranks need not do anything for it: it works on those that hang or are stopped.  The system must allow it: one's own
-processes, and no Yama in the way (kernel.yama.ptrace_scope).
+processes, and kernel.yama.ptrace_scope must be 0.
 """
 
 from __future__ import annotations

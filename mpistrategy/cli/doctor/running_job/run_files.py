@@ -97,7 +97,7 @@ def _newest(entry: os.DirEntry[str]) -> tuple[bool, float]:
 
 
 def read(path: str, now: float, *, follow: bool = False) -> RunFiles:
-    """Return what is in a run directory; files that cannot be read, or are something else, are passed over.
+    """Return what is in a run directory; files that cannot be read, or are something else, are left out.
 
     Args:
         path: of the directory.

@@ -34,10 +34,10 @@ elif failed=$(grep -m1 '^failed' "$unfinished"); then
     again='' why=$failed
 elif ((status == 0)); then
     status=75 why='has not ended, whatever the launcher says'
-elif ! grep -q '^stopped' "$unfinished" && [[ -f /proc/$$/fd/2 ]]; then
+elif grep -q '^begun' "$unfinished" && ! grep -q '^stopped' "$unfinished" && [[ -f /proc/$$/fd/2 ]]; then
     # No rank could say it. A rank that was killed by a signal of its own fault, or for its memory, does so each time;
-    # anything else came from outside, as when a node is lost or a more urgent job needs the nodes. (Some MPIs crash when
-    # a node is gone; so the nodes are asked.)
+    # anything else came from outside, as when a node is lost or a more urgent job needs the nodes. (Some MPIs crash
+    # where a node is gone; so the nodes are asked.)
     fault='Out Of Memory|Segmentation fault|Aborted|Killed|Bus error|Illegal instruction|Floating point exception'
     fault="^srun: error: .*: tasks? [^ ]*: ($fault)|signal [0-9]+ \(($fault)\)|\(($fault)\) *\(signal [0-9]+\)"
     if failed=$(tail -c "+$((said + 1))" "/proc/$$/fd/2" | grep -aEm1 "$fault") &&

@@ -56,7 +56,8 @@ class Choice:
     Attributes:
         name: as users call it.
         reason: in words.
-        is_second_best: whether somebody asked for another one, which cannot be, or NCCL is there and fails.
+        is_second_best: whether somebody asked for another one, which cannot be, NCCL is there and fails, or several
+            nodes go through the host.
     """
 
     name: PathName
@@ -99,9 +100,17 @@ def choose(
     asked = f"{word} cannot be: {obstacles[word]}" if named else ""
     reason = asked or (f"not {skipped}" if skipped else "the fastest")
     # An NCCL that is installed and does not work deserves a warning; ranks that cannot open each other's memory do not.
-    return Choice(_NAMES[first], reason, is_second_best=bool(asked) or "nccl" in failed)
+    slow = first == "staged" and len({rank.node for rank in ranks}) > 1
+    if slow and not asked:
+        reason += f". {_CURE}"
+    return Choice(_NAMES[first], reason, is_second_best=bool(asked) or slow or "nccl" in failed)
 
 
+#: Between nodes the host is the slowest way by far.
+_CURE = (
+    "Install NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13; or run mpistrategy doctor once, as you start "
+    "your program: it tries whether MPI takes GPU memory"
+)
 _NAMES: dict[str, PathName] = {"nccl": "nccl", "ipc": "ipc", "mpi": "mpi", "staged": "staged"}
 
 

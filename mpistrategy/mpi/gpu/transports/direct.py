@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.gpu_transport import PathName
+from mpistrategy.mpi.interface.gpu_transport import PathName, own_part
 
 
 class DirectPath:
@@ -17,27 +23,72 @@ class DirectPath:
     def __init__(self) -> None:
         self._cupy = cupy_for("an array in GPU memory")
         self._staged = StagedPath()
+        ordered_keys.compile_for(self._cupy)
 
     def make_room(self, nbytes: int) -> None:
         """Take what the staged path needs, which serves some operations; for all others MPI works in the buffer."""
         self._staged.make_room(nbytes)
 
-    def allreduce(self, ranks: Any, buffer: DeviceArray, op: str) -> None:
-        """Replace `buffer` by its combination over the ranks.
+    def by_host(self, ranks: Any, dtype: np.dtype[Any], op: str) -> str:
+        """Return why arrays of a dtype are combined on the host; "" where they are not.
 
-        MPI's MIN and MAX may lose a NaN, and an operation of ours would get pointers that it cannot follow; a
-        communicator that rounds what travels works on the host, too.
+        A communicator that rounds what travels works on the host.
         """
-        if (op in ("MIN", "MAX") and buffer.dtype.kind == "f") or getattr(ranks, "rounds", False):
+        return "the wire's dtype is made on the host" if getattr(ranks, "rounds", False) else ""
+
+    def allreduce(self, ranks: Any, buffer: DeviceArray, op: str) -> None:
+        """Replace `buffer` by its combination over the ranks."""
+        if self.by_host(ranks, buffer.dtype, op):
             self._staged.allreduce(ranks, buffer, op)
-            return
-        # MPI knows no streams: whatever still writes the buffer must be done first.  When a blocking call returns, the
-        # result is there.
+        else:
+            self._combine(ranks, buffer, op, partial(ranks.allreduce_device_memory, op=op))
+
+    def reduce(self, ranks: Any, buffer: DeviceArray, root: int, op: str) -> None:
+        """Replace `buffer` on `root` by its combination over the ranks."""
+        if self.by_host(ranks, buffer.dtype, op):
+            self._staged.reduce(ranks, buffer, root, op)
+        else:
+            self._combine(ranks, buffer, op, partial(ranks.reduce_device_memory, root=root, op=op))
+
+    def reduce_scatter(self, ranks: Any, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
+        """Replace each rank's share of `buffer` by its combination, one rank's after the other's.
+
+        MPI's Reduce_scatter would write it to other memory, and there may be none left now.
+        """
+        for root, stop in enumerate(accumulate(counts)):
+            self.reduce(ranks, buffer[stop - counts[root] : stop], root, op)
+
+    def bcast(self, ranks: Any, buffer: DeviceArray, root: int) -> None:
+        """Replace `buffer` by that of `root`."""
+        self._wait(ranks)
+        ranks.bcast_device_memory(buffer, root)
+
+    def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+        """Write all ranks' blocks into `together`."""
+        place = together[own_part(ranks, counts)]
+        if place.data.ptr != block.data.ptr:
+            place[...] = block
+        self._wait(ranks)
+        ranks.allgather_device_memory(counts, together)
+
+    def _combine(self, ranks: Any, buffer: DeviceArray, op: str, combine: Callable[[DeviceArray], None]) -> None:
+        """Call `combine` with the buffer; as keys for MIN and MAX of floats, of which MPI's may lose a NaN."""
+
+        def waited(values: DeviceArray) -> None:
+            self._wait(ranks)
+            combine(values)
+
+        if ordered_keys.are_for(buffer.dtype, op):
+            ordered_keys.combine(self._cupy, buffer, op, waited)
+        else:
+            waited(buffer)
+
+    def _wait(self, ranks: Any) -> None:
+        """Wait until nothing on the current stream writes any buffer: MPI knows no streams."""
         event = self._cupy.cuda.Event(disable_timing=True)
         self._cupy.cuda.get_current_stream().record(event)
         with ranks.guard.own_gpu():
             event.synchronize()
-        ranks.allreduce_device_memory(buffer, op)
 
     def free(self) -> None:
         """Give back the pinned memory."""

@@ -1,4 +1,4 @@
-"""The path within a node: every rank writes its buffer where its peers can read it, and adds up all of them itself.
+"""The path within a node: every rank writes its buffer where its peers can read it, and combines what it wants itself.
 
 Each rank has two slots of GPU memory that its peers have opened (CUDA's inter-process communication: between GPUs that
 reach each other's memory, or for ranks that share one GPU).  An all-reduce, or a piece of one, is
@@ -7,6 +7,9 @@ reach each other's memory, or for ranks that share one GPU).  An all-reduce, or 
 2. wait for both (an event);
 3. meet the ranks of the node (a barrier of the host, a microsecond);
 4. launch the kernel that reads this slot of all ranks, in rank order, and writes the result to the buffer.
+
+The other operations differ in who writes and who reads: of a reduction only its root reads, of a broadcast only the
+root writes, and where nothing is combined a copy takes the place of the kernel.  All make the same waits.
 
 One barrier is enough, since the slots are taken in turn.  Call k reads slot k % 2 after its barrier; the next to write
 that slot is call k + 2, after the barrier of call k + 1, which every peer enters only after the wait of its call k + 1:
@@ -19,7 +22,9 @@ come is missed by the host, in the barrier, where the watchdog sees it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -117,40 +122,106 @@ class IpcPath:
                 expected=f"arrays on GPU:{self._device}, as before: the ranks have opened that one's memory",
             )
 
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+        """Return why arrays of a dtype are combined on the host; "" where they are not."""
+        if getattr(ranks, "rounds", False):
+            return "the wire's dtype is made on the host"
+        return "" if f"{op.lower()}_{dtype.name}" in self._kernels else "there is no kernel for it"
+
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
         """Replace `buffer` by its combination over the ranks, in pieces of at most a slot."""
-        kernel = self._kernels.get(f"{op.lower()}_{buffer.dtype.name}")
-        if kernel is None or getattr(ranks, "rounds", False):
+        if self.by_host(ranks, buffer.dtype, op):
             self._staged.allreduce(ranks, buffer, op)
-            return
-        step = self._slot_bytes // buffer.itemsize
+        else:
+            self._reduce(buffer, op, [(0, buffer.size)] * self._ranks.size)
+
+    def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
+        """Replace `buffer` on `root` by its combination over the ranks: only that one reads its peers."""
+        if self.by_host(ranks, buffer.dtype, op):
+            self._staged.reduce(ranks, buffer, root, op)
+        else:
+            everyone = range(self._ranks.size)
+            self._reduce(buffer, op, [(0, buffer.size if rank == root else 0) for rank in everyone])
+
+    def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
+        """Replace each rank's share of `buffer` by its combination: each reads that of its peers."""
+        if self.by_host(ranks, buffer.dtype, op):
+            self._staged.reduce_scatter(ranks, buffer, counts, op)
+        else:
+            stops = list(accumulate(counts))
+            self._reduce(buffer, op, [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)])
+
+    def _reduce(self, buffer: DeviceArray, op: str, wanted: Sequence[tuple[int, int]]) -> None:
+        """Combine what each rank wants of all buffers: the elements from and up to, by rank."""
+        kernel, step = self._kernels[f"{op.lower()}_{buffer.dtype.name}"], self._slot_bytes // buffer.itemsize
+        begin, end = wanted[self._ranks.rank]
         for start in range(0, buffer.size, step):
-            piece = buffer[start : start + step]
-            offset = self._write(piece)
+            stop = min(start + step, buffer.size)
+            offset = self._write(buffer[start:stop])
             self._ranks.node_barrier()
-            self._combine(kernel, piece, offset)
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                self._combine(kernel, buffer[first:last], offset + (first - start) * buffer.itemsize)
+
+    def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
+        """Replace `buffer` by that of `root`: the others copy it out of its memory."""
+        for start in range(0, buffer.nbytes, self._slot_bytes):
+            nbytes, address = min(self._slot_bytes, buffer.nbytes - start), buffer.data.ptr + start
+            sends = self._ranks.rank == root
+            offset = self._write_bytes(address, nbytes if sends else 0)
+            self._ranks.node_barrier()
+            if not sends:
+                self._copy(address, self._opened[root] + offset, nbytes)
+                self._has_read()
+
+    def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+        """Write all ranks' blocks into `together`: each rank copies its peers' out of their memory."""
+        sizes = [count * block.itemsize for count in counts]
+        begins = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+        rank = self._ranks.rank
+        if block.data.ptr != together.data.ptr + begins[rank]:
+            self._copy(together.data.ptr + begins[rank], block.data.ptr, sizes[rank])
+        for start in range(0, max(sizes), self._slot_bytes):
+            parts = [min(self._slot_bytes, max(0, size - start)) for size in sizes]
+            offset = self._write_bytes(block.data.ptr + start, parts[rank])
+            self._ranks.node_barrier()
+            for peer, address in self._opened.items():
+                self._copy(together.data.ptr + begins[peer] + start, address + offset, parts[peer])
+            self._has_read()
 
     def _write(self, piece: DeviceArray) -> int:
         """Copy a piece to the next slot and wait until it is there, and this rank's last kernel done."""
+        return self._write_bytes(piece.data.ptr, piece.nbytes)
+
+    def _write_bytes(self, address: int, nbytes: int) -> int:
         offset = self._calls % 2 * self._slot_bytes
         self._calls += 1
         stream = self._cupy.cuda.get_current_stream()
         stream.wait_event(self._read)
-        self._runtime.memcpyAsync(self._mine + offset, piece.data.ptr, piece.nbytes, _ON_DEVICE, stream.ptr)
+        self._copy(self._mine + offset, address, nbytes)
         self._written.record(stream)
         with self._ranks.guard.own_gpu():
             self._written.synchronize()
         return offset
 
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        if nbytes:
+            stream = self._cupy.cuda.get_current_stream()
+            self._runtime.memcpyAsync(target, source, nbytes, _ON_DEVICE, stream.ptr)
+
+    def _has_read(self) -> None:
+        """Note that what has been put on the current stream is all that this rank reads in this call."""
+        self._read.record(self._cupy.cuda.get_current_stream())
+
     def _combine(self, kernel: Any, piece: DeviceArray, offset: int) -> None:
         """Launch the kernel that reads the slot of every rank and writes the result to `piece`."""
-        is_aligned = piece.data.ptr % ipc_kernels.PACK_BYTES == 0
+        is_aligned = piece.data.ptr % ipc_kernels.PACK_BYTES == 0 == offset % ipc_kernels.PACK_BYTES
         packs = piece.nbytes // ipc_kernels.PACK_BYTES if is_aligned else 0
         blocks = -(-(packs or piece.size) // ipc_kernels.THREADS)
         numbers = (np.int32(self._ranks.size), np.uint64(offset), np.uint64(packs), np.uint64(piece.size))
         grid = (max(1, min(blocks, ipc_kernels.MOST_BLOCKS)),)
         kernel(grid, (ipc_kernels.THREADS,), (piece, self._table, *numbers))
-        self._read.record(self._cupy.cuda.get_current_stream())
+        self._has_read()
 
     def trial(self, number: int) -> str:
         """Sum known numbers over the ranks; return what is wrong, "" if nothing, on all ranks alike.  Collective."""

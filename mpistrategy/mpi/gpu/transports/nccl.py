@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ import numpy as np
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
+from mpistrategy.mpi.gpu.cuda_driver import stream_writer
+from mpistrategy.mpi.gpu.transports import ordered_keys, rounded
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error
+from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error, own_part
 from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 
 #: For how long a first sum may take: NCCL connects to the peers in it.
@@ -34,6 +37,8 @@ _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
 #: Never freed: the GPU may still write its progress there.
 _left: list[GpuProgress] = []
+#: ncclBfloat16, which not every CuPy has a name for.
+_BFLOAT16 = 9
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
@@ -71,8 +76,10 @@ class NcclPath:
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
         self._staged = StagedPath()
+        self._rounded = rounded.Rounded(self._cupy)
         self._staged.make_room_for_all()
-        self._progress = GpuProgress(self._cupy, self._ask)
+        ordered_keys.compile_for(self._cupy)
+        self._progress = GpuProgress(self._cupy, self._ask, stream_writer)
         ranks.guard.gpu_progress = self._progress
 
     def make_room(self, nbytes: int) -> None:
@@ -123,36 +130,109 @@ class NcclPath:
             self._is_gone = True
             how()
 
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+        """Return why arrays of a dtype are combined on the host; "" where they are not."""
+        return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
+
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
         """Replace `buffer` by its combination over the ranks, on the current stream.
 
-        What NCCL does not know, or does otherwise than the host, goes by way of the host.
+        What NCCL does not know goes by way of the host.  Where the ranks ask for a wire, float32 travels in its dtype.
         """
-        if not _is_native(buffer.dtype, op) or getattr(ranks, "rounds", False):
+        if self.by_host(ranks, buffer.dtype, op):
             self._staged.allreduce(ranks, buffer, op)
             return
-        if not buffer.size:
+
+        def put(nccl: Any, values: DeviceArray, stream: int) -> None:
+            pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
+            self._nccl.allReduce(pointer, pointer, _count(values), kind, getattr(nccl, f"NCCL_{op}"), stream)
+
+        wire = rounded.dtype_for(self._cupy, ranks, buffer.dtype, op)
+        if wire is None:
+            self._combine(buffer, op, put)
+        else:
+            self._rounded.combine(buffer, wire, lambda piece: self._combine(piece, op, put))
+
+    def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
+        """Replace `buffer` on `root` by its combination over the ranks."""
+        if self.by_host(ranks, buffer.dtype, op):
+            self._staged.reduce(ranks, buffer, root, op)
+            return
+
+        def put(nccl: Any, values: DeviceArray, stream: int) -> None:
+            pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
+            self._nccl.reduce(pointer, pointer, _count(values), kind, getattr(nccl, f"NCCL_{op}"), root, stream)
+
+        self._combine(buffer, op, put)
+
+    def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
+        """Replace each rank's share of `buffer` by its combination; shares of several sizes one after the other."""
+        if self.by_host(ranks, buffer.dtype, op):
+            self._staged.reduce_scatter(ranks, buffer, counts, op)
+            return
+        if len(set(counts)) > 1:
+            for root, stop in enumerate(accumulate(counts)):
+                self.reduce(ranks, buffer[stop - counts[root] : stop], root, op)
+            return
+
+        def put(nccl: Any, values: DeviceArray, stream: int) -> None:
+            share, kind = values[own_part(self._ranks, counts)], _kind(nccl, values.dtype)
+            operation = getattr(nccl, f"NCCL_{op}")
+            self._nccl.reduceScatter(values.data.ptr, share.data.ptr, _count(share), kind, operation, stream)
+
+        self._combine(buffer, op, put)
+
+    def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
+        """Replace `buffer` by that of `root`."""
+
+        def put(nccl: Any, stream: int) -> None:
+            self._nccl.bcast(buffer.data.ptr, buffer.nbytes, nccl.NCCL_INT8, root, stream)
+
+        self._begin(buffer.nbytes, put)
+
+    def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+        """Write all ranks' blocks into `together`; blocks of several sizes are broadcasts that NCCL joins."""
+        sizes = [count * together.itemsize for count in counts]
+
+        def put(nccl: Any, stream: int) -> None:
+            if len(set(sizes)) == 1:
+                self._nccl.allGather(block.data.ptr, together.data.ptr, sizes[0], nccl.NCCL_INT8, stream)
+                return
+            nccl.groupStart()
+            try:
+                for root, stop in enumerate(accumulate(sizes)):
+                    place = together.data.ptr + stop - sizes[root]
+                    sent = block.data.ptr if root == self._ranks.rank else place
+                    if sizes[root]:
+                        self._nccl.broadcast(sent, place, sizes[root], nccl.NCCL_INT8, root, stream)
+            finally:
+                nccl.groupEnd()
+
+        self._begin(together.nbytes, put)
+
+    def _combine(self, buffer: DeviceArray, op: str, put: Callable[[Any, DeviceArray, int], None]) -> None:
+        """Put a reduction on the current stream; of keys for MIN and MAX of floats, of which NCCL's may lose a NaN."""
+
+        def begin(values: DeviceArray) -> None:
+            self._begin(values.size, lambda nccl, stream: put(nccl, values, stream))
+
+        if ordered_keys.are_for(buffer.dtype, op):
+            ordered_keys.combine(self._cupy, buffer, op, begin)
+        else:
+            begin(buffer)
+
+    def _begin(self, size: int, put: Callable[[Any, int], None]) -> None:
+        """Put a collective on the current stream, and note it where the watchdog sees it; nothing for a size of 0."""
+        from cupy.cuda import nccl
+
+        if not size:
             return
         if self._progress.is_full:
             self._wait_for_all()
         call = self._ranks.guard.current
         self._progress.begin(self._ranks.guard.record.last(), None if call is None else call.timeout)
-        self._put_on_stream(buffer, op)
+        put(nccl, self._cupy.cuda.get_current_stream().ptr)
         self._progress.given()
-
-    def _put_on_stream(self, buffer: DeviceArray, op: str) -> None:
-        from cupy.cuda import nccl
-
-        parts = 2 if buffer.dtype.kind == "c" else 1
-        dtype = f"float{buffer.dtype.itemsize * 4}" if parts == 2 else buffer.dtype.name
-        self._nccl.allReduce(
-            buffer.data.ptr,
-            buffer.data.ptr,
-            buffer.size * parts,
-            getattr(nccl, f"NCCL_{dtype.upper()}"),
-            getattr(nccl, f"NCCL_{op}"),
-            self._cupy.cuda.get_current_stream().ptr,
-        )
 
     def _wait_for_all(self, seconds: float = math.inf) -> None:
         """Wait until the GPU is done with all that it was given; a peer that never comes is the watchdog's concern.
@@ -260,3 +340,15 @@ def _is_native(dtype: np.dtype[Any], op: str) -> bool:
     if dtype.kind == "c":
         return op == "SUM" and dtype.itemsize in (8, 16)
     return dtype.name in _DTYPES and not (dtype.kind == "f" and op in ("MIN", "MAX"))
+
+
+def _kind(nccl: Any, dtype: np.dtype[Any]) -> int:
+    """Return NCCL's number of a dtype; of that of the parts of a complex one."""
+    name = f"float{dtype.itemsize * 4}" if dtype.kind == "c" else dtype.name
+    found: int = _BFLOAT16 if name == "bfloat16" else getattr(nccl, f"NCCL_{name.upper()}")
+    return found
+
+
+def _count(values: DeviceArray) -> int:
+    """Return how many numbers NCCL sees in an array."""
+    return int(values.size) * (2 if values.dtype.kind == "c" else 1)

@@ -14,7 +14,7 @@ from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.direct import DirectPath
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath, device_paths
-from mpistrategy.options import GPU_PATH
+from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.interface.communicator import Communicator
@@ -58,8 +58,30 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
             warn(f"{_WHERE} is {choice.name}: {choice.reason}", FallbackWarning)
         call.agree("use the path of arrays in GPU memory")
     paths.reasons[word] = choice.reason
+    if (
+        choice.name == "nccl"
+        and ranks.nodes > 1
+        and (network := cuda_trials.network_of_nccl(loaded_mpi.evidence().version))
+    ):
+        paths.reasons[word] += f"; {network}"
     paths.known[word] = path
     return path
+
+
+def make_room_on_known(ranks: Communicator, nbytes: int) -> None:
+    """Let the path of `any_path`, if there is one, take what buffers of so many bytes need; before the ranks agree."""
+    for path in list(device_paths(ranks).known.values())[:1]:
+        path.make_room(nbytes)
+
+
+def any_path(ranks: Communicator, nbytes: int) -> DevicePath:
+    """Return the path that these ranks have already, else `device_path` of the usual word.
+
+    For calls that choose no path: broadcasts, gathers, assignments.
+    """
+    for path in device_paths(ranks).known.values():
+        return path
+    return device_path(ranks, path_word(CommunicationOptions()), nbytes)
 
 
 def _make(name: str, ranks: Communicator) -> DevicePath | str:
@@ -81,7 +103,7 @@ def _abilities(ranks: Communicator) -> Abilities:
         return Abilities()
     if getattr(ranks, "is_simulated", False):
         return Abilities(verdict=cuda_aware.NO, reason=_THREADS, ipc=_THREADS)
-    answer = _takes_gpu_memory()
+    answer = _takes_gpu_memory(ranks.nodes)
     return Abilities(
         gpu=inventory.identity(cupy.cuda.runtime.getDevice()),
         node=ranks.node_of[ranks.rank],
@@ -92,6 +114,6 @@ def _abilities(ranks: Communicator) -> Abilities:
     )
 
 
-def _takes_gpu_memory() -> cuda_aware.Answer:
+def _takes_gpu_memory(nodes: int) -> cuda_aware.Answer:
     word, evidence = cuda_aware.said(), loaded_mpi.evidence()
-    return cuda_trials.verified(cuda_aware.decide(evidence, word), evidence.version, word)
+    return cuda_trials.verified(cuda_aware.decide(evidence, word), evidence.version, word, nodes)

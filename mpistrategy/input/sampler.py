@@ -1,0 +1,120 @@
+"""Sampler: which rows this rank reads, for loaders of torch and others that take numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpistrategy.context import Strategy, check_strategy
+from mpistrategy.errors import OptionError
+from mpistrategy.objects.settings import checked_switch, whole_number
+
+_WHERE = "Sampler"
+
+T = TypeVar("T")
+
+
+class Sampler:
+    """The rows of this rank, for a DataLoader: ``DataLoader(data, batch_size=32, sampler=sampler)``.
+
+    The ranks' k-th batches together are the k-th global batch, the same rows on any number of ranks.  Each epoch has
+    an order of its own.  Checkpoints keep the epoch and the position, if the loop goes over ``sampler.over(loader)``;
+    on another number of ranks the epoch continues with the rows that are left.
+
+    Args:
+        data: a dataset, or its number of rows; the same on all ranks.
+        strategy: whose ranks.
+        shuffle: whether the rows are in another order in each epoch, drawn from `seed`.
+        seed: the same on all ranks.
+        pad: let all ranks have equally many rows: some rows come twice at the end.  Without it each row comes once,
+            some ranks have one row less, and perhaps one batch less: for evaluation.
+
+    Raises:
+        OptionTypeError, OptionError: for a negative number of rows, a negative seed, and what is no bool.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        strategy: Strategy,
+        shuffle: bool = True,
+        seed: int = 0,
+        pad: bool = True,
+    ) -> None:
+        check_strategy(strategy, _WHERE)
+        self._rank, self._ranks = strategy.extended.communicator.rank, strategy.extended.communicator.size
+        self._rows = whole_number(_WHERE, "data", data if isinstance(data, int) else len(data))
+        self._seed = whole_number(_WHERE, "seed", seed)
+        self._shuffle, self._pad = checked_switch(_WHERE, "shuffle", shuffle), checked_switch(_WHERE, "pad", pad)
+        if self._rows < 0 or self._seed < 0:
+            raise OptionError.at(_WHERE, found=f"{self._rows} rows, seed={seed}", expected="numbers from 0 on")
+        self._epoch = self._done = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0 on."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; to the epoch that it is in: stay."""
+        if whole_number("Sampler.set_epoch", "epoch", epoch) != self._epoch:
+            self._epoch, self._done = epoch, 0
+
+    def __len__(self) -> int:
+        """Return how many rows of this epoch are left for this rank."""
+        return len(self._left())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._left().tolist())
+
+    def _left(self) -> Any:
+        order = np.arange(self._rows)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, self._epoch]).permutation(self._rows)
+        left = order[self._done :]
+        missing = -len(left) % self._ranks
+        if self._pad and missing:
+            left = np.concatenate([left, np.resize(order, missing)])
+        return left[self._rank :: self._ranks]
+
+    def over(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a loader that this sampler is in, and count their rows; then go to the next epoch.
+
+        While a batch is used it counts as done: save checkpoints at the end of the loop's body.
+        """
+        size = getattr(loader, "batch_size", None)
+        if size is None:
+            raise OptionError.at("Sampler.over", found="a loader without batch_size", expected="a DataLoader with one")
+        epoch = self._epoch
+        for batch in loader:
+            if self._epoch != epoch:
+                return
+            self._done = min(self._rows, self._done + size * self._ranks)
+            yield batch
+        if self._epoch == epoch:
+            self.set_epoch(epoch + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the seed, the epoch, and how many rows of it all ranks together have done."""
+        return {"seed": self._seed, "rows": self._rows, "epoch": self._epoch, "done": self._done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where another sampler was.
+
+        Raises:
+            OptionError: for the state of a sampler with another seed, or of other data.
+        """
+        mine, theirs = (self._seed, self._rows), (state["seed"], state["rows"])
+        if mine != theirs:
+            raise OptionError.at(
+                "Sampler.load_state_dict", found=f"seed and rows {theirs}", expected=f"those of this sampler, {mine}"
+            )
+        self._epoch, self._done = state["epoch"], state["done"]
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sampler of rank {self._rank} of {self._ranks}: epoch {self._epoch}, {self._done} of {self._rows} rows>"
+        )

@@ -1,0 +1,26 @@
+"""For models in JAX: pytrees in collectives and checkpoints.
+
+    import mpistrategy as ms
+    import mpistrategy.jax as msj
+
+    strategy = ms.MirroredStrategy()
+    parameters = msj.broadcast(parameters, strategy=strategy)
+    ...
+    gradients = msj.average_gradients(compiled_gradients(parameters, rows), strategy=strategy)
+    parameters, state = compiled_update(parameters, state, gradients)
+
+Call them between compiled functions: inside ``jax.jit`` there are no arrays yet, and they are refused.  Nothing of JAX
+is imported before this package is.
+"""
+
+from mpistrategy.jax.trees import Tree, all_gather, all_reduce, average_gradients, broadcast
+from mpistrategy.objects.shown import show_as as _show_as
+
+__all__ = ["Tree", "all_gather", "all_reduce", "average_gradients", "broadcast"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+_show_as(__name__, __all__)

@@ -1,0 +1,130 @@
+"""What to write here for a name or a keyword of TensorFlow and Keras.
+
+Loaded only when a name is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_OURS = "Models, losses and layers are the program's own NumPy code"
+_NOT_NEEDED = "Leave it out: mpiexec or srun tells the ranks who they are"
+_NO_GRAPH = "Leave it out: there is no graph, and a step is an ordinary Python function"
+_KEYWORD_ARRAYS = "Write Dataset.from_arrays(arrays, global_batch_size, shuffle_seed=..., epochs=...)"
+
+#: Names of `tf`, `tf.distribute`, `tf.keras` and `tf.train`, and what to write.
+MODULE: Mapping[str, str] = {
+    "MultiWorkerMirroredStrategy": "Write MirroredStrategy: one replica on each MPI rank, on one node or many",
+    "CentralStorageStrategy": "Write MirroredStrategy: variables are mirrored on every rank",
+    "ParameterServerStrategy": "Write MirroredStrategy: all ranks work in step, there are no servers",
+    "TPUStrategy": "Write MirroredStrategy: one replica on each MPI rank",
+    "CollectiveCommunication": "Write CommunicationImplementation",
+    "RunOptions": _NO_GRAPH,
+    "Server": _NOT_NEEDED,
+    "cluster_resolver": _NOT_NEEDED,
+    "distribute": "Its names are in mpistrategy itself: mpistrategy.MirroredStrategy",
+    "experimental": "Its names are in mpistrategy itself: mpistrategy.CommunicationOptions",
+    "train": "Write mpistrategy.Checkpoint and mpistrategy.CheckpointManager",
+    "data": "Write mpistrategy.Dataset.from_arrays",
+    "keras": f"{_OURS}; mpistrategy.optimizers, .metrics, .schedules and .losses are there",
+    "layers": _OURS,
+    "nn": "Write mpistrategy.losses.compute_average_loss and scale_regularization_loss",
+    "function": _NO_GRAPH,
+    "GradientTape": "Write the gradients in NumPy, or take them from torch or JAX",
+    "config": 'Write MirroredStrategy("gpu"), or "cpu", "shared", "auto"',
+    "io": "Write mpistrategy.Checkpoint",
+    "summary": "Write mpistrategy.telemetry.setup_logging, and log on rank 0",
+}
+_NO_CLASS = "Write a function of the step"
+#: Names of the modules of Keras, by the module here.
+OF_MODULE: Mapping[str, Mapping[str, str]] = {
+    "optimizers": {
+        "schedules": "Write mpistrategy.schedules",
+        "RMSprop": "Use Adam, or derive a class from Optimizer",
+        "Adagrad": "Use Adam, or derive a class from Optimizer",
+        "Adadelta": "Use Adam, or derive a class from Optimizer",
+        "legacy": "Write mpistrategy.optimizers.SGD, Adam or AdamW",
+        "experimental": "Write mpistrategy.optimizers.SGD, Adam or AdamW",
+    },
+    "schedules": {
+        "ExponentialDecay": f"{_NO_CLASS}: lambda step: rate * decay_rate ** (step / decay_steps)",
+        "InverseTimeDecay": f"{_NO_CLASS}: lambda step: rate / (1 + decay_rate * step / decay_steps)",
+        "PolynomialDecay": f"{_NO_CLASS}: lambda step: end + (rate - end) * (1 - min(step / decay_steps, 1)) ** power",
+        "CosineDecayRestarts": f"{_NO_CLASS}: lambda step: CosineDecay(rate, steps)(step % steps)",
+        "LearningRateSchedule": "Write any function of the number of steps made so far",
+    },
+    "metrics": {
+        "SparseCategoricalAccuracy": "Write Accuracy",
+        "CategoricalAccuracy": "Write Accuracy, with class numbers as labels",
+        "BinaryAccuracy": "Write Accuracy, with p > 0.5 as predictions",
+        "MeanSquaredError": "Write Mean, and update_state((labels - predictions) ** 2)",
+        "MeanAbsoluteError": "Write Mean, and update_state(abs(labels - predictions))",
+        "Metric": "Write a class with ON_READ variables in an attribute `variables`",
+    },
+    "losses": {
+        "SparseCategoricalCrossentropy": _OURS,
+        "CategoricalCrossentropy": _OURS,
+        "BinaryCrossentropy": _OURS,
+        "MeanSquaredError": _OURS,
+        "Reduction": "Leave it out: return a loss for each row, and use compute_average_loss",
+    },
+}
+#: Attributes of classes, by the class that has not got them.
+OF_CLASS: Mapping[str, Mapping[str, str]] = {
+    "Strategy": {
+        "cluster_resolver": _NOT_NEEDED,
+        "unwrap": "Write experimental_local_results",
+        "configure": _NOT_NEEDED,
+        "experimental_make_numpy_dataset": "Write Dataset.from_arrays",
+        "all_reduce": "Write strategy.reduce outside a step, get_replica_context().all_reduce in one",
+        "all_gather": "Write strategy.gather outside a step, get_replica_context().all_gather in one",
+    },
+    "ReplicaContext": {
+        "reduce": "Write all_reduce in a step, strategy.reduce outside",
+        "gather": "Write all_gather in a step, strategy.gather outside",
+        "broadcast": "Write context.strategy.broadcast",
+        "barrier": "Write context.strategy.barrier",
+    },
+    "Optimizer": {
+        "minimize": "Write apply_gradients([(gradient, variable), ...])",
+        "apply": "Write apply_gradients([(gradient, variable), ...])",
+        "compute_gradients": "Write the gradients in NumPy, or take them from torch or JAX",
+        "get_config": "Its settings are its attributes",
+        "get_weights": "Write Checkpoint(optimizer=optimizer).save(path)",
+        "set_weights": "Write Checkpoint(optimizer=optimizer).restore(path)",
+        "get_slot": "Write slots_of(variable)[name]",
+    },
+    "Metric": {
+        "reset_states": "Write reset_state()",
+        "add_weight": "Make a Variable with synchronization ON_READ and aggregation SUM",
+    },
+    "Dataset": {
+        "batch": _KEYWORD_ARRAYS,
+        "shuffle": _KEYWORD_ARRAYS,
+        "repeat": _KEYWORD_ARRAYS,
+        "shard": "Leave it out: distribute_dataset gives each rank its rows",
+        "prefetch": "Leave it out",
+        "cache": "Leave it out: arrays are in memory or memory-mapped",
+        "map": "Transform the arrays before, or each batch in the step function",
+        "with_options": "Write InputOptions for distribute_dataset",
+    },
+    "CheckpointManager": {
+        "latest_checkpoint": "Write manager.path_of(manager.steps()[-1])",
+        "checkpoints": "Write manager.steps()",
+        "restore_or_initialize": "Write manager.restore(), which returns None where there is no checkpoint",
+    },
+    "Checkpoint": {"read": "Write restore(path)", "write": "Write save(path)"},
+}
+#: Keywords of optimizers that have no counterpart under another name.
+OF_OPTIMIZERS: Mapping[str, str] = {
+    "name": "leave it out",
+    "clipvalue": "clip the reduced gradients with np.clip, or write 'global_clipnorm'",
+    "decay": "write learning_rate=schedules.CosineDecay(...) or another schedule",
+    "gradient_accumulation_steps": "use gradients.GradientAccumulator(steps)",
+    "use_ema": "keep the average in a Variable of your own",
+    "ema_momentum": "keep the average in a Variable of your own",
+    "amsgrad": "derive a class from Optimizer that has the slot",
+    "jit_compile": "leave it out",
+    "loss_scale_factor": "divide the loss by the global batch, or write aggregation='MEAN'",
+    "rho": "it is RMSprop's; use Adam",
+}

@@ -1,0 +1,89 @@
+"""All-reduces of arrays in GPU memory that go on while the program's stream computes.
+
+What is packed is packed on the program's stream, and the results are made of it there, when somebody waits for them.
+Between the two the reduction goes on a stream of its own.  Only NCCL needs nothing else.  On the other paths the host
+takes part: a thread of ours, or `AllReduceHandle.wait` where MPI may not be called in several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpistrategy.arrays.values import event_of_reads
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
+from mpistrategy.mpi.over_mpi.progress import AtOnce, engine_of_gpus
+from mpistrategy.options import CommunicationOptions, path_word
+from mpistrategy.reduction.algorithm import OnDevice
+from mpistrategy.reduction.reducer import Reducer
+
+
+class Begun:
+    """One of these all-reduces, from the packing on; made on the program's stream, on the device of the arrays.
+
+    Args:
+        communicator: the strategy's.
+        given: the arrays as they were given.
+        begun: what has been packed.
+        results: returns the results, on the current stream.
+    """
+
+    def __init__(
+        self, communicator: Communicator, given: Sequence[Any], begun: OnDevice, results: Callable[[], list[Any]]
+    ) -> None:
+        from mpistrategy.mpi.gpu.communication_stream import communication_stream  # here, for the quick import
+
+        self._begun, self._results, self._device = begun, results, begun.arrays[0].device
+        with self._device:
+            self._stream = communication_stream(communicator)
+            self._packed = self._stream.note()
+            #: The path of the strategy, which all ranks know from here on.
+            self.path: DevicePath = begun.route.path(communicator)
+            #: Whose memory may be used again only when it has been packed.
+            self._read = event_of_reads(given)
+        self._guard = communicator.guard
+        self._sent: Any = None
+
+    def work(self, communicator: Communicator, call: Call) -> None:
+        """Agree, and combine what has been packed; inside `call`, with the communicator of the engine."""
+        route, arrays, words = self._begun
+        name = self.path.name  # an engine's ranks have a path of their own, of the same kind
+        with self._device:
+            route.make_room(communicator, name)
+            call.agree("reduce", **words)
+            path = route.path(communicator, name) if name not in ON_THE_STREAM else self.path
+            with self._stream.after(self._packed):
+                try:
+                    route.send(communicator, path, arrays)
+                finally:
+                    self._sent = self._stream.keep(self._begun)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the GPU is done with what `work` has given it."""
+        return self._sent is None or bool(self._sent.done)
+
+    def results(self) -> list[Any]:
+        """Return the results, on the current stream, behind the reduction."""
+        from mpistrategy.arrays.gpu import cupy_for
+
+        with self._device:
+            cupy_for("arrays in GPU memory").cuda.get_current_stream().wait_event(self._sent)
+            results = self._results()
+        self._guard.wait_for_gpu(self._read)
+        return results
+
+
+def engine(communicator: Communicator, path: DevicePath | None, agree: Callable[[], None]) -> AtOnce:
+    """Return what runs the work of these all-reduces on a path: the caller's thread, where that waits for nothing."""
+    if path is None or path.name in ON_THE_STREAM:
+        return AtOnce(communicator)
+    return engine_of_gpus(communicator, agree)
+
+
+def known_path(reducer: Reducer, options: CommunicationOptions | None) -> DevicePath | None:
+    """Return the path that arrays with these options take; None while the ranks have not chosen it."""
+    word = path_word(reducer.options.merge(options), getattr(reducer.algorithm, "_device_path", ""))
+    return device_paths(reducer.communicator).known.get(word)

@@ -1,0 +1,109 @@
+"""Broadcasts and gathers of arrays in GPU memory, on the strategy's path: nothing of them goes to the host.
+
+All calls are made inside an agreed call by all ranks, with the device of the arrays current or not.  `prepare` comes
+before the agreement, since it may fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.convert import placed_as
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.shared_memory.segments import aligned
+
+_WHAT = "arrays in GPU memory"
+#: So much of an array on the host is sent to the GPUs at a time.
+_PIECE_BYTES = 32 * 2**20
+
+
+def prepare(communicator: Communicator, arrays: Sequence[DeviceArray], where: str) -> None:
+    """Take the memory that the path needs for these arrays.
+
+    Raises:
+        UnsupportedError: while the current stream is captured.
+    """
+    from mpistrategy.mpi.gpu.transports.setup import make_room_on_known  # here, for the quick import
+
+    check_no_capture(cupy_for(_WHAT), where)
+    with arrays[0].device:
+        make_room_on_known(communicator, max(array.nbytes for array in arrays))
+
+
+def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
+    """Return memory that every path takes, as bytes, with copies of the arrays; and the copies.  One kernel."""
+    from mpistrategy.reduction.routes.gpu_copy import move
+
+    cupy: Any = cupy_for(_WHAT)
+    with arrays[0].device:
+        starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
+        memory = communication_memory(cupy, starts[-1], np.dtype(np.uint8))
+        made = [
+            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            for start, array in zip(starts, arrays, strict=False)
+        ]
+        move(arrays, made)
+    return memory, made
+
+
+def bcast(communicator: Communicator, array: DeviceArray, root: int) -> None:
+    """Write rank `root`'s array, which is contiguous and in memory that every path takes, into everybody's."""
+    from mpistrategy.mpi.gpu.transports.setup import any_path
+
+    if array.size:
+        with array.device:
+            any_path(communicator, array.nbytes).bcast(communicator, array.reshape(-1), root)
+
+
+def write_that_of_rank_0(communicator: Communicator, array: Any, target: DeviceArray) -> None:
+    """Write rank 0's array, on the host or a GPU, into every rank's `target`, in whatever memory that is."""
+    with target.device:
+        memory = communication_memory(cupy_for(_WHAT), target.size, target.dtype)
+        sent = memory.reshape(target.shape)
+        if communicator.rank == 0:
+            sent[...] = placed_as(array, target)
+        bcast(communicator, memory, 0)
+        target[...] = sent
+
+
+def write_from_host_of(communicator: Communicator, root: int, array: Array | None, target: DeviceArray) -> None:
+    """Write rank `root`'s array on the host into every rank's `target`, which is flat, in whatever memory, in pieces.
+
+    Args:
+        communicator: the ranks.
+        root: the rank that has the array.
+        array: flat, of the dtype and size of `target`; None on the other ranks.
+        target: where it goes.
+    """
+    with target.device:
+        step = max(1, _PIECE_BYTES // target.itemsize)
+        room = communication_memory(cupy_for(_WHAT), min(step, target.size), target.dtype)
+        for start in range(0, target.size, step):
+            piece = room[: min(step, target.size - start)]
+            if array is not None:
+                piece.set(np.ascontiguousarray(array[start : start + piece.size], target.dtype))
+            bcast(communicator, piece, root)
+            target[start : start + piece.size] = piece
+
+
+def gather_rows(communicator: Communicator, block: DeviceArray, rows: Sequence[int]) -> DeviceArray:
+    """Return the blocks of all ranks along the first axis; ``rows[r]`` is the length of rank r's block."""
+    from mpistrategy.mpi.gpu.transports.setup import any_path
+
+    cupy: Any = cupy_for(_WHAT)
+    with block.device:
+        width = prod(block.shape[1:])
+        together = communication_memory(cupy, sum(rows) * width, block.dtype)
+        mine = together[sum(rows[: communicator.rank]) * width :][: block.size]
+        mine[...] = block.reshape(-1)
+        if together.size:
+            any_path(communicator, together.nbytes).allgather(communicator, mine, [n * width for n in rows], together)
+        return together.reshape((sum(rows), *block.shape[1:]))

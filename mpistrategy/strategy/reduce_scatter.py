@@ -1,0 +1,129 @@
+"""Reduce-scatter: the part of ReplicaContext that gives each rank its part of a reduction."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, Unpack, overload
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import copy_of, like_given, on_device_of, reducible
+from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.errors import UnsupportedError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
+from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
+from mpistrategy.reduction.reducer import Reducer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mpistrategy.input.distributed import part_of_batch
+    from mpistrategy.reduction.gather import checked_axis
+    from mpistrategy.strategy.overloads import Floats, Integers, Named, S, T
+    from mpistrategy.variables.variable import Variable
+else:
+    later(globals(), "mpistrategy.input.distributed", "part_of_batch")
+    later(globals(), "mpistrategy.reduction.gather", "checked_axis")
+
+
+class _Extended(Protocol):
+    communicator: Communicator
+    _reducer: Reducer
+
+
+class ReduceScatter:
+    """The part of ReplicaContext that reduces, and leaves each rank its part."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def strategy(self) -> Any: ...
+        def _required(self, method: str) -> AbstractContextManager[Any]: ...
+
+    @overload  # a MEAN matches this overload and the next one
+    def reduce_scatter(self, reduce_op: Mean, value: Integers, axis: int = 0, **more: Unpack[Named]) -> Floats: ...
+    @overload
+    def reduce_scatter(self, reduce_op: Op, value: NDArray[S], axis: int = 0, **more: Unpack[Named]) -> NDArray[S]: ...
+    @overload
+    def reduce_scatter(self, reduce_op: Op, value: Variable, axis: int = 0, **more: Unpack[Named]) -> NDArray[Any]: ...
+    @overload
+    def reduce_scatter(self, reduce_op: Op, value: T, axis: int = 0, **more: Unpack[Named]) -> T: ...
+    @collective("reduce_scatter")
+    def reduce_scatter(
+        self,
+        reduce_op: Any,
+        value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+    ) -> Any:
+        """Reduce arrays over all replicas, and return this rank's part along `axis`.  Collective.
+
+        The parts are contiguous, in rank order, and as those of a dataset's batch: of `length` elements each rank has
+        ceil(length / ranks), the last ranks fewer or none.  `all_gather` of the parts along the axis gives what
+        `all_reduce` of the value gives, with the same bits.
+
+        Args:
+            reduce_op: as in `all_reduce`.
+            value: an array or a nest of arrays with one axis or more; dtypes and shapes are equal on all ranks.
+            axis: an int; negative counts from the end.
+            options: hints; None for the strategy's own.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            A structure like `value` of this rank's parts, in memory of their own.  A MEAN of integers is float32 (8 and
+            16 bits) or float64.
+
+        Raises:
+            ContextError: outside this context's step function.
+            ShapeError, OptionTypeError: for scalars, an axis out of range, and one that is no int.
+            UnsupportedError: for IndexedSlices.
+            ReduceOpError, DTypeError, LeafError, EmptyBatchError: as `all_reduce`, on every rank.
+            CollectiveMismatchError: on every rank, when structures, dtypes, shapes, axes or calls differ.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> strategy.run(lambda: ms.get_replica_context().reduce_scatter("SUM", np.arange(4.0)))
+        array([0., 1., 2., 3.])
+        """
+        extended: _Extended = self.strategy.extended
+        reducer, communicator = extended._reducer, extended.communicator
+        with (
+            self._required("reduce_scatter"),
+            Call(communicator.guard, "ReplicaContext.reduce_scatter", called=name) as call,
+        ):
+            leaves, structure = nest.flatten_without_none(value)
+            axes = [_axis(leaf, axis, call.where) for leaf in leaves]
+            call.structure = f"{structure.text} along axis {', '.join(map(str, axes))}"
+            op = ReduceOp._parse(reduce_op, call.where)
+            if reducer.agrees_on_none(call, op, structure):
+                return structure.pack([])
+            results = reducer.all_reduce_leaves(
+                call, op, leaves, lambda: nest.paths_without_none(value), options=options
+            )
+            return structure.pack(
+                [
+                    _own_part(result, leaf, position, communicator, call.where)
+                    for result, leaf, position in zip(results, leaves, axes, strict=True)
+                ]
+            )
+
+
+def _axis(leaf: Any, axis: Any, where: str) -> int:
+    """Return the axis of a leaf as an index from 0 on."""
+    mine = contribution(leaf)
+    if isinstance(mine, IndexedSlices):
+        raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix="Use to_dense().")
+    return checked_axis(axis, reducible(mine, where).ndim, where)
+
+
+def _own_part(result: Any, leaf: Any, axis: int, communicator: Communicator, where: str) -> Any:
+    """Return a copy of this rank's part of a reduced array, as the kind of array that was given."""
+    array = reducible(result, where)
+    part = part_of_batch(array.shape[axis], communicator.rank, communicator.size)
+    with on_device_of(array):
+        mine = copy_of(array[(slice(None),) * axis + (part,)])
+    return like_given(mine, contribution(leaf))

@@ -1,0 +1,26 @@
+"""For models in torch: gradients summed over the ranks, equal starts, rows for each rank.
+
+    import mpistrategy as ms
+    import mpistrategy.torch as mst
+
+    strategy = ms.MirroredStrategy()
+    model = mst.broadcast(Net(), strategy=strategy)
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), strategy=strategy)
+
+The rest of a training loop for one process stays as it is.  Nothing of torch is imported before this package is.
+"""
+
+from mpistrategy.input.sampler import Sampler
+from mpistrategy.objects.shown import show_as as _show_as
+from mpistrategy.torch.collectives import all_gather, all_reduce
+from mpistrategy.torch.optimizer import Distributed, DistributedOptimizer
+from mpistrategy.torch.starts import broadcast
+
+__all__ = ["Distributed", "DistributedOptimizer", "Sampler", "all_gather", "all_reduce", "broadcast"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+_show_as(__name__, __all__)

@@ -1,0 +1,131 @@
+"""How losses are scaled so that the sum over the replicas is right, as in `tf.nn`.
+
+The losses themselves are the program's own NumPy code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy.arrays.convert import any_array, like_given, reducible
+from mpistrategy.arrays.dtypes import wire_dtype
+from mpistrategy.context import current_strategy
+from mpistrategy.errors import ContextError, OptionError, ShapeError
+from mpistrategy.objects.nearest import not_in_module
+from mpistrategy.objects.settings import whole_number
+from mpistrategy.strategy.current import has_strategy, in_cross_replica_context
+
+__all__ = [
+    "compute_average_loss",
+    "scale_regularization_loss",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise not_in_module(name, __name__)
+
+
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
+    """Return this replica's part of the mean over the global batch: the sum of its losses over `global_batch_size`.
+
+    Add the parts of all replicas: ``context.all_reduce("SUM", loss)``, or gradients of it in an optimizer.  Local.
+
+    Args:
+        per_example_loss: this replica's losses, of shape ``(rows,)`` or more axes, in which the first is the rows.
+        sample_weight: a weight for each row, or an array that broadcasts to the losses; None: 1.
+        global_batch_size: the rows of all replicas together.  None: this replica's rows times the replicas, which is
+            right only where all replicas have equally many; the last batch of a dataset often has fewer.
+
+    Returns:
+        A scalar of the losses' dtype; integers give float64.  0 for no rows with a `global_batch_size`.
+
+    Raises:
+        ContextError: in cross-replica context.
+        ShapeError: for a scalar, and for weights that do not fit.
+        OptionError, OptionTypeError: for a global_batch_size that is no int from 1 on; for no rows without one.
+        LeafError, DTypeError: for values that are no numbers.
+
+    >>> float(compute_average_loss(np.array([1.0, 2.0]), global_batch_size=4))
+    0.75
+    """
+    where = "compute_average_loss"
+    replicas = _replicas(where)
+    losses = reducible(per_example_loss, where)
+    if losses.ndim == 0:
+        raise ShapeError.at(where, found="a scalar", expected="one loss for each row", fix="Do not add them up before.")
+    rows, dtype = losses.shape[0], np.dtype(np.float64) if losses.dtype.kind in "iu" else losses.dtype
+    if sample_weight is not None:
+        weights = reducible(sample_weight, where)
+        if weights.ndim < losses.ndim and weights.shape == losses.shape[: weights.ndim]:
+            weights = weights.reshape(*weights.shape, *[1] * (losses.ndim - weights.ndim))
+        if not _broadcasts(weights.shape, losses.shape):
+            raise ShapeError.at(
+                where,
+                found=f"sample_weight of shape {weights.shape} for losses of shape {losses.shape}",
+                expected="a weight for each row, or for each loss",
+            )
+        losses = losses.astype(wire_dtype(dtype), copy=False) * weights.astype(wire_dtype(dtype), copy=False)
+    if global_batch_size is None:
+        global_batch_size = rows * replicas
+    size = whole_number(where, "global_batch_size", global_batch_size)
+    if size < 1:
+        raise OptionError.at(where, found=f"global_batch_size={size}", expected="1 or more")
+    return _part(losses, dtype, size, per_example_loss)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Return a loss that is the same on every replica, divided by their number, so that the sum over them is right.
+
+    Local; in a step function.
+
+    Args:
+        regularization_loss: a number or an array, such as the sum of the squared weights.
+
+    Returns:
+        The sum of all its elements over the number of replicas, a scalar; integers give float64.
+
+    Raises:
+        ContextError: in cross-replica context.
+        LeafError, DTypeError: for values that are no numbers.
+
+    >>> float(scale_regularization_loss(np.array([1.0, 2.0])))
+    3.0
+    """
+    where = "scale_regularization_loss"
+    replicas = _replicas(where)
+    loss = reducible(regularization_loss, where)
+    dtype = np.dtype(np.float64) if loss.dtype.kind in "iu" else loss.dtype
+    return _part(loss, dtype, replicas, regularization_loss)
+
+
+def _replicas(where: str) -> int:
+    """Return how many replicas there are; raise ContextError in cross-replica context."""
+    if has_strategy() and in_cross_replica_context():
+        raise ContextError.at(
+            where,
+            found="a call in cross-replica context",
+            expected="a call in a step function",
+            fix="Call it in the function given to strategy.run.",
+        )
+    count: int = current_strategy().num_replicas_in_sync
+    return count
+
+
+def _part(losses: Any, dtype: np.dtype[Any], count: int, given: Any) -> Any:
+    """Return the sum over `count` in `dtype`, in the kind of array that was given; 16-bit floats are rounded once."""
+    wide = wire_dtype(dtype)
+    total = any_array(losses.sum(dtype=wide) / wide.type(count))
+    return like_given(total.astype(dtype, copy=False)[()], given)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    ends = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(mine in (1, theirs) for mine, theirs in ends)

@@ -1,0 +1,183 @@
+"""Steps of three torch models: without communication, with mpistrategy.torch, with DDP on gloo.  See bench_torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+import mpistrategy as ms
+import mpistrategy.torch as mst
+
+WORLD = MPI.COMM_WORLD
+VARIANTS = ("compute", "mpistrategy", "DDP", "DDP bucket views")
+
+
+class Transformer(torch.nn.Module):
+    """A small language model: 10 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(256, 384)
+        layer = torch.nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(384, 256)
+
+    def forward(self, words: Any) -> Any:
+        return self.head(self.layers(self.words(words))).flatten(0, 1)
+
+
+def mlp() -> tuple[Any, Any, Any]:
+    layers = [torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 4096), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(4096, 1024)), torch.randn(32, 1024), torch.randint(1024, (32,))
+
+
+def cnn() -> tuple[Any, Any, Any]:
+    nn = torch.nn
+    layers = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10))
+    return net, torch.randn(32, 1, 28, 28), torch.randint(10, (32,))
+
+
+def transformer() -> tuple[Any, Any, Any]:
+    return Transformer(), torch.randint(256, (4, 64)), torch.randint(256, (256,))
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
+
+
+def start_gloo() -> None:
+    """Make torch's process group of the ranks of this job."""
+    here = socket.gethostname()
+    if len(set(WORLD.allgather(here))) == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        here = "127.0.0.1"
+    store = torch.distributed.TCPStore(here, 0, WORLD.size, True, wait_for_workers=False) if WORLD.rank == 0 else None
+    host, port = WORLD.bcast((here, store.port) if store else None)
+    store = store or torch.distributed.TCPStore(host, port, WORLD.size, False)
+    torch.distributed.init_process_group("gloo", store=store, rank=WORLD.rank, world_size=WORLD.size)
+
+
+def step_of(variant: str, model: str, strategy: ms.Strategy) -> tuple[Callable[[], None], Any]:
+    """Return a training step, and the model that it trains."""
+    torch.manual_seed(WORLD.rank)
+    net, x, y = MODELS[model]()
+    mst.broadcast(net, strategy=strategy)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+    called = net
+    if variant == "mpistrategy":
+        mst.DistributedOptimizer(optimizer, strategy=strategy)
+    elif variant != "compute":
+        views = variant != "DDP"
+        called = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(called(x), y).backward()
+        optimizer.step()
+
+    return step, net
+
+
+def times_of(model: str, rounds: int, strategy: ms.Strategy) -> None:
+    """Print how long a step takes: rounds in which each variant makes some steps, in turn."""
+    steps = {variant: step_of(variant, model, strategy) for variant in VARIANTS}
+    found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for number in range(rounds + 2):
+        for variant, (step, _) in steps.items():
+            step()  # the caches are those of this variant
+            WORLD.Barrier()
+            began = time.perf_counter()
+            for _ in range(3):
+                step()
+            took = WORLD.allreduce((time.perf_counter() - began) / 3, MPI.MAX)
+            if number >= 2:
+                found[variant].append(took)
+    mine, theirs = (list(steps[name][1].parameters()) for name in ("mpistrategy", "DDP"))
+    alike = max(float((one - other).detach().abs().max()) for one, other in zip(mine, theirs, strict=True))
+    if WORLD.rank == 0:
+        middle = {variant: statistics.median(times) for variant, times in found.items()}
+        size = sum(tensor.numel() for tensor in mine)
+        print(f"{model}: {size / 1e6:.1f} M parameters; parameters beside DDP's differ by {alike:.1e}", flush=True)
+        for variant, value in middle.items():
+            quarter = statistics.quantiles(found[variant], n=4)
+            print(
+                f"  {variant:18} {1e3 * value:8.2f} ms a step (quartiles {1e3 * quarter[0]:.2f}-{1e3 * quarter[2]:.2f})"
+            )
+        for other in VARIANTS[2:]:
+            more = middle["mpistrategy"] - middle["compute"], middle[other] - middle["compute"]
+            print(f"  (mpistrategy - compute) / ({other} - compute) = {more[0] / more[1]:.2f}", flush=True)
+
+
+class Watch:
+    """The most memory that this process has while it is entered, in its share of what processes have in common."""
+
+    def __enter__(self) -> Watch:
+        self.most, self._over = 0, threading.Event()
+        self.before = _share_of_memory()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._over.wait(0.001):
+            self.most = max(self.most, _share_of_memory())
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def grown(self) -> float:
+        return (self.most - self.before) / 2**20
+
+
+def _share_of_memory() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def memory_of(model: str, strategy: ms.Strategy) -> None:
+    """Print how much memory five steps take more than before the first, of each variant."""
+    for variant in VARIANTS:
+        step, net = step_of(variant, model, strategy)
+        WORLD.Barrier()
+        with Watch() as watch:
+            for _ in range(5):
+                step()
+            WORLD.Barrier()
+        grown = WORLD.allreduce(watch.grown, MPI.MAX)
+        if WORLD.rank == 0:
+            size = sum(tensor.nbytes for tensor in net.parameters()) / 2**20
+            print(f"{model}, {size:.0f} MiB of parameters: {variant:18} {grown:8.1f} MiB more at most", flush=True)
+        del step, net
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of times")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    start_gloo()
+    strategy = ms.MirroredStrategy()
+    for model in arguments.models:
+        if arguments.memory:
+            memory_of(model, strategy)
+        else:
+            times_of(model, arguments.rounds, strategy)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

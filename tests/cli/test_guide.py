@@ -1,0 +1,177 @@
+"""`mpistrategy guide`: pages, errors, words, and what it says about names that are none."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import os
+import pickle
+import pty
+import re
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import GUIDE
+
+import mpistrategy as ms
+from mpistrategy.cli import main
+from mpistrategy.cli.guide import pages, terminal
+
+pytestmark = pytest.mark.one_rank
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert main.main(["guide", *arguments]) == status
+    out, err = capsys.readouterr()
+    return err if status else out
+
+
+def test_the_list_has_every_page_with_its_title(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = said(capsys, "--list")
+    for path in GUIDE.glob("*.md"):
+        title = path.read_text(encoding="utf-8").splitlines()[0]
+        assert title.startswith("# ")
+        assert re.search(rf"(?m)^{path.stem} +{re.escape(title[2:])}$", listed)
+    assert said(capsys) == listed
+    first = listed.split()[0]
+    assert first == next(iter(pages.pages())) == pages.ORDER[0]
+
+
+def test_a_page_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "concepts")
+    assert shown.startswith("# Concepts and words\n")
+    assert "when ranks disagree (`mpistrategy guide disagreement`)" in shown
+    assert "](" not in shown
+    assert "<!--" not in shown
+    assert "strategy = ms.MirroredStrategy()" in shown
+    assert said(capsys, "Concepts.md") == shown
+
+
+@pytest.mark.parametrize("name", sorted(pages.classes()))
+def test_every_error_and_warning_has_one_entry(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    entries = [page.name for page in pages.pages().values() for each in page.sections() if each.heading == name]
+    assert len(entries) == 1
+    shown = said(capsys, name.lower())
+    assert shown.startswith(f"# {name}\n\nIs also: ")
+    assert (pages.classes()[name].__doc__ or "?").splitlines()[0] in shown
+    found = pages.entry(name)
+    assert found is not None
+    assert terminal.for_terminal(found[1].text) in shown
+    assert f"mpistrategy guide {found[0].name}" in shown
+
+
+def test_an_error_under_its_full_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "mpistrategy.errors.ShapeError") == said(capsys, "ShapeError")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [("consepts", "concepts"), ("MismatchError", "CollectiveMismatchError"), ("x", "--list")]
+)
+def test_what_is_no_page(capsys: pytest.CaptureFixture[str], given: str, named: str) -> None:
+    told = said(capsys, given, status=2)
+    assert f"there is no page {given!r}; " in told
+    assert named in told
+
+
+def test_a_word_is_found_with_page_and_section(capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, "--search", "EXPECT_LONG")
+    assert re.search(r"(?m)^errors: ", found)
+    assert re.search(r"(?m)^  CollectiveTimeoutError: .*expect_long", found)
+    assert "  and " in said(capsys, "--search", "collective")  # more than is shown
+
+
+@pytest.mark.parametrize("word", ["expect_lnog", "", "  ", "qqqqqq"])
+def test_a_word_that_is_nowhere(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    told = said(capsys, "--search", word, status=2)
+    assert f"no page has {word!r}" in told
+    assert ("expect_long" if word == "expect_lnog" else "--list") in told
+
+
+def test_headings_in_blocks_of_code_are_none() -> None:
+    page = pages.Page("x", "# Title\n\n## One\n\n```console\n# no heading\n```\n\n## Two\ntext\n")
+    assert [section.heading for section in page.sections()] == ["Title", "One", "Two"]
+    assert page.title == "Title"
+
+
+def test_links_become_what_can_be_typed() -> None:
+    text = "[a](b-c.md#d), [x](#y), [z](https://example.org)\n\n```text\n[i](j.md) <!-- k -->\n```\n<!-- gone -->\nend"
+    assert terminal.for_terminal(text) == (
+        "a (`mpistrategy guide b-c`), x, z (https://example.org)\n\n```text\n[i](j.md) <!-- k -->\n```\nend"
+    )
+
+
+def in_terminal(*command: str, without_rich: bool = False) -> str:
+    """Run a command in a terminal of 100 columns; return what it shows there."""
+    program = "import sys\nfrom mpistrategy.cli.main import main\n"
+    if without_rich:
+        program += "sys.modules['rich'] = None\n"
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm"}
+    command = (sys.executable, "-c", f"{program}sys.exit(main())", *command)
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as job:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the terminal is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(ours)
+    assert job.returncode == 0, shown
+    return shown.decode()
+
+
+def test_a_terminal_gets_it_rendered_and_plain_without_rich() -> None:
+    pytest.importorskip("rich")
+    rendered = in_terminal("guide", "concepts")
+    assert "\x1b[" in rendered
+    assert "# Concepts" not in rendered
+    assert "Concepts and words" in rendered
+    plain = in_terminal("guide", "concepts", without_rich=True)
+    assert "\x1b[" not in plain
+    assert plain.startswith("# Concepts and words")
+
+
+def test_the_guide_starts_no_mpi_and_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = (
+        "import socket, sys\n"
+        "socket.socket = None\n"
+        "from mpistrategy.cli.main import main\n"
+        "status = main(['guide', 'LaunchError'])\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
+        "sys.exit(status)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
+
+
+def test_other_commands_load_no_pages() -> None:
+    """`mpistrategy run` imports the command on every rank."""
+    program = "import sys\nimport mpistrategy.cli.main\nassert 'mpistrategy.cli.guide.pages' not in sys.modules\n"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_error_names_its_entry_below_its_text() -> None:
+    class Mine(ms.errors.ShapeError):
+        pass
+
+    for name, kind in (*pages.classes().items(), ("ShapeError", Mine)):
+        if not issubclass(kind, ms.errors.MpiStrategyError):
+            continue
+        error = kind("what happened")
+        for one in (error, copy.copy(error), *([] if kind is Mine else [pickle.loads(pickle.dumps(error))])):
+            assert str(one) == "what happened"
+            lines = traceback.format_exception_only(one)
+            assert lines[1:] == [f"More about it: mpistrategy guide {name}\n"]
+
+
+def test_an_error_in_a_structure_of_the_operating_system_keeps_its_text() -> None:
+    error: Any = ms.errors.CheckpointWriteError.at("save", found="a full disk", expected="room")
+    assert isinstance(error, builtins.OSError)
+    assert (error.where, str(error)) == ("save", "save: found a full disk; expected room.")

@@ -1,0 +1,398 @@
+"""Ranks that are not there: what one rank does about thousands of others is run by the library's own code, without MPI.
+
+A pretended communicator is a subclass of mpi4py's in which all ranks say what this one says.  Pretended watchdogs are
+the library's groups and status boards, in turn, with one real run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.mpi.multi_node.two_level import Way, across_nodes, allreduce_across
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.mpi.tuning.costs import pairwise_piece_bytes
+from mpistrategy.mpi.watchdog import alarm, group
+from mpistrategy.mpi.watchdog.group import Group
+from mpistrategy.mpi.watchdog.roll_call import Account
+from mpistrategy.mpi.watchdog.run_directory import RunDirectory
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, WELL, RankStatus, StatusBoard
+
+LIMIT = 600.0
+
+# ------------------------------------------------------------------------------------- the making of a strategy
+
+
+class _Done:
+    """A request that has ended."""
+
+    def Test(self) -> bool:  # noqa: N802
+        return True
+
+    def Wait(self) -> None:  # noqa: N802
+        pass
+
+    Start = Free = Wait
+
+
+class PretendedRanks(MPI.Intracomm):
+    """A communicator of so many ranks, seen by the first rank of its last node."""
+
+    ranks: int
+    local: int
+    #: CPU time that the pretending itself took.
+    spent: list[float]
+
+    def __new__(cls, ranks: int, local: int, kind: str = "all", spent: list[float] | None = None) -> PretendedRanks:
+        made = super().__new__(cls, MPI.COMM_SELF)
+        made.ranks, made.local, made.kind, made.spent = ranks, local, kind, spent if spent is not None else [0.0]
+        return made
+
+    def _another(self, kind: str) -> PretendedRanks:
+        return PretendedRanks(self.ranks, self.local, kind, self.spent)
+
+    @property
+    def size(self) -> int:
+        return {"all": self.ranks, "node": self.local}.get(self.kind, self.ranks // self.local)
+
+    @property
+    def rank(self) -> int:
+        return {"all": self.ranks - self.local, "node": 0}.get(self.kind, self.ranks // self.local - 1)
+
+    @property
+    def group(self) -> Any:
+        return MPI.COMM_WORLD.group
+
+    def Dup(self) -> PretendedRanks:  # noqa: N802
+        return self._another(self.kind)
+
+    def Split_type(self, *how: Any) -> PretendedRanks:  # noqa: N802
+        return self._another("node")
+
+    def Split(self, *how: Any) -> PretendedRanks:  # noqa: N802
+        return self._another("counterparts")
+
+    def Free(self) -> None:  # noqa: N802
+        pass
+
+    def Bcast(self, *what: Any) -> None:  # noqa: N802
+        pass
+
+    def Iprobe(self, *what: Any) -> bool:  # noqa: N802
+        return False
+
+    def Ibarrier(self) -> _Done:  # noqa: N802
+        return _Done()
+
+    def Allreduce_init(self, mine: Any, total: Any, *how: Any) -> _Done:  # noqa: N802
+        total[...] = mine
+        return _Done()
+
+    def Iallgather(self, mine: Any, everyones: Any) -> _Done:  # noqa: N802
+        everyones.reshape(self.size, -1)[...] = np.asarray(mine).reshape(-1)
+        return _Done()
+
+    def Iallgatherv(self, mine: Any, where: Any) -> _Done:  # noqa: N802
+        began = time.process_time()
+        rows = where[0].reshape(self.size, -1)
+        rows[...] = mine
+        with contextlib.suppress(ValueError):
+            told = json.loads(bytes(mine))
+            if isinstance(told, dict) and "leader" in told:  # an introduction: this rank's number is the longest
+                for rank, row in enumerate(rows):
+                    text = json.dumps({**told, "leader": rank - rank % self.local})
+                    row[:] = np.frombuffer(text.encode().ljust(row.size), np.uint8)
+        self.spent[0] += time.process_time() - began
+        return _Done()
+
+
+@contextlib.contextmanager
+def whole_files(local: int) -> Iterator[None]:
+    """Let this rank reserve the shared memory of the node's other ranks, which do not come."""
+    with mock.patch.object(os, "posix_fallocate", lambda file, start, nbytes: os.ftruncate(file, local * nbytes)):
+        yield
+
+
+def creation_seconds(ranks: int, local: int, devices: Any = None) -> float:
+    """Return the CPU time that a rank takes to make a strategy of so many ranks."""
+    import mpistrategy as ms
+
+    comm = PretendedRanks(ranks, local)
+    with whole_files(local):
+        began = time.process_time()
+        strategy = ms.MirroredStrategy(devices, communicator=comm)
+        took = time.process_time() - began - comm.spent[0]
+    assert strategy.num_replicas_in_sync == ranks
+    guard = strategy.extended.communicator.guard
+    guard.closed = True  # nobody comes to the end
+    strategy.extended.communicator.free()
+    return took
+
+
+# ------------------------------------------------------------------------------------- messages between nodes
+
+
+class _Counted:
+    """A request that ends at once; what is asked of it is counted."""
+
+    def __init__(self, calls: Counter[str], start: Callable[[], object] = lambda: None) -> None:
+        self._calls, self._start = calls, start
+
+    def Start(self) -> None:  # noqa: N802
+        self._calls["Start"] += 1
+        self._start()
+
+    def Test(self) -> bool:  # noqa: N802
+        self._calls["Test"] += 1
+        return True
+
+    def Wait(self) -> None:  # noqa: N802
+        self._calls["Wait"] += 1
+
+    def Free(self) -> None:  # noqa: N802
+        pass
+
+
+class _Group:
+    """A group of ranks; all that matters is that it is one."""
+
+    def Incl(self, ranks: Any) -> _Group:  # noqa: N802
+        return self
+
+    def Free(self) -> None:  # noqa: N802
+        pass
+
+
+class CountedRanks(PretendedRanks):
+    """Pretended ranks whose messages take no time, and are counted; all ranks bring what this one brings."""
+
+    calls: Counter[str]
+
+    def _another(self, kind: str) -> CountedRanks:
+        made = CountedRanks(self.ranks, self.local, kind, self.spent)
+        made.calls = self.calls
+        return made
+
+    def Get_group(self) -> Any:  # noqa: N802
+        return _Group()
+
+    def Create_group(self, *how: Any) -> CountedRanks:  # noqa: N802
+        return self._another("counterparts")
+
+    def Allreduce_init(self, mine: Any, total: Any, *how: Any) -> Any:  # noqa: N802
+        return _Counted(self.calls, lambda: np.multiply(mine, self.size, out=total))
+
+    def Allreduce(self, *what: Any) -> None:  # noqa: N802
+        self.calls["Allreduce"] += 1
+
+    def Iprobe(self, *what: Any) -> bool:  # noqa: N802
+        self.calls["Iprobe"] += 1
+        return False
+
+    def _begun(self, name: str) -> Any:
+        self.calls[name] += 1
+        return _Counted(self.calls)
+
+    def Iallreduce(self, *what: Any) -> Any:  # noqa: N802
+        return self._begun("Iallreduce")
+
+    def Isend(self, *what: Any) -> Any:  # noqa: N802
+        return self._begun("Isend")
+
+    def Irecv(self, *what: Any) -> Any:  # noqa: N802
+        return self._begun("Irecv")
+
+
+@contextlib.contextmanager
+def strategy_of_many(nodes: int, local: int) -> Iterator[tuple[Any, Counter[str]]]:
+    """Yield a strategy of `local` pretended ranks on each of `nodes`, and the counts of its calls of MPI.
+
+    The other ranks of the node have always done what this one waits for.
+    """
+    import mpistrategy as ms
+
+    comm = CountedRanks(nodes * local, local)
+    comm.calls = Counter()
+    with whole_files(local):
+        strategy = ms.MirroredStrategy(communicator=comm)
+        ranks: Any = strategy.extended.communicator
+        ways: tuple[Way, ...] = ("lanes", "across")
+        for way in ways if nodes > 1 else ():
+            stage: Any = across_nodes(ranks, way)._node
+            for counter in (stage.sent, stage._shown, stage._done) if local > 1 else ():
+                for other, number in enumerate(counter.numbers):
+                    if other != ranks.local_rank:
+                        number[0] = 2**62
+        yield strategy, comm.calls
+    ranks.guard.closed = True  # nobody comes to the end
+    ranks.free()
+
+
+def calls_of(strategy: Any, calls: Counter[str], nbytes: int) -> dict[str, int]:
+    """Return how often a rank calls each function of MPI in an all-reduce of so many bytes, after the first ones."""
+    import mpistrategy as ms
+
+    value = np.ones(nbytes // 4, np.float32)
+
+    def step() -> None:
+        context = ms.get_replica_context()
+        assert context is not None
+        context.all_reduce("SUM", value)
+
+    for _ in range(3):
+        calls.clear()
+        strategy.run(step)
+    return dict(calls)
+
+
+def own_seconds(nodes: int, local: int, nbytes: int, way: Way) -> float:
+    """Return Python's CPU time in an all-reduce between nodes, without MPI, copies and additions.
+
+    Pieces are a thousandth as large, and as many: the steps are the same, and the arithmetic takes no time.
+    """
+    shrunk = 1024
+    with (
+        mock.patch.object(two_level, "LANES_PIECE_BYTES", two_level.LANES_PIECE_BYTES // shrunk),
+        mock.patch.object(two_level, "pairwise_piece_bytes", lambda *given: pairwise_piece_bytes(*given) // shrunk),
+        strategy_of_many(nodes, local) as (strategy, _),
+    ):
+        ranks = strategy.extended.communicator
+        source, target = np.ones(nbytes // shrunk // 4, np.float32), np.empty(nbytes // shrunk // 4, np.float32)
+        took = []
+        for _ in range(5):
+            began = time.process_time()
+            allreduce_across(ranks, target, source=source, way=way)
+            took.append(time.process_time() - began)
+        return min(took)
+
+
+# ------------------------------------------------------------------------------------- watchdogs
+
+
+class CountedFiles(RunDirectory):
+    """A run directory that counts what is done with it."""
+
+    def __init__(self, path: Path, done: Counter[str]) -> None:
+        super().__init__(str(path))
+        self._done = done
+
+    def read(self, name: str) -> str:
+        self._done["read"] += 1
+        return super().read(name)
+
+    def has(self, name: str) -> bool:
+        self._done["has"] += 1
+        return super().has(name)
+
+    def names(self) -> list[str]:
+        self._done["names"] += 1
+        return super().names()
+
+    def write(self, name: str, text: str) -> bool:
+        self._done["write"] += 1
+        return super().write(name, text)
+
+    def claim(self, name: str, text: str) -> None:
+        self._done["write"] += 1
+        super().claim(name, text)
+
+
+class PretendedJob:
+    """The groups of pretended ranks, in rank order, all with one run directory and a clock of their own."""
+
+    def __init__(self, path: Path, nodes: int, local: int) -> None:
+        self.path, self.local, self.done = path, local, Counter[str]()
+        self.now = 1_000.0
+        #: Until when the last rank is busy.
+        self.busy_until = 0.0
+        self.groups: list[Group] = []
+        for node in range(nodes):
+            segments = tuple(np.zeros(BYTES, np.uint8) for _ in range(local))
+            for rank in range(local):
+                guard = Guard(None, node * local + rank, nodes * local)
+                guard.timeout = LIMIT
+                board = StatusBoard(SharedMemory(segments, rank, True))
+                self.groups.append(Group(guard, board, node, nodes, CountedFiles(path, self.done)))
+                self.groups[-1].ranks = range(nodes * local)
+                self.groups[-1]._wrote = self.groups[-1]._looked = self.now
+
+    @contextlib.contextmanager
+    def clock(self) -> Iterator[None]:
+        """Let the groups read this job's clock."""
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + 1.7e9, sleep=lambda seconds: None)
+        with mock.patch.object(group, "time", clock):
+            yield
+
+    def beat(self, state: int = WELL) -> None:
+        for rank, each in enumerate(self.groups):
+            expected = self.busy_until if rank == len(self.groups) - 1 else 0.0
+            each.board.write(RankStatus(rank, 7000 + rank, state, self.now, expected, 9.0, LIMIT, 0, "in #7 barrier"))
+
+    def tick(self, later: float = 0.0) -> list[bool]:
+        """Let all ranks look, of which all but the last one are late; return which of these are excused."""
+        self.now += later
+        self.beat()
+        for each in self.groups:
+            each.update_nodes(self.now)
+        return [each.is_excused(self.now, LIMIT) for each in self.groups[:-1]]
+
+    def raise_alarm(self, first: int) -> None:
+        """Let all ranks find at the same time that a collective is late, and the first node of all end the job.
+
+        The other nodes have written what they know by then.
+        """
+        self.beat(ANSWERED)
+        speakers = self.groups[:: self.local]
+        for rank, each in enumerate(self.groups):
+            each.board.write_record(f"the stacks of {rank}\nline")
+        for each in (speakers[first], *speakers):
+            each.alarm()
+            each.take_back_expected()
+        for node, each in enumerate(speakers):
+            assert each.calls_the_roll() == (node == first)
+            if node != first:
+                each.tell([Account(status, 0.0) for status in each.board.read()])
+                assert not each.is_published()
+        rank = first * self.local
+        alarm._speak(speakers[first], time.monotonic(), {}, rank, f"[rank {rank}] ")
+
+
+# ------------------------------------------------------------------------------------- mailboxes
+
+
+class NoWaiting(Waiting):
+    """For mailboxes whose ranks take turns in one thread: nobody may have to wait."""
+
+    def __init__(self) -> None:
+        super().__init__(1, lambda: None)
+
+    def until(self, numbers: memoryview, value: int) -> None:
+        if numbers[0] < value:
+            raise RefusedError
+
+
+class RefusedError(Exception):
+    """Raised instead of waiting."""
+
+
+def mailboxes_of_many(ranks: int, fence: Any = None, waiting: Waiting | None = None) -> list[Mailboxes]:
+    """Return the mailboxes of ranks whose segments lie one behind the other, as in shared memory."""
+    size = 3 * 4096
+    block = np.zeros(ranks * size, np.uint8)
+    segments = tuple(block[rank * size : (rank + 1) * size] for rank in range(ranks))
+    return [Mailboxes(SharedMemory(segments, rank, True, fence), 2048, waiting or NoWaiting()) for rank in range(ranks)]

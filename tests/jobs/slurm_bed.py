@@ -1,0 +1,371 @@
+"""A real Slurm on this machine, for tests: slurmctld here, and nodes that are a slurmd in namespaces of their own.
+
+Needs root, Linux namespaces, iproute2, and Debian's packages slurm-wlm, munge and (for Open MPI under srun) libpmix2;
+`why_not` says what is missing.  GPUs are made up: devices that do nothing.  A node has its own name, address,
+processes, /dev/shm and `local` folder, and shares the rest of the file system, as nodes of a cluster
+share the home folders.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "unshare", "nsenter", "setpriv")
+SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
+# What Slurm's plugin loads; Debian has it under this name only with libpmix-dev, or where somebody made the link.
+PMIX = glob.glob("/usr/lib/*/pmix2/lib/libpmix.so")
+_beds = itertools.count()
+PYXIS = Path(__file__).parents[1] / "doubles" / "pyxis_stand_in.c"
+
+NODE = """
+read -r _ # until the network is there
+hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$3/local" || exit 1
+mount --bind "$3/hosts" /etc/hosts || exit 1
+slurmd -D -c -N "$1" -f "$2" & # not exec: the first process of a node has to bury the orphans
+wait
+"""
+
+
+def why_not(nodes: bool = True) -> str:
+    """Return why there can be no Slurm here; "" if there can."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
+    if missing:
+        return f"no {', '.join(missing)} on this machine (Debian: apt-get install slurm-wlm munge libpmix2 iproute2)"
+    if os.geteuid() != 0:
+        return "starting a Slurm for tests needs root"
+    probe = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"]
+    if nodes and subprocess.run(probe, capture_output=True, check=False).returncode:
+        return "this machine allows no namespaces"
+    return ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Slurm says of a job that has ended.
+
+    Attributes:
+        state: COMPLETED, FAILED, ...
+        status: the exit status of its script.
+        output: what it wrote.
+    """
+
+    state: str
+    status: int
+    output: str
+
+
+class SlurmBed:
+    """A running Slurm; a context manager.
+
+    Args:
+        folder: for everything that belongs to it; its path must be short and without blanks.
+        nodes: how many nodes.
+        cpus: of each, made up.
+        gpus: of each, made up.
+        paper: whether the nodes are on paper only, for `sbatch --test-only`.
+        changed: further lines of slurm.conf, or other values for those that are there.
+        cgroups: what is written into cgroup.conf, for plugins that need it.
+        grace: of the jobs of the usual partition, in seconds, where those of the partition `urgent` take their nodes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 2,
+        cpus: int = 4,
+        gpus: int = 2,
+        paper: bool = False,
+        changed: Mapping[str, object] | None = None,
+        cgroups: str = "",
+        grace: int | None = None,
+    ) -> None:
+        self.folder, self.nodes, self.cpus, self.gpus, self.paper = folder, nodes, cpus, gpus, paper
+        self._changed, self._cgroups, self._grace = dict(changed or {}), cgroups, grace
+        self.local = folder / "local"
+        self.conf = folder / "slurm.conf"
+        #: Whether srun has options of pyxis: it takes a C compiler.
+        self.has_pyxis = False
+        self._bridge = f"ms{os.getpid() % 10**7}{chr(97 + next(_beds))}"
+        self._subnet = f"10.{180 + os.getpid() % 40}.{os.getpid() // 40 % 250}"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What programs of this Slurm need in their environment."""
+        return {"SLURM_CONF": str(self.conf), "PATH": SEARCH}
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that was started; the folder's files stay."""
+        for process in reversed(self._processes.values()):  # a node ends with all that runs on it
+            process.kill()
+            process.wait()
+        self._processes.clear()
+        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
+
+    # ----------------------------------------------------------------------------------------- for the tests
+
+    def run(self, *command: str, timeout: float = 60, **options: object) -> subprocess.CompletedProcess[str]:
+        """Run a program of this Slurm; its output is text."""
+        told: Mapping[str, str] = options.pop("env", None) or os.environ  # type: ignore[assignment]
+        return subprocess.run(  # type: ignore[call-overload, no-any-return]
+            command,
+            env={**told, **self.environment, "PATH": f"{told.get('PATH', '')}{os.pathsep}{SEARCH}"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+            **options,
+        )
+
+    def show(self, job: str) -> dict[str, str]:
+        """Return what Slurm knows of a job."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job).stdout.split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, job: str, output: Path, timeout: float = 90) -> Job:
+        """Wait until a job has ended, and return what became of it."""
+        states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.until(lambda: self.show(job).get("JobState") in states, timeout, f"the end of job {job}", output)
+        told = self.show(job)
+        return Job(told["JobState"], int(told["ExitCode"].partition(":")[0]), _text(output))
+
+    def until(self, happened: Callable[[], object], timeout: float, what: str, output: Path | None = None) -> None:
+        """Look again and again until something has happened; TimeoutError with what the daemons say if it does not."""
+        end = time.monotonic() + timeout
+        while not happened():
+            if time.monotonic() > end:
+                logs = sorted(self.folder.glob("*.log"))
+                told = "\n".join(f"--- {log.name}\n{_text(log)[-2000:]}" for log in logs)
+                raise TimeoutError(f"no {what} within {timeout:g} s\n{_text(output) if output else ''}\n{told}")
+            time.sleep(0.1)
+
+    def cut(self, name: str) -> None:
+        """Make a node be gone at once, with all that runs on it; Slurm misses it after SlurmdTimeout."""
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def crash(self, name: str) -> None:
+        """Make a node be gone at once, with all that runs on it, and tell Slurm."""
+        self.cut(name)
+        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=crashed")
+
+    def revive(self, name: str) -> None:
+        """Start a node again that has crashed."""
+        number = self._names.index(name) + 1
+        for folder in (self.folder / f"spool-{name}", self.folder / name):
+            shutil.rmtree(folder)  # what PMIx has left there would keep the same job from starting again
+            folder.mkdir()
+        subprocess.run(["ip", "link", "del", self._port(number)], capture_output=True, check=False)
+        self._start_node(number, name)
+
+    # ----------------------------------------------------------------------------------------- the start
+
+    def _start(self) -> None:
+        for name in ("state", "local", *(f"spool-{name}" for name in self._names), *self._names):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o755)
+        for number in range(self.gpus):
+            os.mknod(self.folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        prolog = self.folder / "prolog"  # process numbers repeat between nodes, and with them names in /tmp
+        prolog.write_text(f'#!/bin/sh\necho "export TMPDIR={self.folder}/$SLURMD_NODENAME"\n')
+        prolog.chmod(0o755)
+        self.has_pyxis = not self.paper and self._compile_pyxis()
+        self._write_configuration()
+        where = self.folder
+        self._spawn(
+            "munged", "munged", "--force", "--foreground", f"--key-file={key}", f"--socket={where}/munge.socket",
+            f"--pid-file={where}/munged.pid", f"--log-file={where}/munged.log", f"--seed-file={where}/munge.seed",
+        )  # fmt: skip
+        self.until((where / "munge.socket").exists, 20, "munge.socket")
+        for left in Path("/sys/class/net").glob("ms[0-9]*"):  # by sessions that were killed
+            number = left.name[2:].rstrip("abcdefghij")
+            if number.isdigit() and not Path("/proc", number).exists():
+                subprocess.run(["ip", "link", "del", left.name], capture_output=True, check=False)
+        if not self.paper:
+            _sh("ip", "link", "add", self._bridge, "type", "bridge")
+            _sh("ip", "addr", "add", f"{self._subnet}.254/24", "dev", self._bridge)
+            _sh("ip", "link", "set", self._bridge, "up")
+        self._spawn("slurmctld", "slurmctld", "-D", "-c", "-i", "-f", str(self.conf))
+        if not self.paper:
+            for number, name in enumerate(self._names, 1):
+                self._start_node(number, name)
+        self.until(self._all_idle, 60, "idle nodes")
+
+    @property
+    def _names(self) -> list[str]:
+        return [] if self.paper else [f"node{number}" for number in range(1, self.nodes + 1)]
+
+    def _start_node(self, number: int, name: str) -> None:
+        process = self._spawn(
+            name, "unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc",
+            "--kill-child=KILL", "bash", "-c", NODE, name, name, str(self.conf), str(self.folder), stdin=True,
+        )  # fmt: skip
+        mine, pid = os.readlink("/proc/self/ns/net"), process.pid
+        self.until(lambda: os.readlink(f"/proc/{pid}/ns/net") != mine, 10, f"network of {name}")
+        port = self._port(number)
+        _sh("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        _sh("ip", "link", "set", port, "master", self._bridge, "up")
+        inside = ("nsenter", "-t", str(pid), "-n", "ip")
+        _sh(*inside, "addr", "add", f"{self._subnet}.{number}/24", "dev", "eth0")
+        for link in ("lo", "eth0"):
+            _sh(*inside, "link", "set", link, "up")
+        assert process.stdin is not None
+        process.stdin.write(b"go\n")
+        process.stdin.close()
+
+    def _port(self, number: int) -> str:
+        return f"{self._bridge}n{number}"[-15:]
+
+    def _all_idle(self) -> bool:
+        nodes = self.run("sinfo", "--partition=test", "--noheader", "--Node", "--format=%T").stdout.split()
+        return len(nodes) == self.nodes and set(nodes) <= {"idle", "idle~"}
+
+    def _spawn(self, name: str, program: str, *arguments: str, stdin: bool = False) -> subprocess.Popen[bytes]:
+        # A session that runs out of time is killed, and tidies up nothing.
+        until_we_die = ("setpriv", "--pdeathsig", "KILL")
+        log: IO[bytes]
+        with open(self.folder / f"{name}.out.log", "wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [*until_we_die, program, *arguments],
+                stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env={"PATH": SEARCH, "SLURM_CONF": str(self.conf), "LC_ALL": "C.UTF-8"},
+                start_new_session=True,
+            )
+        return self._processes[name]
+
+    def _compile_pyxis(self) -> bool:
+        compiler = shutil.which("gcc") or shutil.which("cc")
+        numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", self.run("slurmctld", "-V").stdout)
+        if compiler is None or numbers is None:
+            return False
+        major, minor, micro = map(int, numbers.groups())
+        library, version = self.folder / "pyxis.so", f"-DSLURM_VERSION={major << 16 | minor << 8 | micro:#x}"
+        command = [compiler, "-shared", "-fPIC", version, "-o", str(library), str(PYXIS)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return False
+        (self.folder / "plugstack.conf").write_text(f"required {library}\n")
+        return True
+
+    def _write_configuration(self) -> None:
+        host = socket.gethostname().partition(".")[0]
+        address = "127.0.0.1" if self.paper else f"{self._subnet}.254"
+        shape = (
+            f"CPUs={self.cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={self.cpus} ThreadsPerCore=1 "
+            f"RealMemory=64000 Feature=gpu,fast" + (f" Gres=gpu:{self.gpus}" if self.gpus else "")
+        )
+        first, everyone = _free_port(), f"node[1-{self.nodes}]"
+        if self.paper:
+            ports = f"[{30000}-{30000 + self.nodes - 1}]"
+            lines = [f"NodeName={everyone} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} {shape} State=CLOUD"]
+            gres = f"NodeName={everyone} Name=gpu Count={self.gpus}"
+        else:
+            lines = [
+                f"NodeName={name} NodeHostname={name} NodeAddr={self._subnet}.{number} Port=17001 {shape} State=UNKNOWN"
+                for number, name in enumerate(self._names, 1)
+            ]
+            gres = f"Name=gpu File={self.folder}/gpu[0-{self.gpus - 1}]"
+        (self.folder / "gres.conf").write_text("AutoDetect=off\n" + (f"{gres}\n" if self.gpus else ""))
+        (self.folder / "hosts").write_text(
+            f"127.0.0.1 localhost\n{address} {host}\n"
+            + "".join(f"{self._subnet}.{number} {name}\n" for number, name in enumerate(self._names, 1))
+        )
+        settings = {
+            "ClusterName": "tests",
+            "SlurmctldHost": f"{host}({address})",
+            "SlurmctldPort": first,
+            "SlurmUser": "root",
+            "SlurmdUser": "root",
+            "AuthInfo": f"socket={self.folder}/munge.socket,cred_expire=5",  # how long a requeued job waits
+            "StateSaveLocation": self.folder / "state",
+            "SlurmdSpoolDir": f"{self.folder}/spool-%n",
+            "SlurmctldPidFile": self.folder / "slurmctld.pid",
+            "SlurmdPidFile": f"{self.folder}/slurmd.%n.pid",
+            "SlurmctldLogFile": self.folder / "slurmctld.log",
+            "SlurmdLogFile": f"{self.folder}/slurmd.%n.log",
+            "TmpFS": f"{self.folder}/%n",  # Slurm's plugin for PMIx puts files of the same names there on every node
+            "TaskProlog": self.folder / "prolog",
+            "ProctrackType": "proctrack/linuxproc",  # what needs neither cgroups nor systemd
+            "TaskPlugin": "task/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "AccountingStorageType": "accounting_storage/none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core",
+            "SlurmdParameters": "config_overrides",  # believe the made-up CPUs
+            "SchedulerParameters": "sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0",
+            "GresTypes": "gpu",
+            "MpiDefault": "none",
+            "ReturnToService": 2,
+            "KillWait": 5,
+            "MinJobAge": 3600,
+            "InactiveLimit": 0,
+            "SlurmdTimeout": 0 if self.paper else 10,  # how soon a node that is gone is missed
+            "MaxArraySize": 10001,
+            "EnforcePartLimits": "ALL",
+        }
+        if self.has_pyxis:
+            settings["PlugStackConfig"] = self.folder / "plugstack.conf"
+        if self.paper:  # nodes that are asleep are not asked whether they are there
+            settings |= dict.fromkeys(("SuspendProgram", "ResumeProgram"), "/bin/true") | {
+                "SuspendTime": 10**6,
+                "PrivateData": "cloud",
+            }
+        settings |= self._changed
+        lines = [f"{key}={value}" for key, value in settings.items()] + lines
+        usual = f"PartitionName=test Nodes={everyone} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
+        if self._grace is not None:
+            usual += f" GraceTime={self._grace} PriorityTier=1"
+            lines += [f"PartitionName=urgent Nodes={everyone} MaxTime=INFINITE State=UP PriorityTier=10"]
+        lines += [usual]
+        if self._cgroups:
+            (self.folder / "cgroup.conf").write_text(f"CgroupAutomount=yes\nCgroupPlugin=cgroup/v1\n{self._cgroups}\n")
+        self.conf.write_text("\n".join(lines) + "\n")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _sh(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""

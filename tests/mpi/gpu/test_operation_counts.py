@@ -1,0 +1,114 @@
+"""What a call of 4 KiB asks of CUDA on every path, counted on tests/cuda_on_cpu: the guide's table, as a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cuda_counts
+import cupy_here
+import numpy as np
+import pytest
+from replicas import SIZE, context, in_step
+
+import mpistrategy as ms
+from mpistrategy.options import GPU_PATH
+
+COLUMNS = (
+    *("launches", "copies_on_device", "copies_to_host", "copies_to_device", "records", "stream_waits", "host_waits"),
+)
+#: By path and call: as the columns say, at most; on rank 0.
+BUDGETS = {
+    ("nccl", "all_reduce in place"): (0, 0, 0, 0, 1, 0, 0),
+    ("nccl", "all_reduce"): (0, 1, 0, 0, 1, 0, 0),
+    ("nccl", "all_reduce MAX"): (2, 1, 0, 0, 1, 0, 0),
+    ("nccl", "all_reduce of 3 arrays"): (1, 0, 0, 0, 1, 0, 0),
+    ("nccl", "all_reduce_async in place"): (0, 0, 0, 0, 3, 2, 0),
+    ("nccl", "reduce to rank 0"): (0, 1, 0, 0, 1, 0, 0),
+    ("nccl", "broadcast"): (0, 1, 0, 0, 1, 0, 0),
+    ("nccl", "all_gather"): (0, 1, 0, 0, 1, 0, 0),
+    ("ipc", "all_reduce in place"): (1, 1, 0, 0, 2, 1, 1),
+    ("ipc", "all_reduce"): (1, 2, 0, 0, 2, 1, 1),
+    ("ipc", "all_reduce MAX"): (1, 2, 0, 0, 2, 1, 1),
+    ("ipc", "all_reduce of 3 arrays"): (2, 1, 0, 0, 2, 1, 1),
+    ("ipc", "all_reduce_async in place"): (1, 1, 0, 0, 4, 3, 1),
+    ("ipc", "reduce to rank 0"): (1, 2, 0, 0, 2, 1, 1),
+    ("ipc", "broadcast"): (0, 2, 0, 0, 1, 1, 1),
+    ("ipc", "all_gather"): (0, 3, 0, 0, 2, 1, 1),
+    ("mpi", "all_reduce in place"): (0, 0, 0, 0, 1, 0, 1),
+    ("mpi", "all_reduce"): (0, 1, 0, 0, 1, 0, 1),
+    ("mpi", "all_reduce MAX"): (2, 1, 0, 0, 1, 0, 1),
+    ("mpi", "all_reduce of 3 arrays"): (1, 0, 0, 0, 1, 0, 1),
+    ("mpi", "all_reduce_async in place"): (0, 0, 0, 0, 3, 2, 1),
+    ("mpi", "reduce to rank 0"): (0, 1, 0, 0, 1, 0, 1),
+    ("mpi", "broadcast"): (0, 1, 0, 0, 1, 0, 1),
+    ("mpi", "all_gather"): (0, 1, 0, 0, 1, 0, 1),
+    ("staged", "all_reduce in place"): (0, 0, 1, 1, 4, 3, 1),
+    ("staged", "all_reduce"): (0, 1, 1, 1, 4, 3, 1),
+    ("staged", "all_reduce MAX"): (0, 1, 1, 1, 4, 3, 1),
+    ("staged", "all_reduce of 3 arrays"): (1, 0, 1, 1, 4, 3, 1),
+    ("staged", "all_reduce_async in place"): (0, 0, 1, 1, 6, 5, 1),
+    ("staged", "reduce to rank 0"): (0, 1, 1, 1, 4, 3, 1),
+    ("staged", "broadcast"): (0, 1, 1, 0, 4, 3, 1),
+    ("staged", "all_gather"): (0, 1, 1, 2, 4, 3, 1),
+}
+
+
+@pytest.fixture(params=cupy_here.PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv(GPU_PATH, request.param)
+    with cupy_here.installed():
+        yield request.param
+
+
+def calls(cupy: Any, strategy: ms.MirroredStrategy) -> dict[str, Callable[[], object]]:
+    one = cupy.asarray(np.ones(1024, np.float32))
+    several = [cupy.asarray(np.ones(size, np.float32)) for size in (10, 1000, 14)]
+    return {
+        "all_reduce in place": lambda: in_step(strategy, lambda c: c.all_reduce("SUM", one, out=one)),
+        "all_reduce": lambda: in_step(strategy, lambda c: c.all_reduce("SUM", one)),
+        "all_reduce MAX": lambda: in_step(strategy, lambda c: c.all_reduce("MAX", one)),
+        "all_reduce of 3 arrays": lambda: in_step(strategy, lambda c: c.all_reduce("SUM", several)),
+        "all_reduce_async in place": lambda: strategy.run(
+            lambda: context().all_reduce_async("SUM", one, out=one).wait()
+        ),
+        "reduce to rank 0": lambda: strategy.extended.reduce_to("SUM", ms.PerReplica((one,)), "task:0"),
+        "broadcast": lambda: strategy.broadcast(one),
+        "all_gather": lambda: in_step(strategy, lambda c: c.all_gather(one, 0)),
+    }
+
+
+@pytest.mark.skipif(SIZE != 2, reason="the table is of two ranks")
+@pytest.mark.skipif(not cuda_counts.IS_COUNTED, reason="only tests/cuda_on_cpu counts")
+def test_no_call_asks_for_more_than_the_table_says(path: str) -> None:
+    import cupy
+
+    with ms.MirroredStrategy("gpu" if path == "nccl" else "shared") as strategy:
+        over = []
+        for name, call in calls(cupy, strategy).items():
+            call()
+            call()
+            cupy.cuda.runtime.deviceSynchronize()
+            with cuda_counts.counted() as counts:
+                call()
+            found = tuple(counts[column] for column in COLUMNS)
+            if strategy.extended.communicator.rank == 0 and any(
+                mine > most for mine, most in zip(found, BUDGETS[path, name], strict=True)
+            ):
+                over.append(f"{name}: {found} and not {BUDGETS[path, name]}")
+            assert counts["bytes_to_host"] == 0 or path == "staged"
+        assert not over
+
+
+def rows() -> list[str]:
+    """Return the rows of the guide's table."""
+    return [
+        f"| {path} | {name} | {launches} | {own} | {out + back} | {records} | {waits} | {host} |"
+        for (path, name), (launches, own, out, back, records, waits, host) in BUDGETS.items()
+    ]
+
+
+def test_the_guide_has_the_table() -> None:
+    text = (Path(ms.__file__).parent / "cli" / "guide" / "gpus.md").read_text()
+    assert "\n".join(rows()) in text

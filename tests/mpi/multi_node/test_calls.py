@@ -1,0 +1,40 @@
+"""How often a rank calls MPI in an all-reduce between nodes does not grow with their number, nor does Python's work."""
+
+from __future__ import annotations
+
+import pytest
+from pretended import calls_of, own_seconds, strategy_of_many
+
+from mpistrategy.strategy import outside_steps
+
+pytestmark = pytest.mark.one_rank
+CHECK = {"Start": 1, "Wait": 1}
+#: By a persistent Allreduce, too.
+SMALL = {"Start": 2, "Wait": 2}
+EXPECTED: dict[int, dict[int, dict[str, int]]] = {
+    1: {8: CHECK, 4096: SMALL, 2**22: {**CHECK, "Allreduce": 1}},
+    4: {
+        8: CHECK,
+        4096: SMALL,
+        2**20: {**CHECK, "Allreduce": 1},
+        2**24: {**CHECK, "Iallreduce": 4, "Test": 4},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside_steps, "_process_has_peers", False)  # and back: these ranks are not in this job
+
+
+@pytest.mark.parametrize("nodes", [2, 16, 64])
+@pytest.mark.parametrize("local", EXPECTED)
+def test_few_calls_at_any_number_of_nodes(nodes: int, local: int) -> None:
+    with strategy_of_many(nodes, local) as (strategy, calls):
+        for nbytes, expected in EXPECTED[local].items():
+            assert calls_of(strategy, calls, nbytes) == expected, nbytes
+
+
+@pytest.mark.parametrize("nodes", [128, 1024])
+def test_pythons_own_work_for_96_mib_is_below_10_ms(nodes: int) -> None:
+    assert own_seconds(nodes, 8, 96 * 2**20, "lanes") < 0.01, "1 ms on a machine that does nothing else"

@@ -1,0 +1,179 @@
+"""All-reduces of arrays in GPU memory that go on while the GPU computes: who waits for whom, and right results."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import cuda_counts
+import cupy_here
+import numpy as np
+import pytest
+from delayed_writes import delayed_fill
+from replicas import ALL, RANK, SIZE, context, in_step, outcomes
+
+import mpistrategy as ms
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.options import GPU_PATH
+
+pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
+several = pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
+SECONDS = 0.3
+RANKS_ADDED = SIZE * (SIZE + 1) / 2
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Iterator[ModuleType]:
+    with cupy_here.installed() as module:
+        yield module
+
+
+@pytest.fixture(params=cupy_here.PATHS)
+def path(request: pytest.FixtureRequest, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
+    monkeypatch.setenv(GPU_PATH, request.param)
+    return str(request.param)
+
+
+def made(path: str) -> ms.MirroredStrategy:
+    return ms.MirroredStrategy("gpu" if path == "nccl" else "shared")
+
+
+def start(strategy: ms.MirroredStrategy, value: Any, op: str = "SUM", **options: Any) -> ms.AllReduceHandle:
+    return strategy.run(lambda: context().all_reduce_async(op, value, **options))
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_of_what_slow_kernels_write(cupy: Any, path: str, op: str) -> None:
+    """Behind the work before the call; what comes after `wait` finds the result, and may use the memory again."""
+    divisor = SIZE if op == "MEAN" else 1
+    with made(path) as strategy, cupy.cuda.Stream(non_blocking=True) as stream:
+        gradients = [cupy.asarray(np.full(size, -1.0)) for size in (3, 1000, 70_000)]
+        wrong = cupy.asarray(np.zeros(1))
+        for number in range(12):
+            for at, gradient in enumerate(gradients):
+                delayed_fill(cupy, gradient, (RANK + 1) * (number + at + 1), 1e-3 if at == 0 else 0)
+            handles = [start(strategy, {"x": gradient}, op, name="each") for gradient in gradients]
+            for at, handle in enumerate(handles):
+                total = handle.wait()["x"]
+                gradients[at][...] = -1.0
+                wrong[...] += (total * divisor != RANKS_ADDED * (number + at + 1)).any()
+        assert wrong.get(stream=stream)[0] == 0
+
+
+def test_leaves_that_are_none_stay_none(cupy: Any, path: str) -> None:
+    with made(path) as strategy:
+        found = start(strategy, {"a": cupy.asarray(np.full(3, RANK + 1.0)), "b": None}).wait()
+        assert found["b"] is None
+        assert found["a"].get().tolist() == [RANKS_ADDED] * 3
+
+
+def test_in_place_nothing_is_packed_or_copied_back(cupy: Any, path: str) -> None:
+    with made(path) as strategy:
+        mine = cupy.asarray(np.ones(1000))
+
+        def reduce() -> Any:
+            return in_step(strategy, lambda c: c.all_reduce("SUM", mine, out=mine))
+
+        assert reduce() is mine
+        start(strategy, mine, out=mine).wait()
+        with cuda_counts.counted() if cuda_counts.IS_COUNTED else warnings.catch_warnings() as counts:
+            reduce()
+            handle = start(strategy, mine, out=mine)
+            assert handle.wait() is mine
+            assert handle.wait() is mine
+        assert mine.get().tolist() == [float(SIZE**4)] * 1000
+        if cuda_counts.IS_COUNTED:
+            own = {"ipc": 2}.get(path, 0) * (SIZE > 1)  # the copy to where the peers read
+            assert counts["copies_on_device"] == own
+            assert counts["launches"] == own  # and the kernel that reads them
+            assert (counts["bytes_to_host"] == 0) == (path != "staged" or SIZE == 1)
+
+
+@several
+def test_the_host_waits_for_no_kernel(cupy: Any, path: str) -> None:
+    with made(path) as strategy, cupy.cuda.Stream(non_blocking=True):
+        mine, out = cupy.asarray(np.ones(1000)), cupy.asarray(np.zeros(1000))
+        buckets = [cupy.asarray(np.ones(50_000)) for _ in range(4)]
+        start(strategy, mine).wait()
+        in_step(strategy, lambda c: c.all_reduce("SUM", mine))
+        strategy.reduce("SUM", 1.0)
+        seconds = []
+        for _ in range(5):
+            cupy.cuda.get_current_stream().synchronize()
+            delayed_fill(cupy, mine, RANK + 1.0, 0)
+            if cupy_here.IS_REAL:
+                cupy.cuda.get_current_stream().launch_host_func(time.sleep, SECONDS / 3)
+            begun = time.perf_counter()
+            handles = [start(strategy, mine, out=out), *[start(strategy, each, out=each) for each in buckets]]
+            seconds.append((time.perf_counter() - begun) / len(handles))
+            under_way = [not handle.done() for handle in handles] if cupy_here.IS_REAL else [True]
+            for handle in handles:
+                handle.wait()
+            assert all(under_way)
+            assert out.get().tolist() == [RANKS_ADDED] * 1000
+        if cupy_here.IS_REAL:
+            print(f"all_reduce_async on {path}: {1e3 * min(seconds):.2f} ms of the host")
+            assert min(seconds) < SECONDS / 30
+
+
+@several
+def test_without_an_mpi_for_threads_wait_does_it(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MpiCommunicator, "may_use_threads", property(lambda self: False))
+    with made(path) as strategy:
+        mine = [cupy.asarray(np.full(10, RANK + 1.0)) for _ in range(3)]
+        start(strategy, mine[0]).wait()
+        handles = [start(strategy, each, out=each) for each in mine]
+        if path != "nccl":
+            assert not any(handle.done() for handle in handles)
+        assert handles[2].wait() is mine[2]
+        assert all(handle.wait().get().tolist() == [RANKS_ADDED] * 10 for handle in handles)
+        text = strategy.explain(mine)
+        assert "all_reduce_async: on a stream of its own" in text
+        assert ("wait() does what the host must do: MPI has no MPI_THREAD_MULTIPLE" in text) == (path != "nccl")
+        unwaited = start(strategy, mine[0])
+        assert path == "nccl" or not unwaited.done()
+        if path == "nccl":
+            unwaited.wait()
+        with pytest.warns(RuntimeWarning, match="not done") if path != "nccl" else warnings.catch_warnings():
+            strategy.close()
+
+
+@several
+def test_a_mistake_of_one_rank_is_heard_of(cupy: Any, path: str) -> None:
+    with made(path) as strategy:
+        good = cupy.asarray(np.ones(10))
+        start(strategy, good).wait()
+
+        def wrong() -> Any:
+            value = cupy.asarray(np.ones(10, bool)) if RANK == 1 else good
+            return start(strategy, value).wait()
+
+        for one in outcomes(wrong):
+            assert "bool" in one.text
+        found = outcomes(lambda: start(strategy, cupy.asarray(np.ones(10 + RANK))).wait())
+        assert all("10" in one.text and "11" in one.text for one in found)
+        assert start(strategy, good).wait().get().tolist() == [float(SIZE)] * 10
+
+
+def test_gradient_buckets_start_early(cupy: Any, path: str) -> None:
+    with made(path) as strategy, strategy.scope():
+        variables = [ms.Variable(np.ones(shape)) for shape in ((300, 4), (200,), (500, 5))]
+        optimizer = ms.optimizers.SGD(learning_rate=1.0, aggregation="SUM")
+        buckets = optimizer.gradient_buckets(variables, bytes_per_bucket=2**13)
+        assert buckets.starts_early == (SIZE > 1)
+
+        def step() -> None:
+            for number in reversed(range(3)):
+                buckets.values[number][...] = float(RANK + number)
+                buckets.ready(number)
+            optimizer.apply_gradients(buckets)
+
+        strategy.run(step)
+        strategy.run(step)
+        for number, var in enumerate(variables):
+            total = sum(rank + number for rank in range(SIZE))
+            assert np.allclose(var.numpy(), 1 - 2 * total)

@@ -1,0 +1,179 @@
+"""What users call, with arrays in GPU memory: the results, and that none of their bytes go to the host.
+
+The bytes are counted on tests/cuda_on_cpu; elsewhere the results are compared alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cuda_counts
+import cupy_here
+import numpy as np
+import pytest
+from replicas import ALL, RANK, RANKS, SIZE, in_step
+
+import mpistrategy as ms
+from mpistrategy.options import GPU_PATH
+
+pytestmark = pytest.mark.skipif(SIZE > 3 and not ALL, reason="three ranks show it")
+SIZE_OF_ARRAY = 300
+ALGORITHMS = {
+    "MpiAllReduce": ms.MpiAllReduce,
+    "NcclAllReduce": ms.NcclAllReduce,
+    "HierarchicalCopyAllReduce": ms.HierarchicalCopyAllReduce,
+    "ReductionToOneDevice": ms.ReductionToOneDevice,
+}
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Iterator[ModuleType]:
+    with cupy_here.installed() as module:
+        yield module
+
+
+@pytest.fixture(scope="module", params=cupy_here.PATHS)
+def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
+        patch.setenv(GPU_PATH, request.param)
+        yield request.param
+
+
+def made(path: str, algorithm: Callable[[], Any] = ms.MpiAllReduce) -> ms.MirroredStrategy:
+    return ms.MirroredStrategy("gpu" if path == "nccl" else "shared", algorithm())
+
+
+def value(rank: int, dtype: str = "float32", shape: tuple[int, ...] = (SIZE_OF_ARRAY,)) -> np.ndarray:
+    return np.random.default_rng([rank, *shape]).integers(-1000, 1000, shape).astype(dtype)
+
+
+def expected(op: str, arrays: list[np.ndarray]) -> np.ndarray:
+    found = {"SUM": sum, "MEAN": sum, "MIN": np.minimum.reduce, "MAX": np.maximum.reduce}[op](arrays)
+    return found / SIZE if op == "MEAN" else found
+
+
+def bytes_to_host(do: Callable[[], Any]) -> tuple[Any, int]:
+    """Do it twice, since the ranks choose their path the first time; return the result, and what the second copied."""
+    do()
+    if not cuda_counts.IS_COUNTED:
+        return do(), 0
+    with cuda_counts.counted() as counts:
+        result = do()
+    return result, counts["bytes_to_host"]
+
+
+def is_right(path: str, found: Any, right: Any, moved: int) -> bool:
+    assert type(found).__module__.partition(".")[0] == "cupy"
+    assert found.dtype == right.dtype or right.dtype == np.float64
+    assert path == "staged" or moved == 0
+    return np.array_equal(found.get(), np.asarray(right, found.dtype))
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "int32", "int64"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_reductions(cupy: Any, path: str, name: str, dtype: str, op: str) -> None:
+    if name == "NcclAllReduce" and path != "nccl":
+        pytest.skip("it asks for NCCL")
+    everyone = [np.clip(value(rank, dtype), -20, 20).astype(dtype) for rank in RANKS]
+    with made(path, ALGORITHMS[name]) as strategy:
+        mine = cupy.asarray(everyone[RANK])
+        found, moved = bytes_to_host(lambda: in_step(strategy, lambda c: c.all_reduce(op, mine)))
+        right = expected(op, everyone)
+        assert is_right(path, found, np.asarray(right).astype(found.dtype), moved)
+        extended = strategy.extended
+        for destination in ("task:0", f"task:{SIZE - 1}"):
+            reduced, moved = bytes_to_host(lambda to=destination: extended.reduce_to(op, ms.PerReplica((mine,)), to))
+            if int(destination[-1]) == RANK:
+                assert is_right(path, reduced.values[0], np.asarray(right).astype(found.dtype), moved)
+            assert path == "staged" or moved == 0
+
+
+def test_broadcasts_and_gathers(cupy: Any, path: str) -> None:
+    with made(path) as strategy:
+        mine = [cupy.asarray(value(RANK, dtype)) for dtype in ("float32", "int16")]
+        found, moved = bytes_to_host(lambda: strategy.broadcast(mine, SIZE - 1))
+        assert is_right(path, found[0], value(SIZE - 1), moved)
+        assert is_right(path, found[1], value(SIZE - 1, "int16"), moved)
+        sent, moved = bytes_to_host(lambda: strategy.extended.broadcast_to(mine[0], mine[0]))
+        assert is_right(path, sent.values[0], value(0), moved)
+        for axis in (0, 1):
+            shapes = [(2, 3 + rank, 2) if axis else (2 + rank, 3, 2) for rank in RANKS]
+            block = cupy.asarray(value(RANK, "float32", shapes[RANK]))
+            found, moved = bytes_to_host(lambda a=axis, b=block: in_step(strategy, lambda c: c.all_gather(b, a)))
+            right = np.concatenate([value(rank, "float32", shapes[rank]) for rank in RANKS], axis)
+            assert is_right(path, found, right, moved)
+
+
+def test_sparse_gradients(cupy: Any, path: str) -> None:
+    def slices(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        return value(rank, "float32", (2 + rank, 3)), np.arange(2 + rank)
+
+    with made(path) as strategy:
+        mine = ms.IndexedSlices(*map(cupy.asarray, slices(RANK)), (9, 3))
+        found, moved = bytes_to_host(lambda: in_step(strategy, lambda c: c.all_reduce("SUM", mine)))
+        assert is_right(path, found.values, np.concatenate([slices(rank)[0] for rank in RANKS]), moved)
+        assert is_right(path, found.indices, np.concatenate([slices(rank)[1] for rank in RANKS]), moved)
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
+@pytest.mark.parametrize("axis", [0, (0, 1)])
+def test_reductions_along_axes(cupy: Any, path: str, op: str, axis: Any) -> None:
+    shapes = [(2 * rank, 4, 2) for rank in RANKS] if SIZE > 1 else [(3, 4, 2)]
+    everyone = [value(rank, "float32", shape) for rank, shape in zip(RANKS, shapes, strict=True)]
+    together = np.concatenate(everyone)
+    right = getattr(np, op.lower())(together, axis=axis)
+    with made(path) as strategy:
+        mine = ms.PerReplica((cupy.asarray(everyone[RANK]),))
+        found, moved = bytes_to_host(lambda: strategy.reduce(op, mine, axis))
+        assert type(found).__module__.partition(".")[0] == "cupy"
+        assert np.allclose(found.get(), right, rtol=1e-6)
+        assert path == "staged" or moved == 0
+
+
+def test_zeros_and_nan_along_an_axis(cupy: Any, path: str) -> None:
+    with made(path) as strategy:
+        mine = ms.PerReplica((cupy.asarray(np.array([[0.0, 1.0, -0.0], [-0.0, np.nan, 0.0]])),))
+        for op, first in (("MIN", [-0.0, np.nan, -0.0]), ("MAX", [0.0, np.nan, 0.0])):
+            assert strategy.reduce(op, mine, 0).get().tobytes() == np.array(first).tobytes()
+
+
+def test_variables(cupy: Any, path: str) -> None:
+    """First values, assignments and aggregated writes."""
+    with made(path) as strategy, strategy.scope():
+        var = ms.Variable(value(RANK), aggregation="ONLY_FIRST_REPLICA")
+        assert is_right(path, var.local_view, value(0), 0)
+        new = cupy.asarray(value(RANK) + 1)
+        _, moved = bytes_to_host(lambda: in_step(strategy, lambda c: var.assign(new)))
+        assert is_right(path, var.local_view, value(0) + 1, moved)
+        total = ms.Variable(value(0), aggregation="SUM")
+        _, moved = bytes_to_host(lambda: in_step(strategy, lambda c: total.assign(new)))
+        assert is_right(path, total.local_view, sum(value(rank) + 1 for rank in RANKS), moved)
+        _, moved = bytes_to_host(lambda: ms.Variable(new, aggregation="SUM"))
+        assert path == "staged" or moved == 0
+
+
+def test_an_arena_takes_that_of_rank_0(cupy: Any, path: str) -> None:
+    with made(path) as strategy, strategy.scope():
+        arena = strategy.arena([cupy.asarray(value(RANK))])
+        arena.values[0][...] = cupy.asarray(value(RANK))
+        _, moved = bytes_to_host(lambda: strategy.extended.broadcast_to(arena, arena))
+        assert is_right(path, arena.values[0], value(0), moved)
+
+
+def test_a_checkpoint_is_restored_without_reading_what_is_there(cupy: Any, path: str, tmp_path: Path) -> None:
+    with made(path) as strategy, strategy.scope():
+        var, large = ms.Variable(value(0)), ms.Variable(value(0, "float64", (300, 1000)))
+        checkpoint = ms.Checkpoint(var=var, large=large)
+        folder = strategy.extended.communicator.allgather_text(str(tmp_path))[0]
+        checkpoint.save(f"{folder}/one")
+        var.assign(cupy.asarray(value(1)))
+        large.assign(cupy.asarray(value(1, "float64", (300, 1000))))
+        _, moved = bytes_to_host(lambda: checkpoint.restore(f"{folder}/one"))
+        assert is_right(path, var.local_view, value(0), 0)
+        assert is_right(path, large.local_view, value(0, "float64", (300, 1000)), 0)
+        assert path == "staged" or moved == 0

@@ -1,0 +1,64 @@
+"""The programs of scripts/examples: the same numbers on any number of ranks, in few more lines than before."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.one_rank, pytest.mark.slow]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
+Launch = Callable[..., launching.Finished]
+#: The lines of code of TensorFlow's notebook custom_training.ipynb, without empty ones and comments.
+LINES_OF_THE_TUTORIAL = 133
+
+
+def report(launch: Launch, ranks: int, folder: Path, program: str) -> tuple[Any, str]:
+    folder = folder / f"{program} on {ranks}"
+    folder.mkdir()
+    job = launch(ranks, [EXAMPLES / program, "report.json"], cwd=folder).check()
+    return json.loads((folder / "report.json").read_text()), job.stdout
+
+
+def lines_of_code(program: str) -> int:
+    """Return the lines with code on them: no comments, no docstrings."""
+    tree = ast.parse((EXAMPLES / program).read_text(encoding="utf-8"))
+    texts = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    source = (EXAMPLES / program).read_text(encoding="utf-8").splitlines()
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in texts
+        for number, line in enumerate(source, 1)
+    )
+
+
+def test_the_tutorial_gives_the_numbers_of_one_process(launch: Launch, tmp_path: Path) -> None:
+    one, _ = report(launch, 1, tmp_path, "fashion.py")
+    three, printed = report(launch, 3, tmp_path, "fashion.py")
+    for here, there in zip(one, three, strict=True):
+        np.testing.assert_allclose(here, there, rtol=1e-9)
+    assert printed.startswith("Number of ranks: 3\n")
+    assert one[4][3] > 0.9
+    assert one[5][0] == one[4][3]  # what was restored is what was saved
+    assert lines_of_code("fashion.py") <= 1.2 * LINES_OF_THE_TUTORIAL
+
+
+def test_the_ensemble_gives_the_numbers_of_one_process_and_of_mpi4py_alone(launch: Launch, tmp_path: Path) -> None:
+    alone, _ = report(launch, 1, tmp_path, "ensemble_mpi4py.py")
+    for ranks in (1, 3):
+        members, printed = report(launch, ranks, tmp_path, "ensemble.py")
+        np.testing.assert_allclose(members, alone, rtol=1e-9, atol=1e-12)
+        assert printed.startswith(f"5 members on {ranks} ranks in {min(2, ranks)} groups\n")
+    assert np.std(alone, axis=0).min() > 0.01
+    assert lines_of_code("ensemble.py") <= 1.2 * lines_of_code("ensemble_mpi4py.py")

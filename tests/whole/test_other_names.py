@@ -1,0 +1,114 @@
+"""What TensorFlow users write first is answered with the name or keyword to write here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.objects import other_names
+
+pytestmark = pytest.mark.one_rank
+
+
+@pytest.mark.parametrize("name", other_names.MODULE)
+def test_a_name_of_tensorflows_says_what_to_write(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'. {other_names.MODULE[name][:20]}"):
+        getattr(ms, name)
+    assert name not in dir(ms)
+    assert not hasattr(ms, name)
+
+
+def test_other_unknown_names_are_ordinary_errors() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Varable'") as unknown:
+        _ = ms.Varable
+    assert unknown.value.name == "Varable"  # for Python's own suggestion
+    assert ms.CollectiveHints is ms.CommunicationOptions
+    assert "CollectiveHints" not in dir(ms)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in other_names.OF_MODULE.items() for name in names]
+)
+def test_a_name_of_keras_says_what_to_write(module: str, name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"module 'mpistrategy\.{module}' has no attribute '{name}'\. "):
+        getattr(getattr(ms, module), name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'other'$"):
+        _ = getattr(ms, module).other
+
+
+OWNERS: dict[str, Any] = {
+    "Strategy": ms.Strategy,
+    "ReplicaContext": ms.ReplicaContext,
+    "Optimizer": ms.optimizers.SGD,
+    "Metric": ms.metrics.Mean,
+    "Dataset": ms.Dataset,
+    "CheckpointManager": ms.CheckpointManager,
+    "Checkpoint": ms.Checkpoint,
+}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in other_names.OF_CLASS.items() for name in names]
+)
+def test_an_attribute_of_tensorflows_says_what_to_write(owner: str, name: str) -> None:
+    kind = OWNERS[owner]
+    assert not hasattr(kind, name), "it is here: take it out of the table"
+    made = object.__new__(kind)
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'. "):
+        getattr(made, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda folder: ms.CheckpointManager(ms.Checkpoint(), folder, max_to_keep=3), "max_to_keep=3.*Write keep"),
+        (lambda folder: ms.Dataset.from_arrays(np.ones(4), batch_size=2), "batch_size=2.*Write global_batch_size"),
+        (lambda folder: ms.Dataset.from_arrays(np.ones(4), 2, shuffle=True), "Write shuffle_seed"),
+        (lambda folder: ms.metrics.Mean(dtype="float32"), "metrics add in float64"),
+        (lambda folder: ms.metrics.Mean().update_state(1.0, sample_weight=2.0), "Write weight"),
+        (lambda folder: ms.metrics.Accuracy().update_state(y_true=[1], y_pred=[1]), "Write labels"),
+        (lambda folder: ms.MirroredStrategy(cluster_resolver=None), "mpiexec or srun"),
+        (lambda folder: ms.optimizers.SGD(clipvalue=1.0), "np.clip"),
+        (lambda folder: ms.optimizers.Adam(lr=1.0), "write 'learning_rate'"),
+        (lambda folder: ms.optimizers.Adam(amsgrad=True), "derive a class"),
+    ],
+)
+def test_a_keyword_of_tensorflows_says_what_to_write(call: Callable[[Path], Any], told: str, tmp_path: Path) -> None:
+    with ms.OneDeviceStrategy("CPU:0").scope(), pytest.raises(TypeError, match=told):
+        call(tmp_path)
+
+
+def test_a_step_outside_run_is_told_so() -> None:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        variable = ms.Variable(np.zeros(2))
+    with pytest.raises(errors.ContextError, match=r"outside strategy\.run, with 'Variable_0' of a OneDeviceStrategy"):
+        ms.optimizers.SGD().apply_gradients([(np.ones(2), variable)])
+
+
+def test_hints_leave_pickling_copies_and_inspection_as_they_are() -> None:
+    import copy
+    import inspect
+
+    with warnings.catch_warnings(), ms.OneDeviceStrategy("CPU:0").scope():
+        warnings.simplefilter("error")
+        made = (ms.optimizers.SGD(0.1), ms.metrics.Mean(), ms.Dataset.from_arrays(np.ones(2), 1), ms.Checkpoint())
+        assert repr(copy.deepcopy(made[0])) == "SGD(learning_rate=0.1)"
+        for each in made:
+            inspect.getmembers_static(each)
+            assert not hasattr(each, "__wrapped__")
+            assert not hasattr(each, "state_dict")
+
+
+def test_none_of_it_is_loaded_before_it_is_needed() -> None:
+    program = "import mpistrategy, sys; print(*(name for name in sys.modules if 'training' in name))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == ""

@@ -1,0 +1,173 @@
+"""What the README and the guide show is so: their programs and examples run, their commands print what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pages
+import pytest
+from pages import BLOCKS, EXAMPLES, PREAMBLE, PROGRAMS
+
+from mpistrategy.testing import run_replicas
+
+pytestmark = pytest.mark.one_rank
+
+NUMBERED = [pytest.param(number, id=f"{block.page}-{number}") for number, block in enumerate(EXAMPLES)]
+WORDS = {"README": 1500}
+MOST_WORDS = 1200
+
+
+def shown_in(example: str) -> list[str]:
+    """Return what an example's comments say that it prints."""
+    return re.findall(r"^ *say\(.*\)  # (.*)$", example, flags=re.MULTILINE)
+
+
+def shown_by(program: pages.Block) -> str:
+    """Return the block of text after a program; "" where none follows."""
+    place = BLOCKS.index(program) + 1
+    after = BLOCKS[place] if place < len(BLOCKS) else program
+    return after.source if after.kind == "text" and after.page == program.page else ""
+
+
+def test_there_is_enough_to_run() -> None:
+    assert len(PROGRAMS) >= 8
+    assert len(EXAMPLES) >= 25
+    assert {block.kind for block in BLOCKS} <= {"python", "text", "console", "toml"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda block: f"{block.page}-{block.file}")
+def test_a_program_prints_what_is_shown(
+    launch: Callable[..., launching.Finished], tmp_path: Path, program: pages.Block
+) -> None:
+    path = tmp_path / program.file
+    path.write_text(program.source, encoding="utf-8")
+    job = launch(2, path, cwd=tmp_path)
+    said = (job.stdout + job.stderr).replace(str(tmp_path), "/home/you")
+    shown = shown_by(program)
+    for line in shown.splitlines():
+        assert line in said, job
+    assert job.returncode == ("the whole job ends here" in shown), job
+
+
+@pytest.mark.parametrize("number", NUMBERED)
+def test_an_example_prints_what_its_comments_say(number: int) -> None:
+    source = EXAMPLES[number].source
+    assert len(shown_in(source)) == source.count("say("), "every say(...) has its output behind it"
+    assert pages.run_examples().printed[number].splitlines() == shown_in(source)
+
+
+@pytest.mark.parametrize("number", NUMBERED)
+def test_an_example_prints_the_same_on_simulated_replicas(number: int) -> None:
+    program = compile(f"{PREAMBLE}\n{EXAMPLES[number].source}", f"example_{number:03}.py", "exec")
+
+    def replica() -> list[str]:
+        said: list[str] = []
+        exec(program, {"__name__": "__main__", "print": lambda *words: said.append(" ".join(map(str, words)))})
+        return said
+
+    assert "\n".join(run_replicas(replica, 2)[0]).splitlines() == shown_in(EXAMPLES[number].source)
+
+
+def console_environment(folder: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**launching.environment(), "PATH": path, launching.OPEN_MPI_FOLDER: str(folder / ".mpi")}
+    if launching.IS_OPEN_MPI:
+        (folder / ".mpi").mkdir()
+        environment |= {
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+        }
+    return environment
+
+
+#: The README's commands run in a clone: test_readme.
+CONSOLES = sorted({block.page for block in BLOCKS if block.kind == "console" and block.is_run} - {"README"})
+
+
+@pytest.mark.parametrize("page", CONSOLES)
+def test_the_commands_of_a_page_print_what_is_shown(tmp_path: Path, page: str) -> None:
+    """In order, in one folder, where the programs of the page are."""
+    environment = console_environment(tmp_path)
+    for program in PROGRAMS:
+        if program.page == page:
+            (tmp_path / program.file).write_text(program.source, encoding="utf-8")
+    for block in BLOCKS:
+        if (block.page, block.kind) != (page, "console") or not block.is_run:
+            continue
+        for command, lines in block.commands():
+            done = subprocess.run(
+                ["bash", "-c", command],
+                env=environment,
+                cwd=tmp_path,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=100,
+                check=False,
+            )
+            said = done.stdout.replace(str(tmp_path), "/home/you")
+            missing = block.missing(lines, said)
+            assert missing is None, f"$ {command}\n{said}\n--- has not: {missing}"
+            assert lines or done.returncode == 0, f"$ {command}\n{said}"
+
+
+@pytest.mark.parametrize("page", pages.TEXTS)
+def test_a_page_is_short(page: str) -> None:
+    assert len(pages.TEXTS[page].split()) <= WORDS.get(page, MOST_WORDS)
+
+
+def anchors(text: str) -> set[str]:
+    """Return what a code forge makes of the headings."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", text)
+    headings = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"(?m)^#+ (.+)$", text)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(text: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"(?ms)^```.*?^```$|`[^`\n]*`", "", text))
+
+
+@pytest.mark.parametrize("page", pages.TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    """Pages link to pages only: in a terminal, and on a site, there is no checkout."""
+    folder = pages.FILES[page].parent
+    for link in links(pages.TEXTS[page]):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (folder / file).resolve() if file else pages.FILES[page]
+        assert target.exists(), link
+        assert page == "README" or target.parent == pages.GUIDE, link
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_files_that_are_named_exist() -> None:
+    named = {name for text in pages.TEXTS.values() for name in re.findall(r"`(scripts/\w+(?:/\w+)*(?:\.py)?)", text)}
+    assert len(named) > 8
+    assert [name for name in sorted(named) if not (pages.ROOT / name).exists()] == []
+
+
+def test_every_page_is_listed_in_an_order_that_was_chosen() -> None:
+    from mpistrategy.cli.guide.pages import ORDER
+
+    assert sorted(set(pages.TEXTS) - {"README"} - set(ORDER)) == []
+
+
+def test_no_index_has_this_package_yet() -> None:
+    """Installing it by name is not what a page may tell to do."""
+    assert not [page for page, text in pages.TEXTS.items() if re.search(r"pip install '?mpistrategy", text)]
+
+
+def test_the_words_of_tf_distribute_are_explained() -> None:
+    words = pages.TEXTS["concepts"].partition("## Words")[2].partition("\n## ")[0]
+    explained = "".join(re.findall(r"^\| ([^|]+) \|", words, flags=re.MULTILINE))
+    wanted = ("replica", "cross-replica", "update context", "mirrored", "per-replica", "ON_READ", "destination")
+    assert [word for word in wanted if word not in explained] == []

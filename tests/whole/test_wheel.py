@@ -1,0 +1,155 @@
+"""The package as users get it: built as a wheel, installed where no checkout is, and used from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import launching
+import pytest
+
+import mpistrategy as ms
+from mpistrategy.cli.main import COMMANDS
+
+pytestmark = [
+    pytest.mark.one_rank,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(launching.IS_OPEN_MPI, reason="the wheel is the same for every MPI"),
+]
+
+ROOT = Path(ms.__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment with the wheel in it, and an empty folder to work in.
+
+    Attributes:
+        wheel: the file.
+        bin: where the environment's commands are.
+        folder: to work in.
+    """
+
+    wheel: Path
+    bin: Path
+    folder: Path
+
+    def run(self, *command: str | Path, status: int = 0, seconds: float = 120) -> str:
+        """Run a command of the environment in the folder; return what it printed."""
+        environment = {k: v for k, v in launching.environment().items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        environment["PATH"] = f"{self.bin}{os.pathsep}{environment['PATH']}"
+        done = subprocess.run(
+            [self.bin / command[0], *command[1:]],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        assert done.returncode == status, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def on_two_ranks(self, *command: str | Path, seconds: float = 120) -> str:
+        """Run a command of the environment on 2 ranks; return what they printed."""
+        return self.run("mpiexec", "-n", "2", self.bin / command[0], *command[1:], seconds=seconds)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("installed")
+    environment = folder / "environment"
+    work = folder / "work"
+    work.mkdir()
+
+    def python(program: str | Path, *arguments: str | Path) -> None:
+        done = subprocess.run([program, *arguments], cwd=work, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
+
+    python(sys.executable, "-m", "pip", "wheel", ROOT, "--no-deps", "-qq", "--wheel-dir", folder)
+    (wheel,) = folder.glob("*.whl")
+    python(sys.executable, "-m", "venv", environment)
+    pip = ("-m", "pip", "install", "-qq", "--disable-pip-version-check")
+    python(environment / "bin" / "python", *pip, f"mpistrategy[mpich,train,bfloat16] @ {wheel.as_uri()}")
+    return Installed(wheel, environment / "bin", work)
+
+
+def test_it_is_imported_from_where_it_was_installed(installed: Installed) -> None:
+    told = installed.run("python", "-c", "import mpistrategy as ms; print(ms.__file__, ms.__version__)").split()
+    assert Path(told[0]).is_relative_to(installed.bin.parent / "lib")
+    assert told[1] == ms.__version__
+    assert installed.run("mpistrategy", "--version") == f"mpistrategy {ms.__version__}\n"
+    assert f"-{ms.__version__}-" in installed.wheel.name
+
+
+def test_all_files_of_the_package_travel_along_and_no_others(installed: Installed) -> None:
+    package = ROOT / "mpistrategy"
+    there = {
+        path.relative_to(ROOT).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and "plugins" not in path.parts
+    }
+    with zipfile.ZipFile(installed.wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert there - names == set()
+    assert {name for name in names - there if not name.startswith("pytest_mpistrategy")} == set()
+
+
+def test_the_program_of_the_demo(installed: Installed) -> None:
+    shutil.copy(ROOT / "scripts" / "train_digits.py", installed.folder)
+    printed = installed.on_two_ranks("mpistrategy", "run", "train_digits.py", "--json", "report.json")
+    assert "weights: identical on all replicas, bit for bit" in printed
+    assert json.loads((installed.folder / "report.json").read_text())["accuracy"] >= 0.97
+
+
+@pytest.mark.skipif("guide" not in COMMANDS, reason="there is no guide yet")
+def test_the_guide(installed: Installed) -> None:
+    listed = installed.run("mpistrategy", "guide", "--list")
+    assert "changes" in listed
+    assert "0.2.0" in installed.run("mpistrategy", "guide", "changes")
+
+
+def test_a_job_script_is_written_and_its_example_runs(installed: Installed) -> None:
+    installed.run("mpistrategy", "slurm", "multi_node", "nodes=2", "site=perlmutter", "account=me", "-o", "job.sbatch")
+    script = (installed.folder / "job.sbatch").read_text()
+    assert "#SBATCH --nodes=2" in script
+    subprocess.run(["bash", "-n", installed.folder / "job.sbatch"], check=True)
+    installed.run("mpistrategy", "slurm", "--all", "slurm")
+    assert (installed.folder / "slurm" / "sites" / "perlmutter.sbatch").is_file()
+
+
+def test_the_doctor(installed: Installed) -> None:
+    told = json.loads(installed.on_two_ranks("mpistrategy", "doctor", "--json"))
+    bad = [finding for finding in told["findings"] if "BAD" in map(str, finding.values())]
+    assert bad == [], told
+
+
+def test_the_benchmark(installed: Installed) -> None:
+    few = ("--only", "all_reduce,small", "--sizes", "4,64KiB", "--seconds", "0.3", "--plot", "bench.png")
+    installed.on_two_ranks("mpistrategy", "bench", "--quick", "--json", "bench.json", *few)
+    assert (installed.folder / "bench.png").is_file()
+    assert json.loads((installed.folder / "bench.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("how", [["--simulated"], ["--areas", "reduce,all_reduce,gather,optimizer"]], ids=" ".join)
+def test_the_recorded_cases(installed: Installed, how: Sequence[str]) -> None:
+    tests = installed.folder / "checks" / "tests"
+    if not tests.exists():
+        shutil.copytree(ROOT / "tests" / "conformance", tests / "conformance")
+        (tests / "jobs").mkdir()
+        shutil.copy(ROOT / "tests" / "jobs" / "launching.py", tests / "jobs")
+        (tests.parent / "scripts").mkdir()
+        shutil.copy(ROOT / "scripts" / "environment.sh", tests.parent / "scripts")
+    program = f"import sys; sys.path[:0] = {[str(tests), str(tests / 'jobs')]!r}\nfrom conformance.launch import main\n"
+    program += f"sys.exit(main(['--mpi', 'mpich', *{list(how)!r}]))"
+    last = installed.run("python", "-c", program, seconds=280).splitlines()[-1]
+    assert last.startswith("conformance: passed=")
+    assert last.endswith("failed=0")
