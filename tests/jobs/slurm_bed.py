@@ -99,8 +99,9 @@ class SlurmBed:
         self.conf = folder / "slurm.conf"
         #: Whether srun has options of pyxis: it takes a C compiler.
         self.has_pyxis = False
-        self._bridge = f"ms{os.getpid() % 10**7}{chr(97 + next(_beds))}"
-        self._subnet = f"10.{180 + os.getpid() % 40}.{os.getpid() // 40 % 250}"
+        number = next(_beds)  # several of one process at the same time
+        self._bridge = f"ms{os.getpid() % 10**7}{chr(97 + number % 10)}"
+        self._subnet = f"10.{180 + os.getpid() % 40}.{(os.getpid() // 40 + 97 * number) % 250}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
