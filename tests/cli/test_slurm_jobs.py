@@ -265,7 +265,9 @@ def test_chain(user: User) -> None:
     assert found, done.output
     assert (done.state, done.status) == ("FAILED", 75), done.output
     last = user.bed.wait(found[1], user.output(found[1]))
-    check(last, 4, "made all 60 steps")
+    assert (last.state, last.status) == ("COMPLETED", 0), last.output
+    assert "example.py on 4 ranks: made all 60 steps" in last.output
+    assert "the program is done; the chain ends here" in last.output
     assert "link 2 of 10" in last.output
     taken_back = re.search(r"job (\d+) goes on after it", last.output)
     assert taken_back, last.output
