@@ -22,6 +22,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from mpistrategy.cli.endings import Unfinished
 from mpistrategy.cli.gpu_trial import try_once
 from mpistrategy.errors import LaunchError, OptionError
 from mpistrategy.mpi.contract import check_level, timeouts
@@ -120,7 +121,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unfinished",
         metavar="FILE",
-        help="remove this file on rank 0 when the program has ended with status 0; for job scripts",
+        help="write into this file how the program ended, and remove it at status 0; for job scripts",
     )
     rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "default": []}
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does", **rest)
@@ -140,15 +141,15 @@ def run(options: argparse.Namespace) -> int:
             os.environ[setting.variable] = value
     _start_from_environment()
     _show_stacks_of_crashes()
+    unfinished = Unfinished(options.unfinished or "")
     try:
         rank = _start_mpi()
     except LaunchError as error:
+        unfinished.note(error)
         sys.stderr.write(f"{error}\n")
         return _COULD_NOT
-    # The program may go to another folder, and finalize MPI.
-    unfinished = os.path.abspath(options.unfinished) if options.unfinished and rank == 0 else ""
+    unfinished.begin(rank)
     _hide_frames_of_ours()
-    process = os.getpid()
     try:
         if options.module:
             program = _module(*options.module)
@@ -158,15 +159,17 @@ def run(options: argparse.Namespace) -> int:
             program = _file(*options.program)
         exec(program.code, _main_of(program))
     except SystemExit as error:
-        _note_exit(error, unfinished if os.getpid() == process else "")
+        _note_exit(error)
+        unfinished.note(error)
         raise
     except BaseException as error:
         # An excepthook of the program's own may hide the error; the peers must still learn of the end.
         status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         abort.note_end(status, abort.in_words(type(error), error, _without_ours(error.__traceback__)))
+        unfinished.note(error)
         raise
     abort.note_end(0)
-    _take_away(unfinished if os.getpid() == process else "")  # a forked child comes here, too
+    unfinished.note(None)
     return 0
 
 
@@ -289,21 +292,10 @@ def _refuse(text: str, status: int) -> NoReturn:
 # ------------------------------------------------------------------------------------- the end
 
 
-def _note_exit(error: SystemExit, unfinished: str) -> None:
+def _note_exit(error: SystemExit) -> None:
     status = status_of(error.code)
     trace = _without_ours(error.__traceback__)
     abort.note_end(status, abort.in_words(SystemExit, error, trace) if status else "")
-    if status == 0:
-        _take_away(unfinished)
-
-
-def _take_away(unfinished: str) -> None:
-    """Remove the file that marks the program as unfinished."""
-    try:
-        if unfinished:
-            os.unlink(unfinished)
-    except OSError as error:
-        sys.stderr.write(f"{_WHERE} --unfinished: {error}\n")
 
 
 def _hide_frames_of_ours() -> None:

@@ -5,16 +5,13 @@ Where there can be no Slurm (no root, no namespaces, no packages) these tests sa
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import random
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +23,13 @@ from mpi4py import MPI
 from preempted import runs_in
 from slurm_bed import Job, SlurmBed
 from slurm_statements import good
+from slurm_user import ENDED, MPI_TYPE, NEEDS_SLURM, ROOT, User, needs_srun, started, twice
 
 from mpistrategy.cli import main
 from mpistrategy.cli.slurm.render import render
 from mpistrategy.cli.slurm.spec import JobSpec
 
-ROOT = Path(__file__).resolve().parents[2]
-MPI_TYPE = "pmix" if launching.IS_OPEN_MPI else "pmi2"
-WHY_NOT = slurm_bed.why_not() if MPI.COMM_WORLD.size == 1 else "runs in the session on 1 rank"
-if not WHY_NOT and not launching.LIBRARY.startswith(("Open MPI", "MPICH")):
-    WHY_NOT = "tried with MPICH and Open MPI only"
-
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"not run: {WHY_NOT}")]
-needs_srun = pytest.mark.skipif(
-    launching.IS_OPEN_MPI and not slurm_bed.PMIX, reason="not run: Slurm's plugin for PMIx finds no libpmix.so"
-)
-
-
-# srun ends the ranks that are left when one has failed; and its status is the greatest of all ranks'.
-ENDED = (128 + 15, 128 + 9)
-
-
-def started(**options: Any) -> Iterator[SlurmBed]:
-    folder = Path(tempfile.mkdtemp(prefix="ms-slurm-"))  # its path must be short, for sockets
-    try:
-        with contextlib.ExitStack() as stack:
-            try:
-                bed = stack.enter_context(SlurmBed(folder, **options))
-            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-                # Namespaces, but no bridges or devices in them, as in some containers.
-                pytest.skip(f"not run: Slurm does not start on this machine: {str(error)[:1000]}")
-            yield bed
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+pytestmark = NEEDS_SLURM
 
 
 @pytest.fixture(scope="module")
@@ -71,83 +42,9 @@ def paper() -> Iterator[SlurmBed]:
     yield from started(nodes=1024, cpus=64, gpus=4, paper=True)
 
 
-class User:
-    """Somebody with an account, in a folder with copies of slurm/."""
-
-    def __init__(self, bed: SlurmBed, folder: Path) -> None:
-        self.bed, self.folder = bed, folder
-        for path in (ROOT / "slurm").iterdir():
-            if path.is_file():
-                shutil.copy(path, folder)
-        self.environment = launching.environment() | {
-            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-            "PYTHONPATH": str(ROOT),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "SLURM_MPI_TYPE": MPI_TYPE,
-        }
-
-    def edit(self, file: str, *arguments: str) -> None:
-        """Give the program of a script these arguments."""
-        path = self.folder / file
-        text, count = re.subn(r"^program=\(.*\)$", f"program=({' '.join(arguments)})", path.read_text(), flags=re.M)
-        assert count == 1
-        path.write_text(text)
-
-    def submit(self, file: str) -> str:
-        done = self.bed.run("sbatch", "--parsable", file, cwd=self.folder, env=self.environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Call `mpistrategy slurm`."""
-        called = (sys.executable, "-m", "mpistrategy", "slurm", *arguments)
-        return self.bed.run(*called, cwd=self.folder, env=self.environment)
-
-    def output(self, job: str) -> Path:
-        return self.folder / f"mpistrategy-{job}.out"
-
-    def run(self, file: str) -> Job:
-        job = self.submit(file)
-        return self.bed.wait(job, self.output(job))
-
-    def tell(self, job: str) -> None:
-        """Send the signal that Slurm sends before the time is up; once the program is at work."""
-        self.says(job, " on ")
-        self.bed.run("scancel", "--batch", "--signal=USR2", job)
-
-    def made(self, step: int) -> None:
-        """Wait until preempted.py has made a step."""
-        path = self.folder / "journal"
-        self.bed.until(lambda: path.exists() and f"made {step}\n" in path.read_text(), 60, f"step {step}", path)
-
-    def says(self, job: str, what: str) -> None:
-        """Wait until example.py, or the script, has said something."""
-        path = self.output(job)
-        self.bed.until(lambda: path.exists() and what in path.read_text(), 60, f"{what!r}", path)
-
-
 @pytest.fixture
 def user(bed: SlurmBed, tmp_path: Path) -> User:
     return User(bed, tmp_path)
-
-
-def twice(test: Callable[[User], None]) -> Callable[[User], None]:
-    """Try once more where MPICH 5.0.2 and Slurm's pmi2 misunderstood each other on several nodes (see the guide)."""
-
-    @functools.wraps(test)
-    def again(user: User) -> None:
-        try:
-            test(user)
-        except (AssertionError, TimeoutError) as error:
-            if launching.IS_OPEN_MPI or not re.search(r"mpi/pmi2:|Connection refused", str(error)):
-                raise
-            folder = user.folder / "again"
-            folder.mkdir()
-            other = User(user.bed, folder)
-            other.environment["PADDING"] = "x" * 300  # it depends on where things lie in memory
-            test(other)
-
-    return again
 
 
 def check(job: Job, ranks: int, told: str = "made all 200 steps") -> None:
@@ -352,7 +249,7 @@ def test_a_failure_is_not_requeued(user: User) -> None:
     user.edit("requeue.sbatch", "example.py", "--rate", "minus")
     done = user.run("requeue.sbatch")
     assert (done.state, done.status in (2, *ENDED)) == ("FAILED", True), done.output
-    assert f"the program failed with status {done.status}; not requeued" in done.output
+    assert re.search(r"the program failed with status 2 on rank \d; not requeued", done.output), done.output
 
 
 @pytest.mark.one_rank
@@ -368,7 +265,9 @@ def test_chain(user: User) -> None:
     assert found, done.output
     assert (done.state, done.status) == ("FAILED", 75), done.output
     last = user.bed.wait(found[1], user.output(found[1]))
-    check(last, 4, "made all 60 steps")
+    assert (last.state, last.status) == ("COMPLETED", 0), last.output
+    assert "example.py on 4 ranks: made all 60 steps" in last.output
+    assert "the program is done; the chain ends here" in last.output
     assert "link 2 of 10" in last.output
     taken_back = re.search(r"job (\d+) goes on after it", last.output)
     assert taken_back, last.output

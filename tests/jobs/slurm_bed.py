@@ -9,6 +9,7 @@ share the home folders.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip",
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
 # What Slurm's plugin loads; Debian has it under this name only with libpmix-dev, or where somebody made the link.
 PMIX = glob.glob("/usr/lib/*/pmix2/lib/libpmix.so")
+_beds = itertools.count()
 PYXIS = Path(__file__).parents[1] / "doubles" / "pyxis_stand_in.c"
 
 NODE = """
@@ -75,16 +77,31 @@ class SlurmBed:
         cpus: of each, made up.
         gpus: of each, made up.
         paper: whether the nodes are on paper only, for `sbatch --test-only`.
+        changed: further lines of slurm.conf, or other values for those that are there.
+        cgroups: what is written into cgroup.conf, for plugins that need it.
+        grace: of the jobs of the usual partition, in seconds, where those of the partition `urgent` take their nodes.
     """
 
-    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 4, gpus: int = 2, paper: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 2,
+        cpus: int = 4,
+        gpus: int = 2,
+        paper: bool = False,
+        changed: Mapping[str, object] | None = None,
+        cgroups: str = "",
+        grace: int | None = None,
+    ) -> None:
         self.folder, self.nodes, self.cpus, self.gpus, self.paper = folder, nodes, cpus, gpus, paper
+        self._changed, self._cgroups, self._grace = dict(changed or {}), cgroups, grace
         self.local = folder / "local"
         self.conf = folder / "slurm.conf"
         #: Whether srun has options of pyxis: it takes a C compiler.
         self.has_pyxis = False
-        self._bridge = f"ms{os.getpid() % 10**7}" + ("p" if paper else "")
-        self._subnet = f"10.{180 + os.getpid() % 40}.{os.getpid() // 40 % 250}"
+        number = next(_beds)  # several of one process at the same time
+        self._bridge = f"ms{os.getpid() % 10**7}{chr(97 + number % 10)}"
+        self._subnet = f"10.{180 + os.getpid() % 40}.{(os.getpid() // 40 + 97 * number) % 250}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -150,11 +167,15 @@ class SlurmBed:
                 raise TimeoutError(f"no {what} within {timeout:g} s\n{_text(output) if output else ''}\n{told}")
             time.sleep(0.1)
 
-    def crash(self, name: str) -> None:
-        """Make a node be gone at once, with all that runs on it; it is missed when someone tells Slurm."""
+    def cut(self, name: str) -> None:
+        """Make a node be gone at once, with all that runs on it; Slurm misses it after SlurmdTimeout."""
         process = self._processes.pop(name)
         process.kill()
         process.wait()
+
+    def crash(self, name: str) -> None:
+        """Make a node be gone at once, with all that runs on it, and tell Slurm."""
+        self.cut(name)
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=crashed")
 
     def revive(self, name: str) -> None:
@@ -189,7 +210,8 @@ class SlurmBed:
         )  # fmt: skip
         self.until((where / "munge.socket").exists, 20, "munge.socket")
         for left in Path("/sys/class/net").glob("ms[0-9]*"):  # by sessions that were killed
-            if left.name[2:].isdigit() and not Path("/proc", left.name[2:]).exists():
+            number = left.name[2:].rstrip("abcdefghij")
+            if number.isdigit() and not Path("/proc", number).exists():
                 subprocess.run(["ip", "link", "del", left.name], capture_output=True, check=False)
         if not self.paper:
             _sh("ip", "link", "add", self._bridge, "type", "bridge")
@@ -227,7 +249,7 @@ class SlurmBed:
         return f"{self._bridge}n{number}"[-15:]
 
     def _all_idle(self) -> bool:
-        nodes = self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
+        nodes = self.run("sinfo", "--partition=test", "--noheader", "--Node", "--format=%T").stdout.split()
         return len(nodes) == self.nodes and set(nodes) <= {"idle", "idle~"}
 
     def _spawn(self, name: str, program: str, *arguments: str, stdin: bool = False) -> subprocess.Popen[bytes]:
@@ -322,8 +344,15 @@ class SlurmBed:
                 "SuspendTime": 10**6,
                 "PrivateData": "cloud",
             }
+        settings |= self._changed
         lines = [f"{key}={value}" for key, value in settings.items()] + lines
-        lines += [f"PartitionName=test Nodes={everyone} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"]
+        usual = f"PartitionName=test Nodes={everyone} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO"
+        if self._grace is not None:
+            usual += f" GraceTime={self._grace} PriorityTier=1"
+            lines += [f"PartitionName=urgent Nodes={everyone} MaxTime=INFINITE State=UP PriorityTier=10"]
+        lines += [usual]
+        if self._cgroups:
+            (self.folder / "cgroup.conf").write_text(f"CgroupAutomount=yes\nCgroupPlugin=cgroup/v1\n{self._cgroups}\n")
         self.conf.write_text("\n".join(lines) + "\n")
 
 

@@ -30,6 +30,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "constraint": st.sampled_from(["gpu", "fast", "gpu&fast", "gpu|fast", "[gpu|fast]"]),
     "nodes": st.integers(1, 1024),
     "gpus_per_node": st.integers(0, 4),
+    "gpu_option": st.sampled_from(["gpus-per-node", "gres"]),
+    "mail_user": st.sampled_from(["you@example.org", "you"]),
+    "mail_type": st.sampled_from(["NONE", "BEGIN", "END", "FAIL", "ALL"]),
+    "mpiexec": st.sampled_from(["openmpi", "mpich", "intel"]),
     "cpus_per_task": st.integers(1, 8),
     "memory": st.sampled_from(["0", "100", "64000M", "10G"]),
     "exclusive": st.booleans(),
@@ -40,7 +44,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "venv": PATHS,
     "program": PATHS,
     "arguments": st.lists(ARGUMENTS, max_size=4),
-    "extra": st.sampled_from(["--nice=10", "--contiguous --hint=nomultithread", ["--comment=x"]]),
+    "extra": st.sampled_from(["--nice=10", "--contiguous --hint=nomultithread", ["--comment=x"], "--exclusive=user"]),
     "array": st.sampled_from(["0-9%2", "1,4,7", "0-1000:10", "5"]),
     "signal_lead": st.integers(1, 500),
     "max_restarts": st.integers(0, 50),
@@ -53,11 +57,14 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+_MPIRUN, _OF_MPIRUN = "multi_node_mpirun", ("mpiexec", "bind_to")  # the latter are for PBS, too
+
+
 @st.composite
 def good(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """Draw a template and a statement that is right."""
     template = draw(st.sampled_from(sorted(TEMPLATES)))
-    eligible = [key for key in keys_of(template) if key in VALUES]
+    eligible = [key for key in keys_of(template) if key in VALUES and (template == _MPIRUN or key not in _OF_MPIRUN)]
     keys = draw(st.lists(st.sampled_from(eligible), unique=True))
     statement = {key: draw(VALUES[key], label=key) for key in keys}
     if not statement.get("gpus_per_node") and draw(st.booleans()):
@@ -73,7 +80,11 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "partition": st.sampled_from(["gpu cpu", "`id`"]),
     "constraint": st.sampled_from(["gpu fast", "(gpu", "gpu]", '"gpu"', "&gpu"]),
     "nodes": st.sampled_from([0, -1, "two", 1.5, "1-4", 10**9, True, None, "²", "٣"]),
-    "gpus_per_node": st.sampled_from([-1, 65, "a100:4", ""]),
+    "gpus_per_node": st.sampled_from([-1, 65, "a100:", ":4", "a 100:4", "a100:65", ""]),
+    "gpu_option": st.sampled_from(["", "gpus", "gres:gpu"]),
+    "mail_user": st.sampled_from(["a b", "a@b@c", "$USER", ""]),
+    "mail_type": st.sampled_from(["all", "SOMETIMES", ""]),
+    "mpiexec": st.sampled_from(["mvapich", "pals", ""]),
     "tasks_per_node": st.sampled_from([0, 1025, "x"]),
     "cpus_per_task": st.sampled_from([0, "8c"]),
     "memory": st.sampled_from(["64 G", "-1", "64GB", "G", "1.5G", "00"]),
@@ -88,7 +99,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "program": st.sampled_from(["$x", "-c", " x", 1.5, ["a"]]),
     "arguments": st.sampled_from(["'open", [1.5], 1.5, {"a": 1}]),
     "extra": st.sampled_from(
-        ["-n4", "nice", "--nodes=4", "--Wrap", "--wrap=id", "--x='a b'", "--gres=gpu:1", "--a=$b"]
+        ["-n4", "nice", "--nodes=4", "--Wrap", "--wrap=id", "--x='a b'", "--gres=gpu:1", "--gres=gpu:a100:4", "--a=$b"]
     ),
     "array": st.sampled_from(["", "9-0", "0-9%0", "a", "0-9:0", "1,,2", "0-99999999", "0-9%", "-1"]),
     "signal_lead": st.sampled_from([0, 65536, "2m"]),
@@ -109,7 +120,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
 def bad(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """Draw a template and a statement with one mistake."""
     template, statement = draw(good())
-    eligible = ["site", *keys_of(template)]
+    eligible = ["site", *(key for key in keys_of(template) if template == _MPIRUN or key not in _OF_MPIRUN)]
     kind = draw(st.sampled_from(["template", "unknown", "elsewhere", "value", "line"]))
     if kind == "template":
         return draw(st.sampled_from(["", "multi-node", "../multi_node", "pbs", "signalled_run"])), statement

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpistrategy.cli.slurm import directives
+from mpistrategy.cli.slurm.batch import BATCHES
 from mpistrategy.cli.slurm.spec import JobSpec
-from mpistrategy.cli.slurm.values import shell
+from mpistrategy.cli.slurm.values import in_seconds, shell
 
 
 def notes(spec: JobSpec) -> list[str]:
@@ -48,7 +49,7 @@ def _srun(spec: JobSpec) -> list[str]:
     lines = ["# The end of one rank ends them all; and srun of Slurm 22.05 to 23.02 must be told of --cpus-per-task."]
     if "cpus_per_task" not in spec.site.skip:
         options.append('--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"')
-    if spec["gpus_per_node"] and spec.site.gpu_option:
+    if spec.gpus and spec.gpu_option:
         # Not --gpu-bind=none: in a step of Slurm 22.05 that leaves CUDA_VISIBLE_DEVICES unset.
         lines.append(
             "# No GPU is bound to a rank: a rank that sees its own one only cannot copy from others' directly."
@@ -70,22 +71,84 @@ def _ibrun(spec: JobSpec) -> list[str]:
     ]
 
 
-def _mpiexec(spec: JobSpec) -> list[str]:
-    options = [f'-n "$((nodes * {spec["tasks_per_node"]}))"', f"--ppn {spec['tasks_per_node']}"]
-    options += [f"--depth={spec['cpus_per_task']}", "--cpu-bind=depth", *spec.site.launcher_options]
-    return ['nodes=$(sort -u "$PBS_NODEFILE" | wc -l)', f"launch=(mpiexec {' '.join(options)})"]
+def _pbs_mpiexec(spec: JobSpec) -> list[str]:
+    tasks = spec["tasks_per_node"]
+    return [f"ranks=$((nodes * {tasks}))", *_MPIEXECS[spec["mpiexec"]](spec, str(tasks), ['"$PBS_NODEFILE"'])]
 
 
-_LAUNCHERS: dict[str, Callable[[JobSpec], list[str]]] = {"srun": _srun, "ibrun": _ibrun, "mpiexec": _mpiexec}
+_LAUNCHERS: dict[str, Callable[[JobSpec], list[str]]] = {"srun": _srun, "ibrun": _ibrun, "mpiexec": _pbs_mpiexec}
+
+
+def mpirun(spec: JobSpec) -> list[str]:
+    """Return the lines that start the ranks with an mpiexec inside a job of Slurm, which it asks for the nodes."""
+    return _MPIEXECS[spec["mpiexec"]](spec, "$SLURM_NTASKS_PER_NODE", [])
+
+
+def _pals(spec: JobSpec, tasks: str, hosts: list[str]) -> list[str]:
+    options = [f'-n "$ranks" --ppn {tasks} --depth={spec["cpus_per_task"]}', "--cpu-bind=depth"]
+    return [f"launch=(mpiexec {' '.join([*options, *spec.site.launcher_options])})"]
+
+
+def _open_mpi(spec: JobSpec, tasks: str, hosts: list[str]) -> list[str]:
+    cpus = "$SLURM_CPUS_PER_TASK" if spec.site.batch == "slurm" else str(spec["cpus_per_task"])
+    cores = f":PE={cpus}" if spec["bind_to"] == "core" else ""
+    nodes = "".join(f" --hostfile {name}" for name in hosts)
+    return [
+        "# Each rank gets its cores; on nodes that you share, or with more ranks than cores: --bind-to none",
+        f'launch=(mpirun -n "$ranks"{nodes} --map-by "ppr:{tasks}:node{cores}" --bind-to {spec["bind_to"]})',
+        "# Variables reach the other nodes only when named: UCX_TLS, NCCL_DEBUG, ... as further -x options.",
+        "launch+=(-x OMP_NUM_THREADS -x PATH)",
+        "[[ ! ${LD_LIBRARY_PATH-} ]] || launch+=(-x LD_LIBRARY_PATH)",
+    ]
+
+
+def _hydra(spec: JobSpec, tasks: str, hosts: list[str]) -> list[str]:
+    """MPICH's mpiexec, and Intel's: all variables reach the other nodes."""
+    cpus = '"${SLURM_CPUS_PER_TASK:-1}"' if spec.site.batch == "slurm" else str(spec["cpus_per_task"])
+    nodes = "".join(f" -f {name}" for name in hosts)
+    count = f'"{tasks}"' if tasks.startswith("$") else tasks
+    bound = spec["bind_to"] == "core"
+    if spec["mpiexec"] == "intel":
+        binding = ["export I_MPI_PIN_DOMAIN=omp # as many cores for a rank as OMP_NUM_THREADS says"]
+        binding = binding if bound else ["export I_MPI_PIN=0 # no rank is bound to cores"]
+        return [*binding, f'launch=(mpiexec{nodes} -n "$ranks" -ppn {count})']
+    option = f"-bind-to core:{cpus}" if bound else "-bind-to none"
+    return [
+        "# Each rank gets its cores; on nodes that you share, or with more ranks than cores: -bind-to none",
+        f'launch=(mpiexec{nodes} -n "$ranks" -ppn {count} {option})',
+    ]
+
+
+_MPIEXECS: dict[str, Callable[[JobSpec, str, list[str]], list[str]]] = {
+    "pals": _pals, "openmpi": _open_mpi, "mpich": _hydra, "intel": _hydra,
+}  # fmt: skip
+
+
+def clock(spec: JobSpec) -> list[str]:
+    """Return the lines that tell this script that its time is nearly up, where the batch system does not."""
+    if spec.site.batch == "slurm":
+        return []
+    seconds = in_seconds(spec["time"]) - int(spec["signal_lead"])
+    return [
+        "# PBS sends no signal before the time is up, so a clock of this script's own does.",
+        f'(sleep {seconds}; kill -USR2 "$$") 1>&2 &',
+        "clock=$!",
+    ]
 
 
 def apptainer(spec: JobSpec) -> list[str]:
     """Return the lines that enter a container with Apptainer."""
     image = shell(spec["image"] or "image.sif")
-    options = ["--nv"] if spec["gpus_per_node"] else []
+    options = ["--nv"] if spec.gpus else []
     options += [f"--bind {shell(mount)}" for mount in spec["mounts"] or ()]
-    lines = [f"image={image}", f"container=(apptainer exec {' '.join([*options, chr(34) + '$image' + chr(34)])})"]
-    return lines if options else [*lines, "# container+=() takes further options in front of the image: --nv with GPUs"]
+    inside = " ".join(["", *options])
+    return [
+        f"image={image}",
+        f'container=(apptainer exec{inside} "$image")',
+        "# To use the cluster's MPI instead, where the ABI is the same: bind its folder, and tell mpi4py its library.",
+        "# mpi=/path/to/the/mpi",
+        f'# container=(apptainer exec{inside} --bind "$mpi" --env MPI4PY_LIBMPI="$mpi/lib/libmpi.so" "$image")',
+    ]
 
 
 def pyxis(spec: JobSpec) -> list[str]:
@@ -107,6 +170,8 @@ BLOCKS: dict[str, Callable[[JobSpec], list[str]]] = {
     "environment": environment,
     "program": program,
     "launch": launch,
+    "mpirun": mpirun,
+    "clock": clock,
     "apptainer": apptainer,
     "pyxis": pyxis,
 }
@@ -114,8 +179,9 @@ BLOCKS: dict[str, Callable[[JobSpec], list[str]]] = {
 
 def values_of(spec: JobSpec) -> dict[str, str]:
     """Return the values for marks inside lines."""
-    numbers = ("cpus_per_task", "tasks_per_node", "max_restarts", "max_links", "bind_to")
+    numbers = ("cpus_per_task", "tasks_per_node", "max_restarts", "max_links")
     told = {key: str(spec[key]) for key in numbers}
     told |= {key: shell(spec[key]) for key in ("archive", "local") if spec[key]}
-    cores = ":PE=$SLURM_CPUS_PER_TASK" if spec["bind_to"] == "core" else ""
-    return told | {"cores": cores}
+    cpus = spec["cpus_per_task"]
+    threads = f"${{SLURM_CPUS_PER_TASK:-{cpus}}}" if spec.site.batch == "slurm" else str(cpus)
+    return told | {"threads": threads} | BATCHES[spec.site.batch].words

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpistrategy.cli.slurm import sites
+from mpistrategy.cli.slurm.batch import BATCHES
 from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
 from mpistrategy.cli.slurm.render import all_files, render
 from mpistrategy.cli.slurm.spec import JobSpec
@@ -68,7 +69,7 @@ def _one(options: argparse.Namespace) -> int:
         if status:
             return status
     if options.submit:
-        return _hand_over([_SUBMIT[spec.site.batch]], text)
+        return _hand_over([BATCHES[spec.site.batch].submit], text)
     if options.output is None and not options.check:
         sys.stdout.write(text)
     return 0
@@ -152,9 +153,6 @@ def _exists(path: str) -> OptionError:
     return OptionError.at(
         "mpistrategy slurm", found=f"{path}, which is there", expected="a new file", fix="--force overwrites it."
     )
-
-
-_SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
 
 
 def _check(spec: JobSpec, text: str) -> int:

@@ -16,7 +16,9 @@ def slurm(spec: JobSpec) -> list[str]:
     lines = [
         *_one(spec, "job_name", "--job-name={}"),
         *_one(spec, "output", "--output={}"),
-        *(["#SBATCH --open-mode=append"] if spec.template == "requeue" else []),
+        *(["#SBATCH --open-mode=append"] if spec.template in ("requeue", "chain") else []),
+        *_one(spec, "mail_user", "--mail-user={}"),
+        *_one(spec, "mail_type", "--mail-type={}"),
         "",
         "# EDIT 1: who pays for the job and where it runs. A line with ## is off; take one # away to use it.",
         *([f"# {spec.site.name} wants: {wanted}."] if wanted else []),
@@ -40,15 +42,20 @@ def slurm(spec: JobSpec) -> list[str]:
     if spec.template == "requeue":
         lines += ["# Back to the queue, too, when a node fails or a more urgent job needs the nodes."]
         lines += ["#SBATCH --requeue"]
+    if spec.template == "chain":
+        lines += [
+            "# Not back to the queue when a node fails: the next job of the chain goes on, and there is only one."
+        ]
+        lines += ["#SBATCH --no-requeue"]
     return lines
 
 
 def _size(spec: JobSpec) -> list[str]:
-    gpu_option = spec.site.gpu_option
+    gpu_option = spec.gpu_option
     written = "--gres=gpu:{}" if gpu_option == "gres" else f"--{gpu_option}={{}}"
     lines = [f"#SBATCH --nodes={spec.nodes}", *_one(spec, "tasks_per_node", "--ntasks-per-node={}")]
     lines += _one(spec, "cpus_per_task", "--cpus-per-task={}")
-    if spec["gpus_per_node"] and gpu_option:
+    if spec.gpus and gpu_option:
         lines += ["# One rank for each GPU: the same number as above. Every rank sees all GPUs of its node."]
         lines += _one(spec, "gpus_per_node", written)
     elif gpu_option and spec.site.gpus:
@@ -76,17 +83,39 @@ def _quoted(text: str) -> str:
 
 def pbs(spec: JobSpec) -> list[str]:
     """Return the ``#PBS`` lines: all of them together, since comments between them can break the submission."""
-    select = f"select={spec.nodes}" + "".join(f":{part}" for part in filter(None, [spec["constraint"]]))
+    chunk = [f"select={spec.nodes}"]
+    if "cpus_per_task" not in spec.site.skip:  # where it is left out, jobs get whole nodes
+        chunk += [f"ncpus={spec['tasks_per_node'] * spec['cpus_per_task']}", f"mpiprocs={spec['tasks_per_node']}"]
+        chunk += [f"ngpus={spec.gpus}"] if spec.gpus else []
+    chunk += [f"mem={_bytes(spec['memory'])}"] if spec["memory"] else []
+    chunk += [spec["constraint"]] if spec["constraint"] else []
+    requeue = {"requeue": "y", "chain": "n"}.get(spec.template)
     lines = [
         f"#PBS -N {spec['job_name']}",
-        f"#PBS -l {select}",
-        "#PBS -l place=" + ("excl" if spec["exclusive"] else "scatter"),
+        f"#PBS -l {':'.join(chunk)}",
+        "#PBS -l place=scatter" + (":excl" if spec["exclusive"] else ""),
         f"#PBS -l walltime={_hours(spec['time'])}",
-        f"#PBS -q {spec['partition']}" if spec["partition"] else "",
-        f"#PBS -A {spec['account'] or 'ACCOUNT'}",
-        *(f"#PBS {directive}" for directive in spec.site.directives),
+        f"#PBS -q {spec['partition']}" if spec["partition"] else "##PBS -q QUEUE",
+        f"#PBS -A {spec['account']}" if spec["account"] else "##PBS -A ACCOUNT",
+        "#PBS -j oe",
+        f"#PBS -o {spec['output']}" if spec["output"] else "",
+        f"#PBS -J {spec['array']}" if spec["array"] else "",
+        f"#PBS -M {spec['mail_user']}" if spec["mail_user"] else "",
+        f"#PBS -m {_MAIL[spec['mail_type']]}" if spec["mail_type"] else "",
+        f"#PBS -r {requeue}" if requeue else "",
+        *(f"#PBS {directive}" for directive in spec.site.directives if not (requeue and directive.startswith("-r "))),
     ]
-    return [line for line in lines if line]
+    head = "# EDIT 1: who pays for the job and where it runs: a line with ## is off. No comments between the lines."
+    return [head, *(line for line in lines if line)]
+
+
+#: What PBS calls the occasions at which Slurm writes a mail.
+_MAIL = {"NONE": "n", "BEGIN": "b", "END": "e", "FAIL": "a", "ALL": "abe"}
+
+
+def _bytes(memory: str) -> str:
+    """Return an amount of memory as PBS reads it; Slurm's number without a letter is megabytes."""
+    return f"{memory}b".lower() if memory[-1].isalpha() else f"{memory}mb"
 
 
 def _hours(limit: str) -> str:

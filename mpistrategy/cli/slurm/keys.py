@@ -10,7 +10,7 @@ from mpistrategy.cli.slurm import values
 TEMPLATES = {
     "single_node": "one node, one rank for each of its GPUs",
     "multi_node": "several nodes: first mpistrategy doctor, then the program",
-    "multi_node_mpirun": "the same with Open MPI's mpirun in place of srun",
+    "multi_node_mpirun": "the same with the MPI's own mpirun or mpiexec in place of srun",
     "requeue": "goes back to the queue before its time is up, and goes on from its newest checkpoint",
     "chain": "the same by jobs that wait for each other, where jobs cannot be requeued",
     "array": "one job for each of several settings, some at a time",
@@ -18,8 +18,11 @@ TEMPLATES = {
     "pyxis": "in a container of NVIDIA's pyxis and enroot",
     "staged_env": "copies the Python environment to every node's own disk first",
 }
+#: Those that there are for PBS as well.
+ON_PBS = ("single_node", "multi_node", "requeue", "chain", "array")
 _CONTAINERS = ("apptainer", "pyxis")
-_ON_SRUN = tuple(name for name in TEMPLATES if name != "multi_node_mpirun")
+_MPIRUN = "multi_node_mpirun"
+_ON_SRUN = tuple(name for name in TEMPLATES if name != _MPIRUN)
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,15 @@ KEYS = {
     "constraint": Key(values.features, "features that the nodes must have, e.g. gpu"),
     "reservation": Key(values.word, "nodes reserved for you"),
     "nodes": Key(values.count(1, 100_000), "how many nodes", but=("single_node",)),
-    "gpus_per_node": Key(values.count(0, 64), "GPUs of each node, one rank for each; 0 for none", 0),
+    "gpus_per_node": Key(values.gpus(64), "GPUs of each node, one rank for each, e.g. 4 or a100:4; 0 for none", 0),
+    "gpu_option": Key(values.choice("gpus-per-node", "gres"), "how GPUs are asked for: gpus-per-node or gres"),
     "tasks_per_node": Key(values.count(1, 1024), "ranks on each node; as many as GPUs, where there are any", 2),
     "cpus_per_task": Key(values.count(1, 1024), "cores of each rank", 1),
     "memory": Key(values.memory, "memory of each node, e.g. 64G; 0 for all of it"),
     "exclusive": Key(values.switch, "whether no other job may use the nodes", False),
     "time": Key(values.time, "time limit: minutes, H:MM:SS or D-HH:MM:SS", "00:10:00"),
+    "mail_user": Key(values.address, "who gets mail about the job"),
+    "mail_type": Key(values.choice("NONE", "BEGIN", "END", "FAIL", "ALL"), "when: NONE, BEGIN, END, FAIL or ALL"),
     "output": Key(values.pattern, "where the job's output goes; %x name, %j number, %A_%a array and index"),
     "mpi": Key(values.word, "how srun meets the MPI: pmi2, pmix, ...; none: as the cluster does", templates=_ON_SRUN),
     "modules": Key(values.modules, "environment modules to load, separated by blanks"),
@@ -73,9 +79,13 @@ KEYS = {
     ),
     "max_restarts": Key(values.count(0, 10_000), "how often the job may be requeued", 10, templates=("requeue",)),
     "max_links": Key(values.count(1, 10_000), "how many jobs the chain may have", 10, templates=("chain",)),
-    "bind_to": Key(
-        values.choice("core", "none"), "what mpirun binds ranks to", "core", templates=("multi_node_mpirun",)
+    "mpiexec": Key(
+        values.choice("openmpi", "mpich", "intel", "pals"),
+        "whose mpiexec starts the ranks: openmpi, mpich, intel, or pals (PBS)",
+        "openmpi",
+        templates=(_MPIRUN, *ON_PBS),
     ),
+    "bind_to": Key(values.choice("core", "none"), "what mpiexec binds ranks to", "core", templates=(_MPIRUN, *ON_PBS)),
     "image": Key(values.image, "the container image", templates=_CONTAINERS),
     "mounts": Key(values.mounts, "folders for the container, FROM:TO, separated by blanks", templates=_CONTAINERS),
     "archive": Key(values.path, "the packed environment: a .tar.gz", "environment.tar.gz", templates=("staged_env",)),

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from mpistrategy.cli.slurm import blocks
-from mpistrategy.cli.slurm.keys import TEMPLATES
+from mpistrategy.cli.slurm.batch import BATCHES
+from mpistrategy.cli.slurm.keys import ON_PBS, TEMPLATES
 from mpistrategy.cli.slurm.sites import names
 from mpistrategy.cli.slurm.spec import JobSpec
 
@@ -15,6 +16,8 @@ FOLDER = Path(__file__).parent / "templates"
 COMPANIONS = ("example.py", "select_gpu.sh")
 #: Text that two templates share.
 _SIGNALLED_RUN = "{{signalled_run}}"
+#: The profile for clusters with PBS of which nothing else is known.
+_ANY_PBS = "pbs"
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -24,13 +27,15 @@ def render(spec: JobSpec) -> str:
     It comes from the template's file, in which a line ``{{name}}`` stands for lines that depend on the statement, and
     ``{{name}}`` inside of a line for one of its values.
     """
-    name = "pbs" if spec.site.batch == "pbs" else spec.template
     values = blocks.values_of(spec) | {"file": file_name(spec)}
+    batch = BATCHES[spec.site.batch].lines
     written: list[str] = []
-    template = text_of(f"{name}.sh").replace(_SIGNALLED_RUN, text_of("signalled_run.sh").rstrip())
+    template = text_of(f"{spec.template}.sh").replace(_SIGNALLED_RUN, text_of("signalled_run.sh").rstrip())
     for line in template.splitlines():
         mark = _MARK.fullmatch(line)
-        if mark and mark[1] in blocks.BLOCKS:
+        if mark and mark[1] in batch:
+            written += batch[mark[1]]
+        elif mark and mark[1] in blocks.BLOCKS:
             written += blocks.BLOCKS[mark[1]](spec)
         else:
             written.append(_MARK.sub(lambda found: values[found[1]], line))
@@ -44,8 +49,8 @@ def text_of(name: str) -> str:
 
 def file_name(spec: JobSpec) -> str:
     """Return the name of the script in the folder slurm/."""
-    name = spec.site.name or spec.template
-    return f"{name}.pbs" if spec.site.batch == "pbs" else f"{name}.sbatch"
+    site = spec.site.name
+    return f"{spec.template if site in ('', _ANY_PBS) else site}.{BATCHES[spec.site.batch].suffix}"
 
 
 def all_files() -> dict[str, str]:
@@ -54,7 +59,11 @@ def all_files() -> dict[str, str]:
     for template in TEMPLATES:
         spec = JobSpec.of(template)
         files[file_name(spec)] = render(spec)
+    for template in ON_PBS:
+        spec = JobSpec.of(template, {"site": _ANY_PBS})
+        files[f"pbs/{file_name(spec)}"] = render(spec)
     for site in names():
-        spec = JobSpec.of("multi_node", {"site": site})
-        files[f"sites/{file_name(spec)}"] = render(spec)
+        if site != _ANY_PBS:
+            spec = JobSpec.of("multi_node", {"site": site})
+            files[f"sites/{file_name(spec)}"] = render(spec)
     return files | {name: text_of(name) for name in COMPANIONS}

@@ -29,7 +29,7 @@ class Site:
         summary: what it is, in one line.
         notes: lines of comment for the top of its scripts.
         batch: "slurm" or "pbs".
-        launcher: "srun", "ibrun" (TACC) or "mpiexec" (PALS).
+        launcher: "srun", "ibrun" (TACC) or "mpiexec" (PBS; the key `mpiexec` says whose).
         launcher_options: for the launcher.
         gpu_option: how to request GPUs: "gpus-per-node", "gres", or "" where the partition says it all.
         gpus: how many GPUs a node has that this library can use.

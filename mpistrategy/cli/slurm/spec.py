@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class JobSpec:
                 found=f"the template {template!r} for the site {site.name}",
                 expected=f"one of {', '.join(site.templates)}",
             )
-        eligible = {key: each for key, each in keys_of(template).items() if key not in _without(site)}
+        eligible = {key: each for key, each in keys_of(template).items() if key not in _without(site, template)}
         for key in statement:
             if key not in eligible:
                 raise OptionError.at(
@@ -63,7 +64,7 @@ class JobSpec:
                 )
         checked = {key: eligible[key].parse(given, key) for key, given in statement.items()}
         filled = {key: site.defaults.get(key, each.default) for key, each in eligible.items()} | checked
-        filled = _derived(filled, checked)
+        filled = _derived(filled, checked, site)
         spec = cls(template, site, frozenset(checked), filled)
         _check(spec)
         return spec
@@ -75,6 +76,16 @@ class JobSpec:
     def nodes(self) -> int:
         """How many nodes."""
         return int(self["nodes"] or 1)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs of a node; their type may be given, too."""
+        return int(str(self["gpus_per_node"] or 0).rpartition(":")[2])
+
+    @property
+    def gpu_option(self) -> str:
+        """How they are asked for; "" where the partition says it all."""
+        return str(self["gpu_option"] or self.site.gpu_option) if self.site.gpu_option else ""
 
     @property
     def ranks(self) -> int:
@@ -93,20 +104,21 @@ class JobSpec:
             )
 
 
-def _without(site: sites.Site) -> tuple[str, ...]:
+def _without(site: sites.Site, template: str) -> tuple[str, ...]:
     """Return the keys that have no meaning at a site."""
     if site.batch == "pbs":
-        return ("qos", "reservation", "memory", "extra", "mpi", "output")
-    return () if site.launcher == "srun" else ("mpi",)
+        return ("qos", "reservation", "extra", "mpi", "gpu_option")
+    mpiexec = ("mpiexec", "bind_to") if template != "multi_node_mpirun" else ()
+    return mpiexec if site.launcher == "srun" else (*mpiexec, "mpi")
 
 
-def _derived(filled: dict[str, Any], checked: Mapping[str, object]) -> dict[str, Any]:
+def _derived(filled: dict[str, Any], checked: Mapping[str, object], site: sites.Site) -> dict[str, Any]:
     """Fill in values that follow from others."""
     if "nodes" in filled and filled["nodes"] is None:
         filled["nodes"] = 1 if "array" in filled else 2
     if filled["gpus_per_node"] and "tasks_per_node" not in checked:
-        filled["tasks_per_node"] = filled["gpus_per_node"]
-    if filled.get("output") is None:
+        filled["tasks_per_node"] = int(str(filled["gpus_per_node"]).rpartition(":")[2]) or filled["tasks_per_node"]
+    if filled.get("output") is None and site.batch == "slurm":
         filled["output"] = "%x-%A_%a.out" if "array" in filled else "%x-%j.out"
     if filled["arguments"] is None:
         filled["arguments"] = ()
@@ -115,7 +127,7 @@ def _derived(filled: dict[str, Any], checked: Mapping[str, object]) -> dict[str,
 
 def _check(spec: JobSpec) -> None:
     """Raise OptionError for values that do not fit together."""
-    gpus, tasks, cpus, site = spec["gpus_per_node"], spec["tasks_per_node"], spec["cpus_per_task"], spec.site
+    gpus, tasks, cpus, site = spec.gpus, spec["tasks_per_node"], spec["cpus_per_task"], spec.site
     if gpus and tasks != gpus:
         raise OptionError.at(
             _WHERE,
@@ -143,15 +155,49 @@ def _check(spec: JobSpec) -> None:
             found=f"signal_lead={lead} and time={spec['time']}",
             expected="a signal_lead in seconds that is less than the time limit",
         )
+    _check_launcher(spec)
     for option in spec["extra"] or ():
-        name = option[2:].partition("=")[0]
+        name, _, value = option[2:].partition("=")
+        if name in _FREE and _FREE[name](spec.template, value):
+            continue
         if name in _COVERED:
+            instead = f"Write {_COVERED[name]}=... instead." if _COVERED[name] else "This script depends on its own."
+            if name == "gres":
+                instead = f"Write gpus_per_node={value.partition(':')[2] or 'NUMBER'} gpu_option=gres instead."
             raise OptionError.at(
                 _WHERE,
                 found=f"extra={option!r}",
                 expected="options that no key stands for",
-                fix=f"Write {_COVERED[name]}=... instead." if _COVERED[name] else "This script depends on its own.",
+                fix=instead,
             )
+
+
+def _check_launcher(spec: JobSpec) -> None:
+    site = spec.site
+    if spec["mpiexec"] == "pals" and site.batch != "pbs":
+        raise OptionError.at(_WHERE, found="mpiexec=pals", expected="openmpi, mpich or intel: PALS is there under PBS")
+    if site.batch == "pbs" and spec["array"] and not re.fullmatch(r"\d+-\d+(:\d+)?(%\d+)?", spec["array"]):
+        raise OptionError.at(
+            _WHERE,
+            found=f"array={spec['array']!r}",
+            expected="one range under PBS: FIRST-LAST, with :STEP and %MOST behind it or not",
+        )
+    if site.batch == "pbs" and spec["memory"] == "0":
+        raise OptionError.at(
+            _WHERE,
+            found="memory=0",
+            expected="an amount under PBS, such as 64G",
+            fix="exclusive=true gives whole nodes.",
+        )
+
+
+#: Options of sbatch that are covered by a key, and yet have values, or templates, of which no key knows.
+_FREE: dict[str, Callable[[str, str], bool]] = {
+    "gres": lambda template, value: not value.startswith("gpu"),
+    "exclusive": lambda template, value: bool(value),
+    "requeue": lambda template, value: template not in ("requeue", "chain"),
+    "no-requeue": lambda template, value: template not in ("requeue", "chain"),
+}
 
 
 #: Options of sbatch that have a key; "" for those that the scripts set themselves.
@@ -175,6 +221,8 @@ _COVERED = {
     "time": "time",
     "output": "output",
     "array": "array",
+    "mail-user": "mail_user",
+    "mail-type": "mail_type",
     "signal": "signal_lead",
     "requeue": "",
     "no-requeue": "",

@@ -71,6 +71,27 @@ def count(least: int, greatest: int) -> Parse:
     return parse
 
 
+def gpus(greatest: int) -> Parse:
+    """Return a check for how many GPUs: a whole number, with the type of the GPUs and a colon before it or not."""
+
+    def parse(given: object, key: str) -> Value:
+        kind, colon, number = one_line(given, key).rpartition(":")
+        if colon and not _WORD.fullmatch(kind):
+            _refuse(key, given, "a number, or a type and a number such as a100:4")
+        found = count(0, greatest)(number, key)
+        return f"{kind}:{found}" if colon else found
+
+    return parse
+
+
+def address(given: object, key: str) -> str:
+    """Return an address for mail."""
+    text = one_line(given, key)
+    if not re.fullmatch(r"[A-Za-z0-9_.+-]+(@[A-Za-z0-9.-]+)?", text):
+        _refuse(key, given, "an address such as you@example.org, or the name of a user")
+    return text
+
+
 def switch(given: object, key: str) -> bool:
     """Return a yes or no."""
     known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -1,11 +1,10 @@
 #!/bin/bash
 # {{file}}: a program in an Apptainer (or Singularity) container, one container for each rank.
 #
-#     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
+#     {{submit}} {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # srun is outside and starts the ranks; Python, mpistrategy and the MPI are those of the image. That MPI must speak what
-# srun offers (--mpi=pmix or pmi2). To use the cluster's MPI instead, where the ABI is the same, bind its folder into
-# the container and put it first on LD_LIBRARY_PATH: mpi4py takes the libmpi that it finds there.
+# srun offers (--mpi=pmix or pmi2).
 {{notes}}
 
 {{directives}}
@@ -17,7 +16,7 @@
 {{program}}
 
 set -euo pipefail # from here on: modules and activation scripts are not written for it
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every rank starts a thread for each core of its node
+export OMP_NUM_THREADS={{threads}} # else every rank starts a thread for each core of its node
 export APPTAINERENV_OMP_NUM_THREADS=$OMP_NUM_THREADS
 export PMIX_MCA_psec=native # PMIx inside and outside must agree on who vouches for a rank; munge is outside only
 

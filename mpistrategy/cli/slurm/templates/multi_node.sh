@@ -1,7 +1,7 @@
 #!/bin/bash
 # {{file}}: a program on several nodes, one rank for each GPU; or, without any, for each task.
 #
-#     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
+#     {{submit}} {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # First mpistrategy doctor, for some seconds: do all ranks start, meet, and add up right, is anything in their way? If
 # something is BAD it says what to type, and the job ends with its status. Else the program runs, and gives the status.
@@ -14,21 +14,22 @@
 {{program}}
 
 set -euo pipefail # from here on: modules and activation scripts are not written for it
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every rank starts a thread for each core of its node
+{{enter}}
+export OMP_NUM_THREADS={{threads}} # else every rank starts a thread for each core of its node
 
 {{launch}}
 
-ranks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $ranks ranks, $(command -v python3), $(date -Is)"
+{{count_ranks}}
+echo "job {{job}} on {{where}}: $ranks ranks, $(command -v python3), $(date -Is)"
 
 status=0
 "${launch[@]}" python3 -m mpistrategy doctor --ranks "$ranks" --timeout 120 || status=$?
 if ((status != 0)); then
-    echo "job $SLURM_JOB_ID: mpistrategy doctor ended with status $status; the program was not started" >&2
+    echo "job {{job}}: mpistrategy doctor ended with status $status; the program was not started" >&2
     exit "$status"
 fi
 
 status=0
 "${launch[@]}" python3 -m mpistrategy run "${program[@]}" || status=$?
-echo "job $SLURM_JOB_ID: the program ended with status $status"
+echo "job {{job}}: the program ended with status $status"
 exit "$status"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # {{file}}: a program in a container, where srun has NVIDIA's pyxis (srun --help then shows --container-image).
 #
-#     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
+#     {{submit}} {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # Python, mpistrategy and the MPI are those of the image. That MPI must speak what srun offers (--mpi=pmix or pmi2).
 {{notes}}
@@ -13,7 +13,7 @@
 {{program}}
 
 set -euo pipefail # from here on: modules and activation scripts are not written for it
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every rank starts a thread for each core of its node
+export OMP_NUM_THREADS={{threads}} # else every rank starts a thread for each core of its node
 export PMIX_MCA_psec=native # PMIx inside and outside must agree on who vouches for a rank; munge is outside only
 
 {{launch}}

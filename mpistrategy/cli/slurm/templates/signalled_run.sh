@@ -1,27 +1,48 @@
 # The program runs behind this shell, which is told by a signal that the time is nearly up, and tells the program. (In
 # front of it, the shell would deal with the signal only after the program has ended.)
-told='' step=''
-trap 'told=yes; echo "job $SLURM_JOB_ID: the time is nearly up, $(date -Is)"
-    [[ ! $step ]] || kill -USR2 "$step" || true' USR2 # srun hands it on to all ranks
-# Rank 0 takes this file away when the program has come to a good end: srun of Slurm 22.05 can return 0 where nothing
-# was started, as after the loss of a node.
-unfinished=.mpistrategy-$SLURM_JOB_ID.unfinished
+told='' step='' clock=''
+trap 'told=yes; echo "job {{job}}: the time is nearly up, $(date -Is)"
+    [[ ! $step ]] || kill -USR2 "$step" || true' USR2 # the launcher hands it on to all ranks
+# The ranks write into this file how the program ended, and rank 0 takes it away after a good end. A launcher's status
+# does not say: one may return 0 where nothing was started, and the greatest status of all ranks hides the first.
+unfinished={{unfinished}}
 { : >"$unfinished"; } 2>/dev/null || unfinished=
-trap 'rm -f -- "$unfinished"' EXIT # scancel as well; what is left after a SIGKILL, the next start of this job removes
+# After scancel, too; what is left after a SIGKILL, the next start of this job removes.
+trap '[[ ! $clock ]] || kill "$clock" 2>/dev/null; [[ ! $unfinished ]] || rm -f -- "$unfinished"' EXIT
+said=$(stat -Lc %s "/proc/$$/fd/2") # what stands in the output from here on is of this start
+{{clock}}
 "${launch[@]}" python3 -m mpistrategy run ${unfinished:+--unfinished "$unfinished"} "${program[@]}" &
 step=$!
 status=0
 wait "$step" || status=$?
 trap '' USR2
 if [[ $told ]]; then # the signal cut that wait short; 127: it did not
-    again=0
-    wait "$step" 2>/dev/null || again=$?
-    ((again == 127)) || status=$again
+    later=0
+    wait "$step" 2>/dev/null || later=$?
+    ((later == 127)) || status=$later
 fi
-if [[ $unfinished ]]; then
-    if [[ $status == 0 && -e $unfinished ]]; then
-        echo "job $SLURM_JOB_ID: status 0 from the launcher, but the program has not ended: that counts as status 75"
-        status=75
+
+# again: whether the program is to be started once more; why: the reason for it.
+again=yes why="stopped with status $status"
+if [[ ! $unfinished ]]; then
+    [[ $status == 75 || $told ]] || again='' why="failed with status $status"
+    ((status != 0)) || again='' why='is done'
+elif [[ ! -e $unfinished ]]; then
+    again='' why="failed with status $status"
+    ((status != 0)) || why='is done'
+elif failed=$(grep -m1 '^failed' "$unfinished"); then
+    again='' why=$failed
+elif ((status == 0)); then
+    status=75 why='has not ended, whatever the launcher says'
+elif grep -q '^begun' "$unfinished" && ! grep -q '^stopped' "$unfinished" && [[ -f /proc/$$/fd/2 ]]; then
+    # No rank could say it. A rank that was killed by a signal of its own fault, or for its memory, does so each time;
+    # anything else came from outside, as when a node is lost or a more urgent job needs the nodes. (Some MPIs crash
+    # where a node is gone; so the nodes are asked.)
+    fault='Out Of Memory|Segmentation fault|Aborted|Killed|Bus error|Illegal instruction|Floating point exception'
+    fault="^srun: error: .*: tasks? [^ ]*: ($fault)|signal [0-9]+ \(($fault)\)|\(($fault)\) *\(signal [0-9]+\)"
+    if failed=$(tail -c "+$((said + 1))" "/proc/$$/fd/2" | grep -aEm1 "$fault") &&
+        {{all_nodes_answer}}; then
+        again='' why="was ended: $failed"
     fi
-    rm -f -- "$unfinished"
 fi
+[[ ! $unfinished ]] || rm -f -- "$unfinished"

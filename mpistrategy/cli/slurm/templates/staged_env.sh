@@ -3,7 +3,7 @@
 # one shared folder wait minutes for it, and slow it down for all others.
 #
 #     tar -C path/to/venv -czf environment.tar.gz .        (once; of a conda environment: conda-pack)
-#     sbatch {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
+#     {{submit}} {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # What lies in the environment is taken from the copy; only the program and its data stay where they are.
 {{notes}}
@@ -17,7 +17,7 @@ local={{local}}     # a folder on every node's own disk; some centres name it in
 {{program}}
 
 set -euo pipefail # from here on: modules and activation scripts are not written for it
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-{{cpus_per_task}}} # else every rank starts a thread for each core of its node
+export OMP_NUM_THREADS={{threads}} # else every rank starts a thread for each core of its node
 
 {{launch}}
 each_node=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1)
