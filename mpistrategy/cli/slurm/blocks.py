@@ -184,4 +184,6 @@ def values_of(spec: JobSpec) -> dict[str, str]:
     told |= {key: shell(spec[key]) for key in ("archive", "local") if spec[key]}
     cpus = spec["cpus_per_task"]
     threads = f"${{SLURM_CPUS_PER_TASK:-{cpus}}}" if spec.site.batch == "slurm" else str(cpus)
-    return told | {"threads": threads} | BATCHES[spec.site.batch].words
+    # MPICH's mpiexec and Intel's hand SIGTERM on to the ranks, and are ended by SIGUSR2; others the other way round.
+    signal = "TERM" if spec.site.batch == "pbs" and spec["mpiexec"] in ("mpich", "intel") else "USR2"
+    return told | {"threads": threads, "signal": signal} | BATCHES[spec.site.batch].words

@@ -2,13 +2,13 @@
 # front of it, the shell would deal with the signal only after the program has ended.)
 told='' step='' clock=''
 trap 'told=yes; echo "job {{job}}: the time is nearly up, $(date -Is)"
-    [[ ! $step ]] || kill -USR2 "$step" || true' USR2 # the launcher hands it on to all ranks
+    [[ ! $step ]] || kill -{{signal}} "$step" || true' USR2 # the launcher hands it on to all ranks
 # The ranks write into this file how the program ended, and rank 0 takes it away after a good end. A launcher's status
 # does not say: one may return 0 where nothing was started, and the greatest status of all ranks hides the first.
 unfinished={{unfinished}}
 { : >"$unfinished"; } 2>/dev/null || unfinished=
 # After scancel, too; what is left after a SIGKILL, the next start of this job removes.
-trap '[[ ! $clock ]] || kill "$clock" 2>/dev/null; [[ ! $unfinished ]] || rm -f -- "$unfinished"' EXIT
+trap '[[ ! $clock ]] || kill "$clock" 2>/dev/null || true; [[ ! $unfinished ]] || rm -f -- "$unfinished"' EXIT
 said=$(stat -Lc %s "/proc/$$/fd/2") # what stands in the output from here on is of this start
 {{clock}}
 "${launch[@]}" python3 -m mpistrategy run ${unfinished:+--unfinished "$unfinished"} "${program[@]}" &

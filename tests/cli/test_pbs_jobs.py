@@ -1,0 +1,83 @@
+"""Job scripts for PBS, run by a shell with a stand-in: the variables of PBS, and commands that note their arguments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import launching
+import pytest
+
+from mpistrategy.cli.slurm.render import render
+from mpistrategy.cli.slurm.spec import JobSpec
+
+pytestmark = [
+    pytest.mark.one_rank,
+    pytest.mark.slow,
+    pytest.mark.each_mpi,
+    pytest.mark.skipif(
+        not launching.LIBRARY.startswith(("Open MPI", "MPICH")), reason="not run: tried with MPICH and Open MPI only"
+    ),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ("example.py", "--steps", "40", "--pause", "0.1", "--save-every", "10")
+
+
+def pbs_job(tmp_path: Path, template: str, **statement: Any) -> tuple[int, str]:
+    """Run a script as PBS would, on this machine as two nodes of one rank; return its status and what it wrote."""
+    for name in ("qsub", "qdel", "qrerun"):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{tmp_path}/told\necho 8.server\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "qstat").write_text("#!/bin/bash\necho '    run_count = 3'\n")
+    (tmp_path / "qstat").chmod(0o755)
+    (tmp_path / "told").touch()
+    shutil.copy(ROOT / "slurm" / "example.py", tmp_path)
+    (tmp_path / "nodes").write_text("localhost\n")
+    kind = "openmpi" if launching.IS_OPEN_MPI else "mpich"
+    whole = {"site": "pbs", "mpiexec": kind, "bind_to": "none", "tasks_per_node": 2, **statement}
+    if template != "single_node":
+        whole["nodes"] = 1
+    (tmp_path / "job").write_text(render(JobSpec.of(template, whole)))
+    environment = launching.environment() | {
+        "PATH": os.pathsep.join((str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"])),
+        "PYTHONPATH": str(ROOT), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(tmp_path), "PBS_ARRAY_INDEX": "2",
+        "PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBNAME": "mpistrategy", "PBS_ARRAY_ID": "7[].server",
+    }  # fmt: skip
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run(
+            ["bash", str(tmp_path / "job")], cwd="/", env=environment, stdout=log, stderr=log, check=False, timeout=100
+        )
+    return done.returncode, (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("template", ["single_node", "multi_node", "array"])
+def test_a_job_under_pbs(tmp_path: Path, template: str) -> None:
+    status, written = pbs_job(tmp_path, template, arguments=["--steps", "10"])
+    assert (status, "example.py on 2 ranks: made all 10 steps" in written) == (0, True), written
+    assert "job 7.server: the program ended with status 0" in written
+
+
+@pytest.mark.parametrize("template", ["requeue", "chain"])
+def test_a_job_under_pbs_is_told_before_its_time_is_up(tmp_path: Path, template: str) -> None:
+    """By its own clock, since PBS sends no signal; then it goes on, and is done."""
+    slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": 1, "signal_lead": 53}
+    status, written = pbs_job(tmp_path, template, **slow)
+    assert (status, "the time is nearly up" in written) == (75, True), written
+    told = (tmp_path / "told").read_text()
+    if template == "requeue":
+        assert "the program stopped with status 75; back to the queue" in written
+        assert "restart 2 of 10" in written
+        assert told == "qrerun 7.server\n"
+    else:
+        assert "the program stopped with status 75; job 8.server goes on" in written
+        assert told.startswith("qsub -W depend=afterany:7.server -v CHAIN_LINK=2,CHAIN_BEFORE=7.server ")
+    (tmp_path / "told").unlink()
+    status, written = pbs_job(tmp_path, template, arguments=[*STEPS[1:]])
+    assert (status, "goes on after step" in written) == (0, True), written
+    assert "the program is done" in written
+    assert ("qdel 8.server" in (tmp_path / "told").read_text()) == (template == "chain")
