@@ -7,7 +7,7 @@ trap 'told=yes; echo "job {{job}}: the time is nearly up, $(date -Is)"
 # does not say: one may return 0 where nothing was started, and the greatest status of all ranks hides the first.
 unfinished={{unfinished}}
 { : >"$unfinished"; } 2>/dev/null || unfinished=
-# After scancel, too; what is left after a SIGKILL, the next start of this job removes.
+# Also when the job is cancelled; what is left after a SIGKILL, the next start of this job removes.
 trap '[[ ! $clock ]] || kill "$clock" 2>/dev/null || true; [[ ! $unfinished ]] || rm -f -- "$unfinished"' EXIT
 said=$(stat -Lc %s "/proc/$$/fd/2") # what stands in the output from here on is of this start
 {{clock}}
