@@ -62,6 +62,7 @@ class Checkpoint(NamesOurs):
     * Iterators of distributed datasets: they continue with the next batch.
     * Arrays, numbers, strings, None; dicts, lists and tuples of all of these.  Data that are equal on all ranks are
       saved once; per-rank data restore only on the same number of ranks.
+    * torch's modules, restored in place, and tensors; JAX arrays, which a restore replaces in `objects`.
     * `Stateful` objects, which have `state_dict()` and `load_state_dict(state)`, if the state consists of the above.
 
     Args:
