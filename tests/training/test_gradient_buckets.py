@@ -118,9 +118,9 @@ def test_a_bucket_starts_when_those_before_it_have(two_nodes: ms.Strategy, monke
     started: list[str] = []
     start = ms.ReplicaContext.all_reduce_async
 
-    def counted(self: Any, op: Any, value: Any, *options: Any, name: str) -> Any:
+    def counted(self: Any, *given: Any, name: str, **options: Any) -> Any:
         started.append(name.split()[2])
-        return start(self, op, value, *options, name=name)
+        return start(self, *given, name=name, **options)
 
     monkeypatch.setattr(ms.ReplicaContext, "all_reduce_async", counted)
 
