@@ -79,12 +79,6 @@ OF_CLASS: Mapping[str, Mapping[str, str]] = {
         "all_reduce": "Write strategy.reduce outside a step, get_replica_context().all_reduce in one",
         "all_gather": "Write strategy.gather outside a step, get_replica_context().all_gather in one",
     },
-    "ReplicaContext": {
-        "reduce": "Write all_reduce in a step, strategy.reduce outside",
-        "gather": "Write all_gather in a step, strategy.gather outside",
-        "broadcast": "Write context.strategy.broadcast",
-        "barrier": "Write context.strategy.barrier",
-    },
     "Optimizer": {
         "minimize": "Write apply_gradients([(gradient, variable), ...])",
         "apply": "Write apply_gradients([(gradient, variable), ...])",

@@ -30,7 +30,6 @@ from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.later import later
-from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
 from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values
 from mpistrategy.reduction.reducer import Reducer
@@ -75,7 +74,7 @@ class _Strategy(Protocol):
     def extended(self) -> _Extended: ...
 
 
-class ReplicaContext(NamesOurs, ReduceScatter, NotPickled):
+class ReplicaContext(ReduceScatter, NotPickled):
     """What a step function knows about its replica, and how it talks to the others.
 
     `get_replica_context()` returns it inside `strategy.run`; entering one with `with` puts the thread into replica
@@ -89,7 +88,6 @@ class ReplicaContext(NamesOurs, ReduceScatter, NotPickled):
         OptionError: for a replica id that is no int.
     """
 
-    _words_of = "ReplicaContext"
     _instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
 
     def __init__(self, strategy: _Strategy, replica_id_in_sync_group: int | None) -> None:

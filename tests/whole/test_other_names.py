@@ -47,7 +47,6 @@ def test_a_name_of_keras_says_what_to_write(module: str, name: str) -> None:
 
 OWNERS: dict[str, Any] = {
     "Strategy": ms.Strategy,
-    "ReplicaContext": ms.ReplicaContext,
     "Optimizer": ms.optimizers.SGD,
     "Metric": ms.metrics.Mean,
     "Dataset": ms.Dataset,
