@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -389,6 +390,15 @@ def _agree_on_examples(test: Callable[..., None], name: str, ranks: Ranks) -> Ca
 
 
 # ---------------------------------------------------------------------------------------------- for the tests
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Iterator[ModuleType]:
+    """The real CuPy where there is one that can be used, else the double; a test file may have another of its own."""
+    import cupy_here  # here: most tests use no GPU
+
+    with cupy_here.installed() as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

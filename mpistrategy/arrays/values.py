@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from mpistrategy.arrays.foreign import is_in_gpu_memory, library_of
     from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 else:
-    later(globals(), "mpistrategy.arrays.gpu", "on_device")
     later(globals(), "mpistrategy.arrays.foreign", "is_in_gpu_memory", "library_of")
-    later(globals(), "mpistrategy.arrays.gpu", "cupy_for", "is_cupy")
+    later(globals(), "mpistrategy.arrays.gpu", "cupy_for", "is_cupy", "on_device")
 
 
 class ArrayOperators(NDArrayOperatorsMixin):

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from mpistrategy.reduction.algorithm import Algorithm, OnDevice
     from mpistrategy.reduction.gather import gather
 else:
-    later(globals(), "mpistrategy.arrays.gpu", "check_device")
+    later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
     later(globals(), "mpistrategy.reduction.gather", "gather")
-    later(globals(), "mpistrategy.arrays.gpu", "is_cupy")
 
 #: So many different options keep plans.
 _MOST_OPTIONS = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,12 +20,6 @@ from mpistrategy.options import GPU_PATH
 pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
 SIZE_OF_ARRAY = 3000
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def cupy() -> Iterator[ModuleType]:
-    with cupy_here.installed() as module:
-        yield module
 
 
 @pytest.fixture(params=cupy_here.PATHS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it"
 several = pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
 SECONDS = 0.3
 RANKS_ADDED = SIZE * (SIZE + 1) / 2
-
-
-@pytest.fixture(scope="module")
-def cupy() -> Iterator[ModuleType]:
-    with cupy_here.installed() as module:
-        yield module
 
 
 @pytest.fixture(params=cupy_here.PATHS)

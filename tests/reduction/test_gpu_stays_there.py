@@ -29,12 +29,6 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Iterator[ModuleType]:
-    with cupy_here.installed() as module:
-        yield module
-
-
 @pytest.fixture(scope="module", params=cupy_here.PATHS)
 def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:

@@ -125,7 +125,24 @@ class Tuple(Container):
         return lambda: make(child() for child in children)
 
 
-class Module(Kind):
+class LoadsItsState(Kind):
+    """Base of the kinds of objects with `load_state_dict(state)`."""
+
+    @staticmethod
+    def _loading(value: Any, state: Restore) -> Restore:
+        """Return what lets `value` load the state that `state` returns."""
+
+        def restore() -> Any:
+            value.load_state_dict(state())
+            return value
+
+        return restore
+
+    def identity(self, value: Any, number: str) -> str:
+        return super().identity(value, number) or f"a {type(value).__name__}"
+
+
+class Module(LoadsItsState):
     """A module of torch's, known by its methods: its parameters and buffers are restored in place."""
 
     name = "module"
@@ -146,18 +163,10 @@ class Module(Kind):
             missing, more = sorted(here.keys() - set(saved)), sorted(set(saved) - here.keys())
             return fit.problem(path, f"not in the checkpoint: {missing}; not in the module here: {more}")
         state = fit.restore_of(below(path, "state"), here)
-
-        def restore() -> Any:
-            value.load_state_dict(state())
-            return value
-
-        return restore
-
-    def identity(self, value: Any, number: str) -> str:
-        return super().identity(value, number) or f"a {type(value).__name__}"
+        return self._loading(value, state)
 
 
-class StatefulObject(Kind):
+class StatefulObject(LoadsItsState):
     """An object with `state_dict()` and `load_state_dict(state)`: it loads its state itself, and may refuse."""
 
     name = "object"
@@ -173,15 +182,7 @@ class StatefulObject(Kind):
         if not fit.expect(callable(getattr(value, "load_state_dict", None)), path, item, value):
             return lambda: None
         state = fit.restore_of(below(path, "state"), ABSENT, fresh=True)
-
-        def restore() -> Any:
-            value.load_state_dict(state())
-            return value
-
-        return restore
-
-    def identity(self, value: Any, number: str) -> str:
-        return super().identity(value, number) or f"a {type(value).__name__}"
+        return self._loading(value, state)
 
 
 class WithVariables(Kind):

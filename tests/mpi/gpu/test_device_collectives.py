@@ -28,12 +28,6 @@ DTYPES = ("float32", "float64", "int32", "int64")
 SPECIAL = (np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.5, -2.5)
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Iterator[ModuleType]:
-    with cupy_here.installed() as module:
-        yield module
-
-
 @pytest.fixture(scope="module", params=cupy_here.PATHS)
 def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
