@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mpistrategy
-from mpistrategy.cli import run, trace
-from mpistrategy.cli.bench import command as bench
-from mpistrategy.cli.doctor import command as doctor
-from mpistrategy.cli.guide import command as guide
-from mpistrategy.cli.slurm import command as slurm
 from mpistrategy.errors import LaunchError
 
 #: The exit status that a shell reports after SIGPIPE.
@@ -28,22 +25,25 @@ class Command:
 
     Attributes:
         summary: one line for the list of subcommands.
-        add_options: declares its options.
-        run: runs it and returns the exit status: 0 success, 1 found something wrong, 2 could not run as asked.
+        module: the module of its functions: `add_options(parser)` declares its options, and `run(options)` returns the
+            exit status: 0 success, 1 found something wrong, 2 could not run as asked.
     """
 
     summary: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    module: str
+
+    def load(self) -> Any:
+        """Return the module: that of one command only, since every rank of a job loads it."""
+        return importlib.import_module(f"mpistrategy.cli.{self.module}")
 
 
 COMMANDS = {
-    "bench": Command("time collectives and training steps beside mpi4py", bench.add_options, bench.run),
-    "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", doctor.add_options, doctor.run),
-    "guide": Command("show a page of the user guide, or what an error means", guide.add_options, guide.run),
-    "run": Command("run a program on every rank, in place of python", run.add_options, run.run),
-    "slurm": Command("write a job script for a cluster, check it, or submit it", slurm.add_options, slurm.run),
-    "trace": Command("merge the recordings of all ranks for a trace viewer", trace.add_options, trace.run),
+    "bench": Command("time collectives and training steps beside mpi4py", "bench.command"),
+    "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", "doctor.command"),
+    "guide": Command("show a page of the user guide, or what an error means", "guide.command"),
+    "run": Command("run a program on every rank, in place of python", "run"),
+    "slurm": Command("write a job script for a cluster, check it, or submit it", "slurm.command"),
+    "trace": Command("merge the recordings of all ranks for a trace viewer", "trace"),
 }
 
 
@@ -52,13 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mpistrategy", description=mpistrategy.__doc__)
     parser.add_argument("--version", action="version", version=f"mpistrategy {mpistrategy.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    words = sys.argv[1:] if arguments is None else arguments
+    named = next((word for word in words if not word.startswith("-")), "")
     for name, command in COMMANDS.items():
-        command.add_options(subparsers.add_parser(name, help=command.summary, description=command.summary))
-    options = parser.parse_args(arguments)
+        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+        if name == named:
+            command.load().add_options(subparser)
+    options = parser.parse_args(words)
+    run = COMMANDS[options.command].load().run
     if options.command == "run":
-        return run.run(options)
+        return int(run(options))
     try:
-        status = COMMANDS[options.command].run(options)
+        status = int(run(options))
         sys.stdout.flush()
     except LaunchError as error:
         sys.stderr.write(f"{error}\n")
