@@ -231,7 +231,11 @@ def test_a_job_that_ended_with_a_roll_call(launch: Launch, tmp_path: Path) -> No
 
 def test_a_file_of_a_chain_that_was_killed(tmp_path: Path) -> None:
     """The next job of the chain removes what the one before left; both remove their own when they are ended by TERM."""
-    for name, text in {"srun": "exec sleep 60", "sbatch": 'echo 9; echo "$@" >given', "scancel": "true"}.items():
+    for name, text in {
+        "srun": "touch started; exec sleep 60",
+        "sbatch": 'echo 9; echo "$@" >given',
+        "scancel": "true",
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".mpistrategy-7.unfinished").touch()
@@ -240,7 +244,7 @@ def test_a_file_of_a_chain_that_was_killed(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "node1"}
     with subprocess.Popen(["bash", script, "2", "7"], cwd=tmp_path, env=environment, start_new_session=True) as job:
         end = launching.time.monotonic() + 30
-        while not (tmp_path / ".mpistrategy-8.unfinished").exists() and launching.time.monotonic() < end:
+        while not (tmp_path / "started").exists() and launching.time.monotonic() < end:
             launching.time.sleep(0.01)
         job.terminate()
         assert job.wait(30) == -15
