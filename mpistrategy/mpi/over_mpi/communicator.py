@@ -57,7 +57,7 @@ class MpiCommunicator(Collectives):
         contains_errors: as of `Guard`.
 
     Raises:
-        OptionTypeError: when `comm` is no intracommunicator of mpi4py.
+        OptionTypeError: when `comm` is not an intracommunicator of mpi4py.
     """
 
     failures: Failures | None

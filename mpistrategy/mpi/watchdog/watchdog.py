@@ -192,7 +192,7 @@ class Watchdog:
             status for status in widest.board.read() if status.rank != self.rank and "at its end" not in status.text
         ]
         told = "".join(f"\n  rank {status.rank}: {status.text}" for status in others)
-        sys.stderr.write(f"[rank {self.rank}/{self.size}] has come to its end and waits for the other ranks.{told}\n")
+        sys.stderr.write(f"[rank {self.rank}/{self.size}] has ended its program and waits for the other ranks.{told}\n")
 
 
 _watchdog: Watchdog | None = None
