@@ -126,6 +126,13 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "fewer ranks than wanted": (
         job(wanted_ranks=8), "launch", BAD, ["4 ranks where 8 were asked for"], "--ntasks=8", set(),
     ),
+    "fewer ranks of Flux than wanted": (
+        job(on(ALL, launcher="flux run"), wanted_ranks=8), "launch", BAD, ["where 8"], "Start 8: flux run -n 8", set(),
+    ),
+    "no PMIx from Flux": (
+        job(on(ALL, **SINGLE | {"launcher": "flux run", "library": "Open MPI v5.0.11", "built_for": "Open MPI"}), 1),
+        "pmi", BAD, ["flux run offers none", "speaks PMIx"], "flux run -o pmi=pmix", set(),
+    ),
     "unequal mpistrategy": (
         job(on({2}, mpistrategy="0.0.9")), "versions", BAD,
         ["different versions of mpistrategy", "0.1.0 on ranks 0, 1, 3; 0.0.9 on rank 2", "node2"], "PYTHONPATH", {2},
@@ -260,6 +267,13 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "a slow node": (
         job(speeds=[Speed("a message", MIB, t, 0, f"to node{n}") for n, t in ((2, 1e-3), (3, 1e-3), (4, 5e-2))]),
         "links", NOTE, ["node4 is 50.0 times as slow"], "srun --exclude=node4", set(),
+    ),
+    "a slow node of a job of LSF": (
+        job(
+            on(ALL, launcher="jsrun"),
+            speeds=[Speed("a message", MIB, t, 0, f"to node{n}") for n, t in ((2, 1e-3), (3, 1e-3), (4, 5e-2))],
+        ),
+        "links", NOTE, ["node4 is 50.0 times as slow"], 'bsub -R "select[hname!=node4]"', set(),
     ),
     "a clock that is off": (
         job(clocks=[Clock(2, -3.5, 1e-4)]), "clock", NOTE, ["node2 (rank 2) is 3.5 s behind"], "chronyc", {2},

@@ -17,7 +17,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,7 @@ class SlurmBed:
         paper: whether the nodes are on paper only, for `sbatch --test-only`.
         changed: further lines of slurm.conf, or other values for those that are there.
         cgroups: what is written into cgroup.conf, for plugins that need it.
+        partitions: further ones, which have all nodes.
         grace: of the jobs of the usual partition, in seconds, where those of the partition `urgent` take their nodes.
     """
 
@@ -91,10 +92,12 @@ class SlurmBed:
         paper: bool = False,
         changed: Mapping[str, object] | None = None,
         cgroups: str = "",
+        partitions: Sequence[str] = (),
         grace: int | None = None,
     ) -> None:
         self.folder, self.nodes, self.cpus, self.gpus, self.paper = folder, nodes, cpus, gpus, paper
         self._changed, self._cgroups, self._grace = dict(changed or {}), cgroups, grace
+        self._partitions = tuple(partitions)
         self.local = folder / "local"
         self.conf = folder / "slurm.conf"
         #: Whether srun has options of pyxis: it takes a C compiler.
@@ -350,7 +353,7 @@ class SlurmBed:
         if self._grace is not None:
             usual += f" GraceTime={self._grace} PriorityTier=1"
             lines += [f"PartitionName=urgent Nodes={everyone} MaxTime=INFINITE State=UP PriorityTier=10"]
-        lines += [usual]
+        lines += [usual, *(f"PartitionName={name} Nodes={everyone} MaxTime=INFINITE" for name in self._partitions)]
         if self._cgroups:
             (self.folder / "cgroup.conf").write_text(f"CgroupAutomount=yes\nCgroupPlugin=cgroup/v1\n{self._cgroups}\n")
         self.conf.write_text("\n".join(lines) + "\n")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count, mebibytes
+from mpistrategy.cli.doctor.checks.launch_lines import line
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -75,8 +76,7 @@ def _cores_of(ranks: list[Facts]) -> Finding | None:
             "cores",
             BAD,
             f"{count(len(ranks), 'rank')} {where} share {count(available, 'core')} of {ranks[0].machine_cores}",
-            "Give each its own: srun --cpu-bind=cores --cpus-per-task=N; mpiexec --bind-to none (Open MPI), -bind-to "
-            "none (MPICH)",
+            f"Give each its own: {line(ranks[0].launcher, 'cores')}",
             members,
         )
     if threads > available and max(each.threads for each in ranks) > 1:
@@ -95,7 +95,8 @@ def _cores_of(ranks: list[Facts]) -> Finding | None:
             "cores",
             NOTE,
             f"{len(ranks)} ranks on {count(available, 'core')} {where}: they take turns",
-            f"Start at most {available} ranks on a node, or ask for more cores: --cpus-per-task",
+            f"Start at most {available} ranks on a node, or ask for more cores: "
+            f"{line(ranks[0].launcher, 'more cores')}",
             members,
         )
     return None

@@ -36,6 +36,8 @@ _LOCAL = (
     "MPI_LOCALRANKID",
     "PALS_LOCAL_RANKID",
     "MV2_COMM_WORLD_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "FLUX_TASK_LOCAL_ID",
     "SLURM_LOCALID",
 )
 _MPI_FILE = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
