@@ -1,4 +1,4 @@
-"""`mpistrategy doctor --job`: which rank keeps the others waiting in a job that runs; seen from outside, on all nodes."""
+"""`mpistrategy doctor --job`: which rank keeps the others waiting in a job that runs, seen from outside."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_rank_that_comes_late_is_named_before_anything_hangs(tmp_path: Path, n
             job.wait(30)
     assert [(each["ranks"], each["missing"], each["slow"]) for each in late] == [(3, 0, 1)]
     assert len(late[0]["waits"]["1"]) >= 0.5 * late[0]["calls"], late
-    assert sorted(late[0]["waits"]["1"])[-20] >= 0.01, late
+    assert sorted(late[0]["waits"]["1"])[-20] >= 0.005, late
 
 
 def _ask_until_it_is_told(number: str, folder: Path, job: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
