@@ -292,9 +292,9 @@ class Arena(Generic[T]):
                 ranks = reduced_precision.on(self._communicator, wire)
                 self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=not in_place)
             return self._routes[key]
-        from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
+        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here, for the quick import
 
-        packs = packing.plan(packing.layouts_of(self._mine), 1)  # each by itself
+        packs = gpu_packs(packing.layouts_of(self._mine), 1, 0)  # each by itself
         targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
         return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)
 
