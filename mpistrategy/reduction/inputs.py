@@ -49,7 +49,7 @@ else:
 #: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
 resident_values: dict[int, weakref.ref[Any]] = {}
 #: What CuPy calls memory of cudaMalloc.
-_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
+CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
@@ -221,7 +221,7 @@ def own_result(array: Any, out: Any) -> Any:
     """
     same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
     fits = same and array.flags.c_contiguous and out.flags.c_contiguous
-    return array if fits and type(array.data.mem).__name__ in _CUDA_MALLOC else None
+    return array if fits and type(array.data.mem).__name__ in CUDA_MALLOC else None
 
 
 def as_given(result: Any, value: Any) -> Any:
