@@ -115,7 +115,7 @@ def test_none_of_it_is_loaded_before_it_is_needed() -> None:
     assert loaded.strip() == ""
 
 
-#: What `from horovod.torch import *` has in Horovod 0.28.1, without its modules.
+#: What Horovod 0.28.1 imports into horovod.torch.
 HOROVOD = """
 Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum SyncBatchNorm
 add_process_set allgather allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_
