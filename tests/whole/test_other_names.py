@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pages
 import pytest
 
 import mpistrategy as ms
@@ -111,3 +113,23 @@ def test_none_of_it_is_loaded_before_it_is_needed() -> None:
     program = "import mpistrategy, sys; print(*(name for name in sys.modules if 'training' in name))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == ""
+
+
+#: What Horovod 0.28.1 imports into horovod.torch.
+HOROVOD = """
+Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min ProcessSet Product Sum SyncBatchNorm
+add_process_set allgather allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_
+alltoall alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object
+broadcast_optimizer_state broadcast_parameters ccl_built check_extension cross_rank cross_size cuda_built ddl_built
+elastic global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async grouped_allreduce
+grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter grouped_reducescatter_async
+init is_initialized join local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built poll rank
+reducescatter reducescatter_async remove_process_set rocm_built shutdown size sparse_allreduce_async start_timeline
+stop_timeline synchronize
+"""
+
+
+def test_the_guide_has_every_name_of_horovods() -> None:
+    _, _, table = pages.TEXTS["horovod"].partition("## Every name of horovod.torch")
+    rows = re.findall(r"^\| (`.*?) \|", table.partition("\n## ")[0], flags=re.MULTILINE)
+    assert sorted(re.findall("`(.*?)`", " ".join(rows))) == sorted(HOROVOD.split())

@@ -149,12 +149,13 @@ def refusal(environment: Mapping[str, str], process: Process, where: str = "Mirr
         found=f"an MPI ({process.library or 'unknown'}) that takes this process for the only one, while "
         f"{claim.launcher} started it as rank {claim.rank} of {claim.tasks} ({said})",
         expected=f"an MPI with {claim.tasks} ranks",
-        fix=f"{_cure(claim.launcher, process.library)} If {claim.tasks} separate programs of one rank each are meant, "
+        fix=f"{cure(claim.launcher, process.library)} If {claim.tasks} separate programs of one rank each are meant, "
         f"set {ALONE}=1.",
     )
 
 
-def _cure(launcher: str, library: str) -> str:
+def cure(launcher: str, library: str) -> str:
+    """Return how to start this MPI library's ranks in place of what this launcher did."""
     is_open_mpi = library.startswith("Open MPI")
     if launcher == _SRUN:
         option = "pmix" if is_open_mpi else "pmi2"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpistrategy.cli.doctor.checks import layout
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding
 from mpistrategy.cli.doctor.checks.launch_lines import line
 from mpistrategy.cli.doctor.facts.facts import Job, Speed
@@ -52,7 +53,7 @@ def speed(job: Job) -> Iterator[Finding]:
 def links(job: Job) -> Iterator[Finding]:
     """Find nodes that are reached much more slowly than the others."""
     links = [each for each in job.speeds if each.where.startswith(_LINK)]
-    if not links:
+    if not links or (layout.is_arbitrary(job) and layout.has_torn_hosts(job)):
         return
     usual = sorted(each.seconds for each in links)[len(links) // 2]
     worst = max(links, key=lambda each: each.seconds)
