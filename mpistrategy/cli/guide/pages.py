@@ -17,6 +17,7 @@ ORDER = (
     *(
         "environment",
         "mpi",
+        "which-mpi",
         "slurm",
         "doctor",
         "gpus",
