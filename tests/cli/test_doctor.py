@@ -190,6 +190,10 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         job(on_nodes(3, 1)), "nodes", NOTE, ["1 rank on node2 (rank 3), 3 on the other"],
         "the same 4 ranks: srun --nodes=2 --ntasks=4 --ntasks-per-node=2", {3},
     ),
+    "three ranks of Flux and one": (
+        job(on_nodes(3, 1, launcher="flux run")), "nodes", NOTE, ["3 on the other"],
+        "the same 4 ranks: flux run -N 2 -n 4", {3},
+    ),
     "ranks that a list of hosts placed unevenly": (
         job(on_nodes(3, 1, distribution="arbitrary")), "nodes", NOTE, ["1 rank on node2 (rank 3), 3 on the other"],
         "unset SLURM_HOSTFILE SLURM_DISTRIBUTION; srun --distribution=block --nodes=2 --ntasks=4 --ntasks-per-node=2",

@@ -16,7 +16,13 @@ from typing import NamedTuple
 
 _MPI = re.compile(rb"/libmpi(?:ch)?(?:_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
 #: How many ranks a launcher has started on this node.
-_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")
+_LOCAL_SIZES = (
+    "MPI_LOCALNRANKS",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
 _MOST_SECONDS = 10.0
 _CAUSES = (
     "Do launcher and MPI library fit together (srun --mpi=list), can the nodes reach each other, does every rank start "

@@ -182,11 +182,22 @@ def _lacks(claim: Claim | None, environment: Mapping[str, str]) -> tuple[int, in
     return None if free + taken >= needed else (free, needed, ranks)
 
 
+_LOCAL_SIZES = (
+    "MPI_LOCALNRANKS",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
+
+
 def _on_this_node(claim: Claim, environment: Mapping[str, str]) -> int:
     """Return how many ranks the launcher has started on this node; 1 where it does not say."""
-    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"):
+    for name in _LOCAL_SIZES:
         if _number(environment, name):
             return min(claim.tasks, _number(environment, name))
+    if claim.launcher == launcher.FLUX and _number(environment, "FLUX_JOB_NNODES"):
+        return -(-claim.tasks // _number(environment, "FLUX_JOB_NNODES"))
     # 2(x3),1: of each node
     node, per_node = _number(environment, "SLURM_NODEID"), environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     for part in per_node.split(","):

@@ -27,7 +27,7 @@ from mpistrategy.options import is_on
 ALONE = "MPISTRATEGY_ALONE"
 
 _MPICH, _OPEN_MPI, _SRUN = "the mpiexec of MPICH or Intel MPI", "the mpirun of Open MPI", "srun"
-_JSRUN, _FLUX = "jsrun", "flux run"
+_JSRUN, FLUX = "jsrun", "flux run"
 #: The variables in which the launchers of MPI libraries say: which launcher, how many processes, which one.
 _PLACES = (
     (_MPICH, "PMI_SIZE", "PMI_RANK"),
@@ -37,7 +37,7 @@ _PLACES = (
 #: Those of LSF's and Flux's launchers, which set the variables of an MPI's launcher, too.
 _BATCH_PLACES = (
     (_JSRUN, "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-    (_FLUX, "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    (FLUX, "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
 )
 #: They count this node only, and are used where there are no others.
 _PLACE_ON_NODE = (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
@@ -162,7 +162,7 @@ def cure(launcher: str, library: str) -> str:
         return (
             f"Start it with `srun --mpi={option}`, or with the mpiexec of {library or 'that MPI'} in the batch script."
         )
-    if launcher == _FLUX:
+    if launcher == FLUX:
         option = "pmix` (with flux-pmix installed)" if is_open_mpi else "simple`"
         return (
             f"Start it with `flux run -o pmi={option}, or with the mpiexec of {library or 'that MPI'} inside "

@@ -84,6 +84,8 @@ def test_one_process_of_an_older_mpich_starts_beside_pmix(monkeypatch: pytest.Mo
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, 1),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "0"}, 3),
         (HYDRA | {"MPI_LOCALNRANKS": "nonsense"}, 1),
+        ({"JSM_NAMESPACE_SIZE": "9", "JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_LOCAL_SIZE": "4"}, 4),
+        ({"FLUX_JOB_SIZE": "9", "FLUX_TASK_RANK": "0", "FLUX_JOB_NNODES": "2"}, 5),
     ],
 )
 def test_the_need_is_that_of_the_ranks_of_the_node(

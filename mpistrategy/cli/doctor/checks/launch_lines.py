@@ -5,6 +5,8 @@ from __future__ import annotations
 _LINES = {
     "": {
         "start": "srun --ntasks={ranks}, mpiexec -n {ranks}",
+        "evenly": "srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node={each} (Open MPI: --map-by ppr:{each}:node; "
+        "MPICH: -ppn {each})",
         "one each": "srun --nodes=N --ntasks-per-node=1 hostname",
         "without": "srun --exclude={host}",
         "cores": "srun --cpu-bind=cores --cpus-per-task=N; mpiexec --bind-to none (Open MPI), -bind-to none (MPICH)",
@@ -12,6 +14,7 @@ _LINES = {
     },
     "jsrun": {
         "start": "jsrun -n {ranks} -a 1",
+        "evenly": "jsrun -n {ranks} -a 1 -r {each}",
         "one each": "jsrun -n NODES -r 1 hostname",
         "without": 'bsub -R "select[hname!={host}]"',
         "cores": "jsrun --bind=packed:N --cpu_per_rs=N, N cores for each rank",
@@ -19,6 +22,7 @@ _LINES = {
     },
     "flux run": {
         "start": "flux run -n {ranks}",
+        "evenly": "flux run -N {nodes} -n {ranks}",
         "one each": "flux run -N NODES -n NODES hostname",
         "without": "flux run --requires=-host:{host}",
         "cores": "flux run --cores-per-task=N -o cpu-affinity=per-task",
@@ -32,7 +36,7 @@ def line(launcher: str, what: str, **values: object) -> str:
 
     Args:
         launcher: as `mpistrategy.mpi.job.launcher.Claim` names it.
-        what: "start" (with `ranks`), "one each" (one process on each node), "without" (a `host`), "cores" (its own
+        what: "start" (with `ranks`), "evenly" (`ranks` on `nodes`, `each` of them on one), "one each" (one process on each node), "without" (a `host`), "cores" (its own
             ones for each rank) or "more cores" (for each rank).
         values: what stands in the line.
     """

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
+from mpistrategy.cli.doctor.checks.launch_lines import line
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -95,10 +96,7 @@ def _evenly(job: Job, nodes: int) -> str:
         total = -(-total // nodes) * nodes
         said = f"{len(job.facts)} ranks fit evenly on no such number of nodes; {total} do: "
     each = total // nodes
-    lines = (
-        f"srun --nodes={nodes} --ntasks={total} --ntasks-per-node={each} (Open MPI: --map-by ppr:{each}:node; MPICH: "
-        f"-ppn {each})"
-    )
+    lines = line(job.facts[0].launcher, "evenly", nodes=nodes, ranks=total, each=each)
     if is_arbitrary(job):
         lines = (
             f"unset SLURM_HOSTFILE SLURM_DISTRIBUTION; srun --distribution=block --nodes={nodes} --ntasks={total} "
