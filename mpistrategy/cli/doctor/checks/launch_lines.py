@@ -36,8 +36,8 @@ def line(launcher: str, what: str, **values: object) -> str:
 
     Args:
         launcher: as `mpistrategy.mpi.job.launcher.Claim` names it.
-        what: "start" (with `ranks`), "evenly" (`ranks` on `nodes`, `each` of them on one), "one each" (one process on each node), "without" (a `host`), "cores" (its own
-            ones for each rank) or "more cores" (for each rank).
+        what: "start" (`ranks`), "evenly" (`ranks` on `nodes`, `each` of them on one), "one each" (one process on each
+            node), "without" (a `host`), "cores" (its own ones for each rank) or "more cores" (for each rank).
         values: what stands in the line.
     """
     return _LINES.get(launcher, _LINES[""])[what].format(**values)
