@@ -1,0 +1,79 @@
+"""The scripts of every cluster, run by a shell: stand-ins of its launcher and of `module` note what they are asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpistrategy.cli.slurm import sites
+from mpistrategy.cli.slurm.render import render
+from mpistrategy.cli.slurm.spec import JobSpec
+
+pytestmark = pytest.mark.one_rank
+
+#: How ranks are started on each cluster, and how many threads each has.
+STARTED = {
+    "alps": ("srun --kill-on-bad-exit=1 --cpus-per-task=72 --cpu-bind=cores", 72),
+    "aurora": ("mpiexec -n 24 --ppn 12 --depth=8 --cpu-bind=depth", 8),
+    "frontier": ("srun --kill-on-bad-exit=1 --cpus-per-task=7 --cpu-bind=cores", 7),
+    "jupiter": ("srun --kill-on-bad-exit=1 --cpus-per-task=72", 72),
+    "juwels": ("srun --kill-on-bad-exit=1 --cpus-per-task=24", 12),
+    "leonardo": ("srun --kill-on-bad-exit=1 --cpus-per-task=8 --cpu-bind=cores", 8),
+    "levante": ("srun --kill-on-bad-exit=1 --cpus-per-task=16 --cpu-bind=cores", 16),
+    "lonestar6": ("ibrun", 42),
+    "lumi": ("srun --kill-on-bad-exit=1 --cpus-per-task=16 --cpu-bind=cores", 16),
+    "perlmutter": ("srun --kill-on-bad-exit=1 --cpus-per-task=32 --cpu-bind=cores", 16),
+    "polaris": ("mpiexec -n 8 --ppn 4 --depth=8 --cpu-bind=depth", 8),
+    "snellius": ("srun --kill-on-bad-exit=1 --cpus-per-task=18 --cpu-bind=cores", 18),
+    "stampede3": ("ibrun", 6),
+    "tacc": ("ibrun", 72),
+}
+MODULES = {
+    "polaris": ["use /soft/modulefiles", "load conda"],
+    "lumi": ["load LUMI cray-python"],
+    "juwels": ["load GCC ParaStationMPI mpi4py"],
+}
+
+
+def test_every_cluster_is_tried() -> None:
+    assert set(STARTED) | {"pbs"} == set(sites.names())
+
+
+def run(folder: Path, site: str) -> tuple[int, list[str]]:
+    """Run a site's multi_node on two nodes that are not there; return its status and what the stand-ins noted."""
+    spec = JobSpec.of("multi_node", {"site": site, "arguments": ["--rate", "two words"]})
+    (folder / "job").write_text(render(spec))
+    for name in ("srun", "ibrun", "mpiexec", "mpirun", "module"):
+        (folder / name).write_text(f'#!/bin/sh\necho "{name} $* ($OMP_NUM_THREADS threads)" >>{folder}/noted\n')
+        (folder / name).chmod(0o755)
+    (folder / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
+    is_pbs = spec.site.batch == "pbs"
+    told = {"PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes")}
+    if not is_pbs:
+        told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+        told["SLURM_NTASKS_PER_NODE"] = str(spec["tasks_per_node"])
+        if "cpus_per_task" not in spec.site.skip:  # Slurm sets it for jobs that ask for it
+            told["SLURM_CPUS_PER_TASK"] = str(spec["cpus_per_task"])
+    environment = told | {"PATH": f"{folder}{os.pathsep}/usr/bin:/bin", "HOME": str(folder)}
+    done = subprocess.run(["bash", str(folder / "job")], env=environment, cwd=folder, capture_output=True, check=False)
+    assert done.stderr == b"", done
+    return done.returncode, (folder / "noted").read_text().splitlines()
+
+
+@pytest.mark.parametrize("site", STARTED)
+def test_ranks_are_started_as_the_cluster_wants_it_and_doctor_first(tmp_path: Path, site: str) -> None:
+    status, noted = run(tmp_path, site)
+    launch, threads = STARTED[site]
+    ranks = 2 * JobSpec.of("multi_node", {"site": site})["tasks_per_node"]
+    started = [line for line in noted if not line.startswith("module ")]
+    assert status == 0
+    assert started == [
+        f"{launch} python3 -m mpistrategy doctor --ranks {ranks} --timeout 120 ({threads} threads)",
+        f"{launch} python3 -m mpistrategy run example.py --rate two words ({threads} threads)",
+    ]
+    asked = [re.sub(r"^module | \( threads\)$", "", line) for line in noted if line.startswith("module ")]
+    assert asked == MODULES.get(site, [f"load {' '.join(m)}" for m in [sites.load(site).defaults.get("modules")] if m])
