@@ -1,6 +1,7 @@
 """A training that is interrupted: goes on where it ended, and writes down at its end all there is, on every rank.
 
-mpiexec -n 3 python preempted.py FOLDER [--steps 20] [--tell STEP:RANK:SIGNAL[:launcher]] [--after SECONDS:RANK] [--deaf]
+mpiexec -n 3 python preempted.py FOLDER [--steps 20] [--tell STEP:RANK:SIGNAL[:launcher]] [--after SECONDS:RANK]
+    [--deaf]
 
 In FOLDER: `journal`, a line for each start ("from STEP"), step ("made STEP", by rank 0, before it can be saved) and
 checkpoint that it saves by itself ("saved STEP", once it is there); and `end-RANK.txt` once all steps are made.

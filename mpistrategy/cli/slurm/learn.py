@@ -145,8 +145,8 @@ def _mpi(answers: Answers, config: dict[str, str]) -> Iterator[str]:
     if network.strip():
         yield f"# This machine is connected by {_comment(network)}."
     if own:
-        yield "# REVIEW: pip has installed it, and between nodes it talks by TCP. The cluster's MPI is faster: read"
-        yield "# `mpistrategy guide which-mpi`, and learn once more."
+        yield "# REVIEW: pip has installed it, and between nodes it talks by TCP. The cluster's is faster: see"
+        yield "# mpistrategy guide which-mpi; then learn once more."
     wanted = _kind_for(library)
     if not there:
         yield f'# REVIEW: it speaks {wanted}\n# mpi = "{wanted}"'

@@ -1,7 +1,8 @@
 """What every template is on every cluster: byte for byte, clean for shellcheck, and taken by Slurm.
 
-The scripts of no cluster are the files of slurm/ and slurm/pbs/. Of those of a cluster golden/ keeps what differs
-from them, each part once, with the templates that have it.  After a change that was meant, this writes them anew:
+The scripts of no cluster are the files of slurm/ and slurm/pbs/. Of those of a cluster, and of some other statements,
+golden/ keeps what differs from them, each part once, with the templates that have it.  After a change that was meant,
+this writes them anew:
 
     GOLDEN=update python -m pytest --with-mpi tests/cli/slurm/test_golden.py
 """
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slurm_bed import SlurmBed
@@ -29,51 +31,69 @@ pytestmark = pytest.mark.one_rank
 
 GOLDEN = Path(__file__).parent / "golden"
 SITES = [name for name in sites.names() if name != "pbs"]
+KEYS = {"job_name": "j", "account": "a", "partition": "test", "memory": "60G", "exclusive": True, "mail_user": "me"}
+KEYS |= {"mail_type": "END", "output": "log/%j", "modules": "gcc mpi/5", "venv": "~/v", "time": "1-06"}
+#: The file's name: the templates that it is about, and the statement.
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    **{f"sites/{site}": (sites.load(site).templates or tuple(TEMPLATES), {"site": site}) for site in SITES},
+    **{f"statements/pbs-{mpi}": (ON_PBS, {"site": "pbs", "mpiexec": mpi}) for mpi in ("mpich", "intel", "pals")},
+    **{f"statements/mpirun-{mpi}": (("multi_node_mpirun",), {"mpiexec": mpi}) for mpi in ("mpich", "intel")},
+    "statements/pbs-keys": (ON_PBS, {"site": "pbs", "gpus_per_node": 4, **KEYS}),
+    "statements/keys": (
+        ("single_node", "multi_node", "requeue", "chain", "array"),
+        {"gpus_per_node": 4, "gpu_option": "gres", "mpi": "pmix", **KEYS},
+    ),
+}
 
 
-def templates_of(name: str) -> tuple[str, ...]:
-    return sites.load(name).templates or tuple(TEMPLATES)
+def is_for_pbs(statement: dict[str, Any]) -> bool:
+    return "site" in statement and sites.load(statement["site"]).batch == "pbs"
 
 
-def script(template: str, site: str | None) -> str:
-    return render(JobSpec.of(template, {"site": site} if site else {}))
+def script(template: str, statement: dict[str, Any]) -> str:
+    return render(JobSpec.of(template, statement))
 
 
-def differences(template: str, site: str) -> list[str]:
+def differences(template: str, statement: dict[str, Any]) -> list[str]:
     """Return the parts in which the script is another than the one for no cluster: lines without, and lines with it."""
-    is_pbs = sites.load(site).batch == "pbs"
-    usual, suffix = script(template, "pbs" if is_pbs else None), "pbs" if is_pbs else "sbatch"
-    its_own = script(template, site).replace(f"{site}.{suffix}", f"{template}.{suffix}")
+    usual = script(template, {"site": "pbs"} if is_for_pbs(statement) else {})
+    suffix = "pbs" if is_for_pbs(statement) else "sbatch"
+    its_own = script(template, statement).replace(f"{statement.get('site', template)}.{suffix}", f"{template}.{suffix}")
     lines = difflib.unified_diff(usual.splitlines(), its_own.splitlines(), n=0, lineterm="")
     parts = "\n".join("@@" if line.startswith("@@") else line for line in lines).split("@@\n")
     return [part.strip("\n") for part in parts[1:]]
 
 
-def golden(site: str) -> str:
+def golden(case: str) -> str:
+    templates, statement = CASES[case]
     parts: dict[str, list[str]] = {}
-    for template in templates_of(site):
-        for part in differences(template, site):
+    for template in templates:
+        for part in differences(template, statement):
             parts.setdefault(part, []).append(template)
-    everywhere = list(templates_of(site))
-    named = {part: "all" if names == everywhere else ", ".join(names) for part, names in parts.items()}
+    named = {part: "all" if names == list(templates) else ", ".join(names) for part, names in parts.items()}
     return "\n\n".join(f"== {names}\n{part}" for part, names in named.items()) + "\n"
 
 
-ALL = {f"{site}-{template}": script(template, site) for site in SITES for template in templates_of(site)}
-ALL |= {f"none-{template}": script(template, None) for template in TEMPLATES}
-ALL |= {f"pbs-{template}": script(template, "pbs") for template in ON_PBS}
+ALL = {
+    f"{case.replace('/', '-')}-{template}": script(template, said)
+    for case, (some, said) in CASES.items()
+    for template in some
+}
+ALL |= {f"none-{template}": script(template, {}) for template in TEMPLATES}
+ALL |= {f"pbs-{template}": script(template, {"site": "pbs"}) for template in ON_PBS}
 
 
-@pytest.mark.parametrize("site", SITES)
-def test_the_scripts_of_a_cluster(site: str) -> None:
-    path = GOLDEN / f"{site}.txt"
+@pytest.mark.parametrize("case", CASES)
+def test_the_scripts_are_as_they_were(case: str) -> None:
+    path = GOLDEN / f"{case}.txt"
     if os.environ.get("GOLDEN") == "update":
-        path.write_text(golden(site), encoding="utf-8")
-    assert golden(site) == path.read_text(encoding="utf-8"), "if it is meant: see the top of this file"
+        path.write_text(golden(case), encoding="utf-8")
+    assert golden(case) == path.read_text(encoding="utf-8"), "if it is meant: see the top of this file"
 
 
 def test_there_are_no_other_golden_files() -> None:
-    assert {path.stem for path in GOLDEN.iterdir()} == set(SITES)
+    there = GOLDEN.glob("*/*")
+    assert {f"{path.parent.name}/{path.stem}" for path in there} == set(CASES)
 
 
 def at_once(commands: dict[str, list[str]], **options: object) -> dict[str, subprocess.CompletedProcess[str]]:
