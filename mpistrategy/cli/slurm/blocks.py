@@ -82,6 +82,8 @@ def _srun(spec: JobSpec) -> list[str]:
     options += spec.site.launcher_options
     if spec["mpi"]:
         options.append(f"--mpi={spec['mpi']}")
+    elif spec.site.cray:
+        lines.append("# If every rank says that it is the only one, mpi4py has not found Cray MPICH: see above.")
     else:
         lines.append(
             "# If every rank says that it is the only one: add --mpi=pmi2 (MPICH, Intel MPI) or --mpi=pmix (Open MPI)."
