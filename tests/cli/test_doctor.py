@@ -530,6 +530,12 @@ def test_what_carries_the_messages(version: str, files: list[str], by: str) -> N
     assert network.carrier(version, files) == by
 
 
+def test_only_variables_that_this_mpi_heeds_are_shown() -> None:
+    environment = {"FI_PROVIDER": "tcp", "OMPI_MCA_btl": "^ofi", "MPIR_CVAR_CH4_NETMOD": "ofi", "UCX_TLS": "a secret;"}
+    assert network.settings(environment, "MPICH 5.0.2") == ("FI_PROVIDER=tcp", "MPIR_CVAR_CH4_NETMOD=ofi")
+    assert network.settings(environment, "Open MPI v5.0.11") == ("FI_PROVIDER=tcp", "OMPI_MCA_btl=^ofi")
+
+
 def test_speed_of_the_ethernet_and_the_package_of_pip(tmp_path: Path) -> None:
     for name, speed, state in (("eth0", "1000", "up"), ("eth1", "25000", "down"), ("ib0", "-1", "up")):
         (tmp_path / name).mkdir()

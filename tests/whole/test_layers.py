@@ -55,6 +55,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.collectives",
     "mpistrategy.mpi.over_mpi.gathering",
     "mpistrategy.mpi.job.world",
+    "mpistrategy.mpi.job.before_mpi",
     "mpistrategy.mpi.gpu.loaded_mpi",
     "mpistrategy.cli.bench.measuring.raw",
     "mpistrategy.cli.doctor.facts.ranks",

@@ -150,9 +150,14 @@ def _sums(ranks: Ranks, everyone: list[Facts]) -> tuple[bool | None, list[Speed]
     """Return whether the ranks add up right, how fast, and why it was not tried.  Collective."""
     if ranks.size == 1:
         return None, [], ""
-    differ = len({(each.mpistrategy, each.python.rpartition(".")[0]) for each in everyone}) > 1
-    if ranks.told(differ):
-        return None, [], "the ranks run different versions"
+    kinds = {
+        "the ranks run different versions": len({(e.mpistrategy, e.python.rpartition(".")[0]) for e in everyone}),
+        "the ranks started MPI differently": len({each.thread_level for each in everyone}),  # it may hang then
+    }
+    reasons = list(kinds)
+    differ = next((number for number, reason in enumerate(reasons) if kinds[reason] > 1), -1)
+    if (number := ranks.told(differ)) >= 0:
+        return None, [], reasons[number]
     from mpistrategy.cli.doctor.facts.measure import sums_and_speeds
 
     try:

