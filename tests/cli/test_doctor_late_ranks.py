@@ -53,9 +53,9 @@ while not strategy.run(step)[0]:
 
 
 @one_rank
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, 3])
 def test_a_rank_that_comes_late_is_named_before_anything_hangs(tmp_path: Path, nodes: int) -> None:
-    """Of one node, and of two that this machine pretends to be, with MPICH; there rank 1 is alone on its node."""
+    """Of one node; and with MPICH of three that this machine pretends to be, each rank alone on one."""
     if nodes > 1 and launching.IS_OPEN_MPI:
         pytest.skip("only MPICH pretends that there are nodes")
     program, number = launching.program(SLOW, tmp_path), f"9{os.getpid()}"
