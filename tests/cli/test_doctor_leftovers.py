@@ -175,12 +175,18 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
             """Leave what other tests of this machine have killed meanwhile."""
             return [each for each in new() if each.path in mine]
 
-        users = leftovers._Users.look()
+        files: set[str] = set()
+        identities: set[tuple[int, int]] = set()
+        for process in (*tree(killed.pid), *tree(runs.pid)):
+            leftovers._look_into(str(process), files, identities)
+        users = leftovers._Users(frozenset(files), frozenset(identities))
         mine = [
             path
             for path in (*(f"{FOLDER}/{name}" for name in os.listdir(FOLDER)), *map(str, temporary.iterdir()))
             if os.path.basename(path) not in before and users.have(path, 0)
         ]
+        if not mine:
+            pytest.skip("this MPI has nothing that could be left")
         assert new_here() == [], "both jobs run"
         for process in list(tree(killed.pid)):
             os.kill(process, signal.SIGKILL)
@@ -198,3 +204,4 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
         for job in jobs:
             for process in list(tree(job.pid)) if job.poll() is None else []:
                 os.kill(process, signal.SIGKILL)
+            job.wait(20)
