@@ -26,6 +26,7 @@ from mpistrategy.own_files import printable
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 #: What belongs to a job that has only just begun may not be open yet.
 _YOUNG_SECONDS = 10.0
+_MOST_ROWS = 16
 #: In /dev/shm: whose, and how the names begin, as jobs left them that were killed as a whole.
 _IN_MEMORY = {
     "MPICH": r"mpich_shm_|MPICH_shm_",
@@ -264,7 +265,9 @@ def run() -> int:
         sys.stderr.write(f"mpistrategy doctor: {host}: {printable(str(error.strerror))}; nothing was removed\n")
         return 2
     told = f"removed {in_words(gone)}" if gone else "nothing of a killed job of yours is left"
-    sys.stdout.write(f"{host}: {told}\n" + "".join(f"  {printable(each.path)}\n" for each in gone))
+    names = [f"  {printable(each.path)}\n" for each in gone[:_MOST_ROWS]]
+    names += [f"  and {len(gone) - _MOST_ROWS} more\n"] * (len(gone) > _MOST_ROWS)
+    sys.stdout.write(f"{host}: {told}\n" + "".join(names))
     if troubles:
         sys.stderr.write("".join(f"mpistrategy doctor: not removed: {printable(each)}\n" for each in troubles))
     return 2 if troubles else 0
