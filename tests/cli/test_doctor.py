@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -331,8 +330,8 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "a clock that is far off": (job(clocks=[Clock(2, 3600.0, 1e-4)]), "clock", BAD, ["ahead of"], "chronyc", {2}),
     "leftovers of Open MPI": (
-        job(on({0, 1}, leftovers=("/tmp/ompi.4711", "/tmp/ompi.4712"))), "leftovers", NOTE,
-        ["/tmp/ompi.4711 and 1 more on node1", "listener thread"], "rm -r /tmp/ompi.4711 /tmp/ompi.4712", {0, 1},
+        job(on({0}, leftovers="2 files of Open MPI (0.1 MiB)")), "leftovers", NOTE,
+        ["2 files of Open MPI (0.1 MiB) on node1", "does not start"], "mpistrategy doctor --remove-leftovers", {0, 1},
     ),
 }  # fmt: skip
 
@@ -545,16 +544,6 @@ def test_speed_of_the_ethernet_and_the_package_of_pip(tmp_path: Path) -> None:
     (tmp_path / "lib/python3.11/site-packages/impi_rt-2021.18.dist-info").mkdir(parents=True)
     assert network.from_pip([str(tmp_path / "lib/libmpi.so.12")], str(tmp_path)) == "impi-rt"
     assert network.from_pip(["/opt/cray/lib/libmpi.so.12"], str(tmp_path)) == ""
-
-
-def test_leftovers(tmp_path: Path) -> None:
-    for name in (f"ompi.{os.getpid()}", "ompi.4194305", "ompi.node1.0", "other.4194305"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "ompi.4194306").touch()
-    (tmp_path / "ompi.4194307").symlink_to(tmp_path)
-    assert gather.leftovers(str(tmp_path), all_processes=True) == [str(tmp_path / "ompi.4194305")]
-    assert gather.leftovers(str(tmp_path), all_processes=False) == []
-    assert gather.leftovers(str(tmp_path / "missing")) == []
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ while not strategy.run(step)[0]:
 
 
 @one_rank
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, 3])
 def test_a_rank_that_comes_late_is_named_before_anything_hangs(tmp_path: Path, nodes: int) -> None:
-    """Of one node, and of two that this machine pretends to be, with MPICH; there rank 1 is alone on its node."""
+    """Of one node; and with MPICH of three that this machine pretends to be, each rank alone on one."""
     if nodes > 1 and launching.IS_OPEN_MPI:
         pytest.skip("only MPICH pretends that there are nodes")
     program, number = launching.program(SLOW, tmp_path), f"9{os.getpid()}"
@@ -109,9 +109,24 @@ def test_who_came_last_on_several_nodes() -> None:
     assert late.longest == pytest.approx({3: 0.040, 1: 0.004})
     shown = "\n".join(lines(Told("job", "x", [seen(3)], job="17"), [late]))
     assert "rank 3    last in 4 on node2; the others waited 38.0 ms for it (median), at most 40.0 ms; 35%" in shown
+    assert "  Rank 3 keeps the others waiting.\n" in shown
     assert "srun --jobid=17 --overlap --nodes=1 --ntasks=1 -w node2 kill -QUIT 93" in shown
     assert last_calls.compare([here])[0].missing == 2
     assert "too few, or too quick" in "\n".join(last_calls.lines(last_calls.compare([calls_of([0], [(1,)])])[0], {}))
+
+
+def test_a_slow_node_and_waits_that_mean_nothing() -> None:
+    here = calls_of([0, 1], [(100 * n, 100 * n + 4) for n in range(8)])
+    there = calls_of([2, 3], [(100 * n + (50 if n % 2 else 3), 100 * n + (3 if n % 2 else 50)) for n in range(8)])
+    (late,) = last_calls.compare([here, there])
+    hosts = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
+    assert late.slow() is None
+    assert last_calls.lines(late, hosts)[-2:] == [
+        "  by node: node2 8, node1 0",
+        "  The ranks of node2 keep the others waiting.",
+    ]
+    quick = last_calls.Lateness(2, calls=64, seconds=1e-3, waits={0: [1e-5] * 60, 1: [1e-6] * 4}, longest={0: 1, 1: 1})
+    assert last_calls.lines(quick, {0: "node1", 1: "node1"})[-1] == "  No rank keeps the others waiting for long."
 
 
 def test_clocks_that_cannot_be_right_are_corrected() -> None:

@@ -119,12 +119,15 @@ def test_the_doctor_keeps_a_program_from_starting(user: User) -> None:
 
 
 HANGING = """
-import signal, numpy as np, mpistrategy as ms
+import signal, time, numpy as np, mpistrategy as ms
 strategy = ms.MirroredStrategy()
 def shuffle():
     print("now it hangs", flush=True)
-    signal.pause()
-strategy.reduce("SUM", np.ones(3))
+    while True: signal.pause()
+for _ in range(70):
+    if strategy.replica_id_in_sync_group == 2:
+        time.sleep(0.02)  # the load that this rank has and the others have not
+    strategy.reduce("SUM", np.ones(3))
 if strategy.replica_id_in_sync_group == 1:
     shuffle()
 strategy.reduce("SUM", np.ones(3))
@@ -150,15 +153,23 @@ def test_a_job_that_hangs_is_looked_at_from_outside(user: User) -> None:
 
     try:
         user.bed.until(hangs, 40, "hang", user.output(job))
+        shown = told[0].stdout
+        pasted = re.search(r"^ +(srun .* kill -QUIT \d+)$", shown[shown.index("not come") :], re.M)
+        assert pasted, shown
+        assert f"srun --jobid={job} --overlap --nodes=1 --ntasks=1 -w node1 kill" in pasted[1]
+        done = user.bed.run("bash", "-c", pasted[1], cwd="/", env=user.environment)
+        assert done.returncode == 0, done
+        user.says(job, "in shuffle")
     finally:
         user.bed.run("scancel", job)
-    shown = told[0].stdout
-    assert f"job {job} (RUNNING): 4 ranks heard of, in {user.folder}/mpistrategy-run-{job}-" in shown
+    assert f"job {job} (RUNNING): 4 ranks heard of, in the memory that its ranks share on 2 nodes" in shown, told
     assert re.search(r"rank 1 +elsewhere +in no collective: at \S+/hang.py:6 in shuffle; its last was #\d+ ", shown), (
         shown
     )
     assert len(re.findall(r"rank [023] +waits \d+ s +in #\d+ Strategy.reduce SUM float64\[3\]", shown)) == 3, shown
     assert "3 of 4 ranks wait; not come: rank 1." in shown
+    assert re.search(r"strategy of 4 ranks: 72 collectives so far; who came last in the last 64, within ", shown), shown
+    assert re.search(r"rank 2 +last in [3-6]\d on node2; the others waited \d+\.\d ms for it", shown), shown
 
 
 @needs_srun

@@ -78,7 +78,8 @@ def read_run_folders(folder: Path, count: int, dice: random.Random) -> Figures:
 
     def tell() -> None:
         found = run_files.read(str(path), time.time())
-        text = "\n".join(hung_job.lines("job 17", found.folder, found.seen, found.roll_call)) if found.seen else ""
+        told_of = hung_job.Told("job 17", found.folder, found.seen, roll_call=found.roll_call)
+        text = "\n".join(hung_job.lines(told_of)) if found.seen else ""
         told = text if hung_job.hangs(found.seen) else found.roll_call
         if any(not each.isprintable() and each not in "\n\t" for each in told):
             raise TypeError("text that steers a terminal")

@@ -45,9 +45,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=_seconds, default=_SECONDS, metavar="SECONDS", help=f"how long it may take; {_SECONDS:g}"
     )
-    hung = parser.add_argument_group("a job that hangs, from outside")
+    parser.add_argument(
+        "--remove-leftovers",
+        action="store_true",
+        help="remove what killed jobs of yours have left in /dev/shm and TMPDIR of this node; no running job uses it",
+    )
+    hung = parser.add_argument_group("a job that hangs or is slow, from outside")
     hung.add_argument(
-        "--job", metavar="ID", help="a Slurm job: what each rank is doing, for how long, who has not come"
+        "--job", metavar="ID", help="a Slurm job: what each rank is doing, who has not come, who comes late"
     )
     hung.add_argument("--pid", type=_positive, metavar="PID", help="the same of the job of a process of this node")
     hung.add_argument("--run-dir", metavar="FOLDER", help="the same from the files of a run directory")
@@ -60,6 +65,10 @@ def run(options: argparse.Namespace) -> int:
         from mpistrategy.cli.doctor.running_job import hung_job
 
         return hung_job.run(options)
+    if options.remove_leftovers:
+        from mpistrategy.cli.doctor import leftovers
+
+        return leftovers.run()
     deadline = Deadline(options.timeout + _LONGER_SECONDS)
     try:
         return _examine(options, deadline, start_seconds)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pretended import LIMIT, PretendedJob
 
+from mpistrategy.mpi.contract.flight_recorder import LENGTH
 from mpistrategy.mpi.watchdog.status_board import BYTES, WELL, RankStatus
 
 pytestmark = pytest.mark.one_rank
@@ -110,3 +111,19 @@ def test_the_records_of_many_ranks_fit_into_the_file_that_others_read(job: Calla
     records = json.loads(first.directory.read("node-0.json"))["records"]
     assert len(records) == 400
     assert all((record[0], record[-1]) == ("first", "last") for record in records.values())
+
+
+def test_the_last_calls_of_a_rank_are_shown_to_whoever_looks(job: Callable[[int, int], PretendedJob]) -> None:
+    ranks = job(1, 2)
+    first, second = ranks.groups
+    for number in range(LENGTH + 44):
+        first.guard.record.enter("a call", 10.0 + number)
+    first.note_calls()
+    shown, nothing = second.board.calls()
+    assert [*shown.entered] == [*range(45, LENGTH + 45)]
+    assert shown.entered[LENGTH + 44] == int((10.0 + LENGTH + 43) * 1e9)
+    assert (shown.strategy, shown.ranks) == (first.identity, 2)
+    assert nothing.entered == {}
+    first.guard.record.enter("a call", 999.0)
+    first.note_calls()
+    assert [*second.board.calls()[0].entered] == [*range(46, LENGTH + 46)]

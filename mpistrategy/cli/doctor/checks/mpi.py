@@ -136,19 +136,19 @@ _MANY = 256
 
 
 def leftovers(job: Job) -> Iterator[Finding]:
-    """Find files of killed mpiexecs of Open MPI: a later one with the same process number does not start."""
+    """Find what killed jobs have left on a node: memory that nobody else can have; folders that keep mpiexec off."""
     for ranks in job.nodes.values():
-        left = list(dict.fromkeys(path for each in ranks for path in each.leftovers))
+        first = ranks[0]
+        left = next((each.leftovers for each in ranks if each.leftovers), "")
         if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            yield Finding(
-                "leftovers",
-                NOTE,
-                f"{left[0]}{more} on {ranks[0].host}: of Open MPI jobs that were killed; an mpiexec that gets such a "
-                "number does not start (PMIx server's listener thread failed)",
-                f"rm -r {' '.join(left[:8])}",
-                tuple(each.rank for each in ranks),
-            )
+            found = f"{left} on {first.host}, of jobs of yours that were killed; no running job uses them"
+            if "Open MPI" in left:
+                found += ". An mpiexec that gets the number of such a job does not start"
+            fix = "mpistrategy doctor --remove-leftovers"
+            if first.host != job.facts[0].host:
+                by_slurm = first.launcher == "srun"
+                fix = f"{f'srun --overlap -N1 -n1 -w {first.host}' if by_slurm else f'ssh {first.host}'} {fix}"
+            yield Finding("leftovers", NOTE, found, fix, tuple(each.rank for each in ranks))
 
 
 def _places(libraries: Sequence[str]) -> list[str]:

@@ -49,7 +49,7 @@ class Facts:
         ethernet_megabits: how many a second the fastest network interface can send; 0 if unknown.
         from_pip: the package of pip that the MPI library belongs to.
         shm_free: how many bytes are free in /dev/shm; -1 if unknown.
-        leftovers: folders that killed jobs of Open MPI have left.
+        leftovers: what killed jobs have left on the node of a local rank 0, in words; "" for nothing.
     """
 
     rank: int = 0
@@ -100,7 +100,7 @@ class Facts:
     from_pip: str = ""
     shm_free: int = -1
     cuda_aware: str = ""
-    leftovers: Sequence[str] = ()
+    leftovers: str = ""
 
     def text(self) -> str:
         """Return it as a text for rank 0."""

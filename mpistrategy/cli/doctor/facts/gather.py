@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -44,9 +42,6 @@ _LOCAL = (
 )
 _MPI_FILE = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
 _VISIBLE = re.compile(r"(?:NoDevFiles|-?\d+|(?:GPU|MIG)-[\w/-]+)?(?:,(?:-?\d+|(?:GPU|MIG)-[\w/-]+))*")
-_LEFT = re.compile(r"(?:ompi|prte|prterun)\.(\d+)$")
-#: The number that Linux gives the namespace of processes that is no container's.
-_FIRST_PID_NAMESPACE = 0xEFFFFFFC
 _PATH = re.compile(r"[\w./+-]{1,400}")
 
 
@@ -101,7 +96,6 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         wanted=_library_wanted(environment.get("MPI4PY_LIBMPI", "")),
         distribution=_first_word(environment.get("SLURM_DISTRIBUTION", "")),
         ethernet_megabits=network.ethernet_megabits(),
-        leftovers=leftovers(environment.get("TMPDIR") or tempfile.gettempdir()),
     )
 
 
@@ -162,6 +156,7 @@ def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
         local_size=local_size,
         sight=sight.text(),
         room_needed=local_size * each if local_size > 1 else 0,
+        leftovers=_leftovers() if local_rank == 0 else "",
     )
     if not sight.gpus:
         return found
@@ -194,27 +189,12 @@ def homes() -> dict[str, tuple[str, str]]:
     return {name: (path, kind_of(path)) for name, path in places.items()}
 
 
-def leftovers(folder: str, *, all_processes: bool | None = None) -> list[str]:
-    """Return the folders that this user's mpiexecs of Open MPI made, and whose process is gone.
+def _leftovers() -> str:
+    from mpistrategy.cli.doctor import leftovers
 
-    Args:
-        folder: where they are.
-        all_processes: whether every process can be seen, or else nothing is known; None: as the system says.
-    """
-    found = []
     with suppress(OSError):
-        if not (
-            all_processes or (all_processes is None and os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE)
-        ):
-            return []
-        for name in os.listdir(folder):
-            number, path = _LEFT.match(name), os.path.join(folder, name)
-            if number:
-                with suppress(OSError):  # some go meanwhile
-                    state = os.lstat(path)
-                    if stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid():
-                        found += [path] * (not os.path.exists(f"/proc/{number[1]}"))
-    return sorted(found)
+        return leftovers.in_words(leftovers.found(*leftovers.folders()))
+    return ""
 
 
 def _library_wanted(path: str) -> str:

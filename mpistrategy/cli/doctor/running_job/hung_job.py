@@ -152,7 +152,8 @@ def lines(told: Told, late: Sequence[Lateness] = ()) -> list[str]:
     for each in late:
         shown += last_calls.lines(each, hosts)
         slow = each.slow()
-        shown += _cures([rank for rank in seen if rank.rank == slow], told.job)
+        if not hangs(seen):
+            shown += _cures([rank for rank in seen if rank.rank == slow], told.job)
     if not hangs(seen):
         return [*shown, "No rank has waited for long: nothing hangs."]
     waiting = [each for each in seen if each not in missing]

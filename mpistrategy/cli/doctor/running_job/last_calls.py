@@ -10,7 +10,7 @@ themselves bound how far two clocks are apart; a difference that is not possible
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from mpistrategy.mpi.watchdog.status_board import LastCalls
 
 #: So many calls are compared at most.
 MOST_CALLS = 64
-#: A rank is called slow that came last in so many of the calls, where the others waited for so much of the time.
-_SLOW_CALLS, _SLOW_TIME = 0.5, 0.05
+#: A rank, or the ranks of a node, are called slow that came last in so many of the calls, where the others waited for
+#: so much of the time, and usually for so long; shorter waits come and go with the system's own work.
+_SLOW_CALLS, _SLOW_TIME, _SLOW_SECONDS = 2 / 3, 0.05, 1e-4
 _MOST_ROWS = 8
 
 
@@ -98,9 +99,14 @@ class Lateness:
     def slow(self) -> int | None:
         """Return the rank that keeps the others waiting; None where there is none."""
         first = next(iter(self.by_times()), None)
-        if first is None or len(self.waits[first]) < _SLOW_CALLS * self.calls or self.share(first) < _SLOW_TIME:
-            return None
-        return first
+        return first if first is not None and self.are_slow([first]) else None
+
+    def are_slow(self, ranks: Collection[int]) -> bool:
+        """Return whether some of these ranks keep the others waiting, one or another of them at a time."""
+        waits = [wait for rank in ranks for wait in self.waits.get(rank, ())]
+        if not waits or len(waits) < _SLOW_CALLS * self.calls or statistics.median(waits) < _SLOW_SECONDS:
+            return False
+        return sum(waits) >= _SLOW_TIME * self.seconds
 
 
 def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: int, number: int) -> list[NodeCalls]:
@@ -202,7 +208,18 @@ def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
         )
     if len(ranked) > _MOST_ROWS:
         told.append(f"  and {len(ranked) - _MOST_ROWS} more, less often")
-    if late.slow() is None:
+    nodes = dict.fromkeys(hosts.values())
+    by_node = {node: [rank for rank in ranked if hosts.get(rank) == node] for node in nodes if node}
+    if len(nodes) > 1:
+        times = {node: sum(len(late.waits[rank]) for rank in ranks) for node, ranks in by_node.items()}
+        most = sorted(times.items(), key=lambda pair: -pair[1])[:_MOST_ROWS]
+        told.append(f"  by node: {', '.join(f'{node} {number}' for node, number in most)}")
+    slow_node = next((node for node, ranks in by_node.items() if late.are_slow(ranks)), "")
+    if late.slow() is not None:
+        told.append(f"  Rank {late.slow()} keeps the others waiting.")
+    elif slow_node and len(nodes) > 1:
+        told.append(f"  The ranks of {slow_node} keep the others waiting.")
+    else:
         told.append("  No rank keeps the others waiting for long.")
     return told
 
