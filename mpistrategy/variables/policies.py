@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import host_array, is_on_device, placed_as
+from mpistrategy.arrays.convert import host_array, is_on_device, on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
@@ -162,7 +162,7 @@ def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> Indexed
     communicator.bcast(indices, 0)
     shape = (int(count), *variable.shape[1:])
     if on_gpu:
-        with storage.device:
+        with on_device_of(storage):
             rows = np.empty_like(storage, shape=shape)
         on_device.write_that_of_rank_0(communicator, mine.values, rows)
     else:
