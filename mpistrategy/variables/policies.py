@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import host_array, is_on_device, placed_as
+from mpistrategy.arrays.convert import host_array, is_on_device, on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
@@ -136,22 +136,39 @@ def replica_0s(write: Write) -> Change:
     with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
-            call.agree("broadcast slices", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
-            rows = np.array(mine.indices.size, np.int64)
-            communicator.bcast(rows, 0)
-            here = communicator.rank == 0
-            indices = mine.indices if here else np.empty(int(rows), np.int64)
-            values = mine.values if here else np.empty((int(rows), *variable.shape[1:]), variable.dtype)
-            parts = [np.array(part, order="C", copy=True) for part in (values, indices)]
-            for part in parts:
-                communicator.bcast(part, 0)
-            return IndexedSlices(*parts)
+            return _rows_of_replica_0(write, mine, call)
         if is_on_device(mine):
             from mpistrategy.reduction.routes import on_device  # here, for the quick import
 
             on_device.prepare(communicator, [mine], call.where)
         call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=not is_on_device(mine))
         return _of_replica_0(mine, communicator)
+
+
+def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> IndexedSlices:
+    """Return a copy of replica 0's rows, where the variable is, and of its indices, on the host."""
+    variable, storage = write.variable, write.variable.local_view
+    communicator, on_gpu = variable._extended.communicator, is_on_device(storage)
+    if on_gpu:
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
+        on_device.prepare(communicator, [storage], call.where)
+    layout = ((dtype_name(variable.dtype), variable.shape),)
+    call.agree("broadcast slices", values=layout, sparingly=not on_gpu)
+    count = np.array(mine.indices.size, np.int64)
+    communicator.bcast(count, 0)
+    here = communicator.rank == 0
+    indices = np.array(mine.indices if here else np.empty(int(count), np.int64), order="C", copy=True)
+    communicator.bcast(indices, 0)
+    shape = (int(count), *variable.shape[1:])
+    if on_gpu:
+        with on_device_of(storage):
+            rows = np.empty_like(storage, shape=shape)
+        on_device.write_that_of_rank_0(communicator, mine.values, rows)
+    else:
+        rows = np.array(mine.values if here else np.empty(shape, variable.dtype), order="C", copy=True)
+        communicator.bcast(rows, 0)
+    return IndexedSlices(rows, indices)
 
 
 def _of_replica_0(mine: Array, communicator: Communicator) -> Array:

@@ -24,6 +24,7 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.variables import rows
 from mpistrategy.variables.protocols import Replica
 
 
@@ -115,13 +116,18 @@ class Write:
             return
         with on_device_of(storage):
             if isinstance(change, IndexedSlices):
-                where = host_array(storage)  # a copy of GPU memory: NumPy defines which of repeated rows comes last
-                SPARSE[self.method](where, host_array(change.indices), host_array(change.values))
-                if where is not storage:
-                    storage[...] = placed_as(where, storage)
+                self._apply_rows(storage, host_array(change.indices), change.values)
             else:
                 DENSE[self.method](storage, placed_as(change, storage))
             self.variable._extended.communicator.guard.wait_for_gpu(event_of_reads([local_component(self.value)]))
+
+    def _apply_rows(self, storage: Array, indices: Array, values: Array) -> None:
+        if is_on_device(storage) and rows.write(storage, indices, values, self.method):
+            return
+        where = host_array(storage)
+        SPARSE[self.method](where, indices, host_array(values))
+        if where is not storage:
+            storage[...] = placed_as(where, storage)
 
     def _array(self) -> Array:
         value = plain(self.value)
@@ -149,7 +155,7 @@ class Write:
             raise DTypeError.at(
                 self.full_name, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices"
             )
-        values = host_array(self._of_dtype(plain(slices.values)))
+        values = self._of_dtype(plain(slices.values))
         if not shape or indices.ndim != 1 or values.shape != (*indices.shape, *shape[1:]):
             raise ShapeError.at(
                 self.full_name,

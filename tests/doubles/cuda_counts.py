@@ -14,8 +14,8 @@ NAMES = (
     *("copies_to_device", "bytes_to_device", "fills", "records", "stream_waits", "host_waits"),
     *("allocations", "pinned_allocations", "nccl_calls"),
 )
-#: Whether the GPU is the stand-in.
-IS_COUNTED = "STANDIN_DEVICES" in os.environ
+#: Whether the GPU is the stand-in, and nobody but us asks it: a CUDA-aware MPI, which mpi4py is told of so, does.
+IS_COUNTED = "STANDIN_DEVICES" in os.environ and "MPI4PY_LIBMPI" not in os.environ
 
 
 @contextmanager

@@ -474,7 +474,9 @@ def _later(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     def blank(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(blank, value))
-        return np.ones_like(value) if isinstance(value, np.ndarray) else value
+        if not isinstance(value, np.ndarray):
+            return value
+        return np.zeros_like(value) if value.dtype.kind in "iu" else np.ones_like(value)  # integers may be indices
 
     def flat(value: Any) -> list[np.ndarray]:
         if isinstance(value, (list, tuple)):

@@ -112,6 +112,18 @@ def test_rows_are_scattered(gpus: ms.MirroredStrategy) -> None:
     assert u.numpy().tolist() == [[0, 0], [0, 0], [0, 0], [2, 2]]
 
 
+def test_a_row_that_comes_very_often_has_numpys_bits(gpus: ms.MirroredStrategy) -> None:
+    values = np.random.default_rng(0).standard_normal((100, 3)).astype(np.float32)
+    indices = np.repeat([1, 0, 2], [70, 20, 10])
+    with gpus.scope():
+        v = ms.Variable(np.ones((3, 3), np.float32))
+        v.scatter_sub(ms.IndexedSlices(on_gpu(values), on_gpu(indices)))
+        v.scatter_add(ms.IndexedSlices(on_gpu(values[:0]), on_gpu(indices[:0])))
+    expected = np.ones((3, 3), np.float32)
+    np.subtract.at(expected, indices, values)
+    assert v.numpy().tobytes() == expected.tobytes()
+
+
 def train(strategy: ms.Strategy, optimizer: Optimizer, place: Callable[[Any], Any], dtype: str) -> list[np.ndarray]:
     rng = np.random.default_rng(RANK)
     with strategy.scope():
