@@ -1,7 +1,7 @@
 """The gradients of an optimizer's parameters: in memory that the ranks of a node share, summed during backward.
 
-After the first sum each parameter's `grad` is a view of an `Arena`.  On one node the arena is reduced at the end of
-backward, where it is; on several nodes bucket by bucket, while backward computes the gradients of earlier layers.
+After the first sum each parameter's `grad` is a view of an `Arena`.  On one node the gradients are summed into it at
+the end of backward; on several nodes bucket by bucket, while backward computes the gradients of earlier layers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.arena.brought import Brought
 from mpistrategy.strategy.current import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch.collectives import replica_context
@@ -28,6 +30,8 @@ from mpistrategy.training.gradient_buckets import GradientBuckets
 
 WHERE = "DistributedOptimizer"
 _MOST_NAMED = 3
+#: Smaller ones are copied as a whole, which is quicker than to tell the shares.
+_LEAST_BROUGHT = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +49,6 @@ class Parameter:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.tensor.shape)}"
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """What `GradientBuckets` cuts: an arena, and whose gradients are in it."""
-
-    arena: Any
-    variables: Any
 
 
 class Gradients:
@@ -82,6 +78,7 @@ class Gradients:
         self._position: dict[int, int] = {}
         self._arena: Any = None
         self._buckets: GradientBuckets | None = None
+        self._brought: Brought | None = None  # on one node
         #: Parameters whose gradients have changed since the last sum; and those that were summed in this step.
         self._fresh: set[int] = set()
         self._summed: set[int] = set()
@@ -136,14 +133,11 @@ class Gradients:
         self._summed.clear()
         self._sums, self._steps = 0, self._steps + 1
 
-    # --------------------------------------------------------------------------------------------- during backward
-
     def _changed(self, number: int, tensor: Any) -> None:
         """Note that backward has written a gradient; move it into the arena."""
         view = self._views.get(number)
         if view is not None and tensor.grad is not view and not tensor.grad.is_sparse:
-            view.copy_(tensor.grad.detach())
-            tensor.grad = view
+            self._move(number, tensor, view)
         elif number in self._summed and self._op is ReduceOp.SUM:
             raise OptionError.at(
                 WHERE,
@@ -162,6 +156,15 @@ class Gradients:
             with replica_context(self.strategy, tensor.device):
                 self._buckets.ready(self._position[number])
 
+    def _move(self, number: int, tensor: Any, view: Any) -> None:
+        """Move a gradient into the arena; of one that is summed when this backward ends, what other ranks sum."""
+        grad = tensor.grad
+        if self._brought is None or not self.is_syncing or grad.nbytes < _LEAST_BROUGHT:
+            view.copy_(grad.detach())
+            tensor.grad = view
+        else:
+            self._brought.bring(self._position[number], host_array(grad), grad, grad._version)
+
     def sum(self) -> None:
         """Sum the gradients that have changed over the ranks.  Collective."""
         if not self._fresh:
@@ -174,13 +177,20 @@ class Gradients:
             Call(guard, WHERE, anywhere=True) as call,
         ):
             call.name = self._in_words()
-            call.agree("sum gradients", op=self._op.name)
-            call.expect_more()
             dense, sparse = self._sorted()
-            if any(number not in self._views for number in dense):
+            is_new = not self._views.keys() >= dense
+            brought = self._brought if dense and not is_new else None
+            self._settle(dense, brought)
+            call.agree("sum gradients", op=self._op.name)
+            if brought is not None:
+                brought.combine()
+                for number in dense:
+                    self._parameters[number].tensor.grad = self._views[number]
+            call.expect_more()
+            if is_new:
                 self._arrange(dense)
-            if dense:
-                self._sum_arena(dense, call, context)
+            if dense and brought is None and self._buckets and self._buckets._reduced_early(self._op, call) is None:
+                context.all_reduce(self._op, self._arena, self._options)
             for number in sparse:
                 self._sum_rows(self._parameters[number], context)
         self._summed |= self._fresh
@@ -196,19 +206,22 @@ class Gradients:
         more = f" and {len(missing) - _MOST_NAMED} more ({zlib.crc32(repr(missing).encode()):x})"
         return f"{count}, none of {', '.join(missing[:_MOST_NAMED])}{more if len(missing) > _MOST_NAMED else ''}"
 
-    def _sorted(self) -> tuple[list[int], list[int]]:
+    def _sorted(self) -> tuple[set[int], list[int]]:
         """Return the numbers of the fresh gradients that are dense, and of those that are sparse."""
         sparse = [number for number in sorted(self._fresh) if self._parameters[number].tensor.grad.is_sparse]
-        return sorted(self._fresh - set(sparse)), sparse
+        return self._fresh - set(sparse), sparse
 
-    def _arrange(self, dense: Sequence[int]) -> None:
+    def _arrange(self, dense: set[int]) -> None:
         """Make an arena for the gradients that there are, and move them there.  Collective."""
         members = sorted({*self._views, *dense})
         if self._buckets is not None:
             self._buckets.reset()
         chosen = tuple(self._parameters[number] for number in members)
         self._arena = arena = self.strategy.arena([each.tensor.detach() for each in chosen])
-        self._buckets = GradientBuckets(_Memory(arena, chosen), self._op, self._bytes_per_bucket, options=self._options)
+        memory = SimpleNamespace(arena=arena, variables=chosen)
+        self._buckets = GradientBuckets(memory, self._op, self._bytes_per_bucket, options=self._options)
+        on_node = not self._buckets.starts_early and Brought.takes(arena)
+        self._brought = Brought(arena, self._op) if on_node else None
         self._position = {number: position for position, number in enumerate(members)}
         for number, array, each in zip(members, arena.values, chosen, strict=True):
             view, grad = as_kind_of(array, each.tensor), each.tensor.grad
@@ -217,13 +230,16 @@ class Gradients:
                 view.copy_(grad)
                 each.tensor.grad = view  # the memory of the gradient before is free now
 
-    def _sum_arena(self, dense: Sequence[int], call: Call, context: ReplicaContext) -> None:
-        assert self._buckets is not None
-        for number in self._views.keys() - set(dense):
-            if self._parameters[number].tensor.grad is not self._views[number]:
-                self._views[number].zero_()  # of an earlier step
-        if self._buckets._reduced_early(self._op, call) is None:
-            context.all_reduce(self._op, self._arena, self._options)
+    def _settle(self, dense: set[int], brought: Brought | None) -> None:
+        """Clear what the arena has of an earlier step; bring again what was changed after backward had written it."""
+        for number, view in self._views.items():
+            grad, position = self._parameters[number].tensor.grad, self._position[number]
+            if grad is not view and number not in dense:
+                view.zero_()
+            if brought is not None and (grad is view or number not in dense):
+                brought.forget(position)
+            elif brought is not None and not brought.has(position, grad, grad._version):
+                brought.bring(position, host_array(grad), grad, grad._version)
 
     def _sum_rows(self, parameter: Parameter, context: ReplicaContext) -> None:
         """Sum a sparse gradient: the rows of all ranks."""

@@ -119,10 +119,13 @@ def scaling(net: Any, optimizer: Any, loss: Any) -> None:
 
 
 @pytest.mark.parametrize("loop", [plain, in_place, accumulating, never_syncing, twice, clipping, freezing, scaling])
-@pytest.mark.parametrize("early", [False, True])
-def test_as_one_process(strategy: ms.Strategy, loop: Any, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["copied", "brought", "early"])
+def test_as_one_process(strategy: ms.Strategy, loop: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = way == "early"
     if early:
         started = start_early(monkeypatch)
+    elif way == "brought":  # as large gradients are, on one node
+        monkeypatch.setattr("mpistrategy.torch.gradients._LEAST_BROUGHT", 0)
 
     def make(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, 0.5, momentum=0.9)
@@ -167,6 +170,30 @@ def test_gradients_live_in_shared_memory_and_are_the_same_everywhere(strategy: m
         assert tensor.grad.data_ptr() == array.ctypes.data
     gathered = mst.all_gather(net[2].bias.grad[None], strategy=strategy)
     assert (gathered == gathered[0]).all()
+
+
+def test_what_a_hook_of_the_program_does_to_a_gradient_is_summed(
+    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpistrategy.torch.gradients._LEAST_BROUGHT", 0)
+    net = network()
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+
+    def doubled(tensor: Any) -> None:
+        tensor.grad.mul_(2)
+
+    def replaced(tensor: Any) -> None:
+        tensor.grad = tensor.grad * 3
+
+    net[0].weight.register_post_accumulate_grad_hook(doubled)
+    net[0].bias.register_post_accumulate_grad_hook(replaced)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (net(ONES).sum() * (RANK + 1)).backward()
+        found = [tensor.grad.clone() for tensor in net.parameters()]
+        wanted = torch.autograd.grad(net(ONES).sum() * (SIZE + 1) / 2, list(net.parameters()))
+        for mine, one, times in zip(found, wanted, (2, 3, 1, 1), strict=True):
+            torch.testing.assert_close(mine, one * times)
 
 
 def test_sums_and_closures(strategy: ms.Strategy) -> None:
