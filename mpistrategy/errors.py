@@ -145,7 +145,7 @@ class OptionTypeError(MpiStrategyError, TypeError):
 
 
 class LeafError(MpiStrategyError, ValueError):
-    """A leaf of a structure that is no array and cannot be converted to one (None, an arbitrary object)."""
+    """A leaf of a structure that is not an array and cannot be converted to one (None, an arbitrary object)."""
 
 
 class DTypeError(MpiStrategyError, TypeError):
@@ -266,7 +266,7 @@ class CheckpointError(MpiStrategyError, RuntimeError):
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint under this name."""
+    """There is not a checkpoint under this name."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):

@@ -190,7 +190,7 @@ class CommunicationOptions:
     Raises:
         OptionError: for a negative bytes_per_pack, a negative timeout_seconds, an unknown implementation or
             wire.
-        OptionTypeError: for a bytes_per_pack that is no int, or a timeout_seconds that is no number.
+        OptionTypeError: for a bytes_per_pack that is not an int, or a timeout_seconds that is not a number.
     """
 
     bytes_per_pack: int = 0

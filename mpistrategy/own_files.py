@@ -59,7 +59,7 @@ def open_own(name: str, folder: int | None = None) -> int:
         folder: the descriptor of the open folder that `name` is relative to; None for an ordinary path.
 
     Raises:
-        OSError: when it cannot be opened, is no regular file, or belongs to another user; `strerror` says which.
+        OSError: when it cannot be opened, is not a regular file, or belongs to another user; `strerror` says which.
     """
     descriptor = open_file(name, folder)
     owner = os.fstat(descriptor)

@@ -231,6 +231,7 @@ STAYS = (
     "mpi/gpu/test_device_collectives.py",
     "mpi/gpu/test_operation_counts.py",
     "reduction/test_gpu_stays_there.py",
+    "reduction/test_gpu_memory.py",
 )
 OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
 STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [

@@ -176,7 +176,7 @@ def as_target(target: Any, where: str, name: str) -> Any:
     """Return an array for a result as a NumPy or CuPy array of the same memory.
 
     Raises:
-        ShapeError: when it is no array, or read-only.
+        ShapeError: when it is not an array, or read-only.
     """
     found = type(target).__name__
     if isinstance(target, np.ndarray):

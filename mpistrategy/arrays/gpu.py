@@ -105,10 +105,15 @@ def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -
         )
 
 
+def is_captured(cupy: Any) -> bool:
+    """Return whether the current stream is captured into a CUDA graph."""
+    stream = cupy.cuda.get_current_stream()
+    return bool(stream.ptr > _DEFAULT_STREAMS and stream.is_capturing())
+
+
 def check_no_capture(cupy: Any, where: str) -> None:
     """Raise UnsupportedError while the current stream is captured into a CUDA graph."""
-    stream = cupy.cuda.get_current_stream()
-    if stream.ptr > _DEFAULT_STREAMS and stream.is_capturing():
+    if is_captured(cupy):
         raise UnsupportedError.at(
             where,
             found="a current stream that is captured into a CUDA graph",

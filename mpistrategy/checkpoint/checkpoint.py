@@ -183,7 +183,7 @@ class Checkpoint(NamesOurs):
             What was restored: a `Restored`.
 
         Raises:
-            CheckpointMissingError: on every rank, if there is no checkpoint.
+            CheckpointMissingError: on every rank, if there is not a checkpoint.
             CheckpointDamagedError: on every rank, for a changed file, another format, or a symbolic link; the text
                 names the file.
             CheckpointMismatchError: on every rank, with a list, if the objects have other names, dtypes or shapes.

@@ -27,7 +27,7 @@ from mpistrategy.cli.gpu_trial import try_once
 from mpistrategy.errors import LaunchError, OptionError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.faults import plans
-from mpistrategy.mpi.job import abort
+from mpistrategy.mpi.job import abort, before_mpi
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, status_of
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.watchdog import watchdog
@@ -179,7 +179,10 @@ def run(options: argparse.Namespace) -> int:
 def _start_mpi() -> int:
     """Start MPI, and return this rank's number among all ranks."""
     try:
-        from mpistrategy.mpi.job import world  # starts MPI
+        before_mpi.start(_WHERE)
+        from mpistrategy.mpi.job import world
+    except LaunchError:  # which is a RuntimeError, too
+        raise
     except (ImportError, RuntimeError) as error:
         raise no_mpi(_WHERE, error) from error
     world.check(_WHERE)

@@ -37,7 +37,7 @@ class NcclAllReduce(PackedCrossDeviceOps):
 
     Raises:
         OptionError: for a negative num_packs.
-        OptionTypeError: for one that is no number.
+        OptionTypeError: for one that is not a number.
     """
 
     _in_rank_order = True

@@ -134,7 +134,7 @@ class CrossDeviceOps:
 
         Raises:
             EmptyBatchError: when there are no pairs.
-            OptionTypeError, OptionError: when `value_destination_pairs` is no sequence of pairs.
+            OptionTypeError, OptionError: when `value_destination_pairs` is not a sequence of pairs.
         """
         # A generator of pairs can be walked only once: list it before it is needed twice.
         if isinstance(value_destination_pairs, Iterator):

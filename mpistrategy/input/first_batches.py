@@ -76,7 +76,7 @@ class FirstBatches:
             Exception: what `batches` raises; RemoteError on the other ranks.
         """
         guard = self._communicator.guard
-        if guard.closed:  # there is no rank to compare with
+        if guard.closed:  # there is not a rank to compare with
             return next(batches, END)
         where = "next(distributed dataset)"
         with Call(guard, where, name=self._number, called=self._name, anywhere=True) as call:

@@ -15,7 +15,7 @@ class Created:
 
     Attributes:
         _creation_order: greater for objects created later in this process.  Ranks may have created other objects in
-            between, so only the order means something.  It is a tuple because it is no setting of the object.
+            between, so only the order means something.  It is a tuple because it is not a setting of the object.
     """
 
     _creation_order: tuple[int]

@@ -105,7 +105,7 @@ OF_CLASS: Mapping[str, Mapping[str, str]] = {
     "CheckpointManager": {
         "latest_checkpoint": "Write manager.path_of(manager.steps()[-1])",
         "checkpoints": "Write manager.steps()",
-        "restore_or_initialize": "Write manager.restore(), which returns None where there is no checkpoint",
+        "restore_or_initialize": "Write manager.restore(), which returns None where there is not a checkpoint",
     },
     "Checkpoint": {"read": "Write restore(path)", "write": "Write save(path)"},
 }

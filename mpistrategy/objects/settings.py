@@ -95,7 +95,7 @@ class Settable:
 
 
 def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
-    """Return `value` as a float; raise OptionTypeError if it is no number, OptionError if it does not fit."""
+    """Return `value` as a float; raise OptionTypeError if it is not a number, OptionError if it does not fit."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected)
     number = float(value)
@@ -105,7 +105,7 @@ def checked_number(where: str, name: str, value: Any, expected: str, fits: Calla
 
 
 def whole_number(where: str, name: str, value: Any) -> int:
-    """Return `value` as an int; raise OptionTypeError if it is no integer."""
+    """Return `value` as an int; raise OptionTypeError if it is not an integer."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="an int")
     return int(value)

@@ -35,7 +35,7 @@ def broadcast(
         destination: of the results, as the ranks compare it.
 
     Raises:
-        LeafError, DTypeError: for what is no array of a fixed size.
+        LeafError, DTypeError: for what is not an array of a fixed size.
         UnsupportedError: for IndexedSlices.
     """
     given = [contribution(value) for value in values]

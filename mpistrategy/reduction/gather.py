@@ -29,7 +29,7 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
 
     Raises:
         ShapeError: for scalars and for an axis out of range.
-        OptionTypeError: for an axis that is no int.
+        OptionTypeError: for an axis that is not an int.
         UnsupportedError: for IndexedSlices.
     """
     arrays = [_checked(value, call.where) for value in values]
@@ -84,7 +84,7 @@ def checked_axis(axis: Any, ndim: int, where: str) -> int:
     """Return `axis` as an index from 0 on.
 
     Raises:
-        OptionTypeError: when it is no int.
+        OptionTypeError: when it is not an int.
         ShapeError: when there is no such axis.
     """
     if axis is None:

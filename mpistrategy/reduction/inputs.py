@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span, wire_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
@@ -49,7 +49,7 @@ else:
 #: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
 resident_values: dict[int, weakref.ref[Any]] = {}
 #: What CuPy calls memory of cudaMalloc.
-_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
+CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
@@ -217,11 +217,11 @@ def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
 def own_result(array: Any, out: Any) -> Any:
     """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
 
-    It is contiguous, of the dtype that travels, and in memory of cudaMalloc: an MPI may not take other memory.
+    It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
     """
     same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
-    fits = same and array.flags.c_contiguous and out.flags.c_contiguous and array.dtype == wire_dtype(array.dtype)
-    return array if fits and type(array.data.mem).__name__ in _CUDA_MALLOC else None
+    fits = same and array.flags.c_contiguous and out.flags.c_contiguous
+    return array if fits and type(array.data.mem).__name__ in CUDA_MALLOC else None
 
 
 def as_given(result: Any, value: Any) -> Any:

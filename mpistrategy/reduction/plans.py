@@ -8,7 +8,6 @@ sent.  Both ways make the same messages: ranks that go different ways fit togeth
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 from time import monotonic
 from types import FrameType
@@ -16,26 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
+from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.nest import Leaves, leaves_of
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
-from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
-from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.reduction.inputs import Weighted, arrays_of
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.plan import Plan, plan_of, usual_route
-from mpistrategy.reduction.routes.base import Repeated, Targets
+from mpistrategy.reduction.plan import Plan, is_simple, plan_of, repeated, usual_route
 from mpistrategy.reduction.routes.mailboxes import (
     MISFIT,
     NUMBERS,
-    MailboxRoute,
     Run,
-    repeated_in_mailboxes,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +43,7 @@ WHERE = "ReplicaContext.all_reduce"
 
 _REMEMBERED = 1024
 _LONG, _FEW = 64, 8
-_ndarray = np.ndarray
-_KINDS = "fiuc"
+_ndarray, _CUPY = np.ndarray, ("cupy", "ndarray")
 #: What is raised over something that cannot be a key, such as a list that holds itself.
 _NO_KEY = (TypeError, RecursionError, MpiStrategyError)
 
@@ -117,7 +111,7 @@ class Plans:
     def serve(self, algorithm: Algorithm, options: CommunicationOptions) -> None:
         """Serve another algorithm, or other options, from now on."""
         served = algorithm._has_plans and options.wire is None
-        self._options = options
+        self._algorithm, self._options = algorithm, options
         self.settings = algorithm._settings(options) if served else None
         self._tree.clear()
         self._elsewhere.clear()
@@ -247,10 +241,10 @@ class Plans:
 
         To compare a thousand shapes takes less time than to hash them.
         """
-        if len(leaves) <= _LONG or set(map(type, leaves)) != {np.ndarray}:
+        if len(leaves) <= _LONG or not _are_arrays(kinds := {*map(type, leaves)}):
             return _layouts(leaves)
         found = [*map(_dtype_of, leaves)], [*map(_shape_of, leaves)]
-        before = self._long.setdefault((what, len(leaves)), [])
+        before = self._long.setdefault((what, len(leaves), *kinds), [])
         for layouts in before:
             if layouts.found == found:
                 return layouts
@@ -267,8 +261,8 @@ class Plans:
             op = ReduceOp._parse(reduce_op, WHERE)
             if hasattr(value, "_make_plan"):
                 served = self.settings is not None
-                where = (WHERE, place.text)
-                run = value._plans[key] = value._make_plan(op, self._communicator, where) if served else None
+                where, word = (WHERE, place.text), self._word()
+                run = value._plans[key] = value._make_plan(op, self._communicator, where, word) if served else None
                 return run
             run = self._worked_out(op, value, place.text)
         except MpiStrategyError:
@@ -285,16 +279,22 @@ class Plans:
             return None
         leaves = where.take(value)
         kinds = {*map(type, leaves)}
-        arrays = leaves if kinds == {np.ndarray} else arrays_of(leaves)
+        on_gpu = not weighted and kinds != {np.ndarray} and _are_arrays(kinds)
+        arrays = leaves if on_gpu or kinds == {np.ndarray} else arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None
 
+        def signature_of(values: tuple[Any, ...]) -> Signature:
+            settings = self.settings or ""
+            return Signature("reduce", op.value, where.text, values, EVERY_RANK_TEXT, settings, "", WHERE, place)
+
+        if on_gpu:
+            return self._on_gpu(where, op, arrays, signature_of)
+
         def plan_and_signature(op: ReduceOp, layouts: tuple[Layout, ...]) -> tuple[Plan, Signature]:
             values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-            settings = self.settings or ""
-            return plan_of(self._communicator, layouts, op, self._options.bytes_per_pack, usual_route), Signature(
-                "reduce", op.value, where.text, values, EVERY_RANK_TEXT, settings, "", WHERE, place
-            )
+            plan = plan_of(self._communicator, layouts, op, self._options.bytes_per_pack, usual_route)
+            return plan, signature_of(values)._replace(op=op.value)
 
         if weighted:
             return weighted_mean(self._communicator, where, op, arrays, plan_and_signature)
@@ -303,61 +303,36 @@ class Plans:
         run.__dict__["signature"] = signature  # the flight record keeps it, and may have to say what it does
         return run
 
+    def _on_gpu(
+        self, where: Leaves, op: ReduceOp, arrays: Any, signature_of: Callable[[tuple[Any, ...]], Signature]
+    ) -> Run | None:
+        """Return the plan of CuPy arrays."""
+        from mpistrategy.arrays.devices import gpu_of  # here, for the quick import
+        from mpistrategy.arrays.gpu import layout_of
+        from mpistrategy.reduction.routes.device_plan import repeated_on_gpu
 
-def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kinds: set[type]) -> Run:
-    """Return a ``run(value, out)``: the whole call for nests of arrays that a plan was made for.
+        ranks, packs = self._communicator, getattr(self._algorithm, "_num_packs", 0)
+        return repeated_on_gpu(
+            ranks,
+            where,
+            op,
+            layouts_of(arrays),
+            signature_of(tuple(map(layout_of, arrays))),
+            gpu=gpu_of(ranks.devices, ranks.rank),
+            word=self._word(),
+            bytes_per_pack=self._options.bytes_per_pack,
+            num_packs=packs,
+        )
 
-    It returns MISFIT, before anything has been sent, for a `value` or an `out` of another kind.
+    def _word(self) -> str:
+        """Return which path is asked for, for arrays in GPU memory."""
+        return path_word(self._options, getattr(self._algorithm, "_device_path", ""))
 
-    Args:
-        plan: of the arrays.
-        guard: the communicator's.
-        signature: of the call.
-        where: how to reach the leaves.
-        kinds: the types of the leaves.
-    """
-    route = plan.route
-    if isinstance(route, MailboxRoute) and (short := repeated_in_mailboxes(route, guard, signature, where, kinds)):
-        short.__dict__["in_mailboxes"] = True
-        return short
-    digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
-    dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
-    some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
-    bring, reduce, compare = plan.bring, plan.run, guard.comparison(digest, signature)
-    failed = partial(guard.fail_after_agreement, signature.call)
 
-    def run(value: Any, out: Any) -> Any:
-        leaves = where.take(value) if nested else (value,)
-        arrays = leaves if only_arrays else arrays_of(leaves, plan.layouts)
-        if arrays is None:
-            return MISFIT
-        targets: Targets = None
-        if out is not None:
-            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
-            if targets is None:
-                return MISFIT
-        bring(arrays, targets)
-        compare()
-        try:
-            results = reduce(arrays, targets)
-        except BaseException as error:
-            failed(error)
-            raise
-        if out is not None:
-            if not nested and results[0] is out:
-                return out
-            for target, result in zip(where.take(out), results, strict=True):
-                if result is not target:
-                    target[...] = result
-            return out
-        if not only_arrays:
-            results = [*map(as_leaf, results, leaves)]
-        return where.build(results) if nested else results[0]
-
-    shortest: Callable[[Repeated], Run | None] | None = getattr(route, "repeated", None)
-    if nested or not only_arrays or not plan.is_exact or shortest is None:
-        return run
-    return shortest(Repeated(compare, run, failed)) or run
+def _are_arrays(kinds: set[type]) -> bool:
+    """Return whether these types are one, NumPy's or CuPy's arrays."""
+    kind = next(iter(kinds))
+    return len(kinds) == 1 and (kind is _ndarray or (kind.__module__, kind.__name__) == _CUPY)
 
 
 class _LongLayouts:
@@ -386,9 +361,3 @@ def _only_text_keys(value: Any) -> bool:
     if type(value) is dict:
         return all(type(key) is str for key in value) and all(map(_only_text_keys, value.values()))
     return not isinstance(value, (list, tuple)) or all(map(_only_text_keys, value))
-
-
-def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
-    """Return whether arrays of a dtype are reduced as they are: NumPy's own, native, and ordered for MIN and MAX."""
-    ordered = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
-    return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and ordered

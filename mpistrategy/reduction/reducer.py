@@ -23,8 +23,8 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, in_kind
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import Plan, plan_of, usual_route
-from mpistrategy.reduction.plans import Plans, is_simple
+from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
+from mpistrategy.reduction.plans import Plans
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import check_device, is_cupy

@@ -39,7 +39,7 @@ class WeightedMean:
 
     Raises:
         OptionError: for another op, and for a weight that is negative or not finite.
-        OptionTypeError: for a weight that is no number.
+        OptionTypeError: for a weight that is not a number.
     """
 
     def __init__(self, weight: Any, op: ReduceOp, where: str) -> None:

@@ -74,7 +74,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         ContextError: inside a scope or a step function.
-        OptionTypeError: when `strategy` is no strategy.
+        OptionTypeError: when `strategy` is not a strategy.
     """
     if strategy is not None:
         check_strategy(strategy, "experimental_set_strategy")

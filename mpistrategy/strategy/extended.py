@@ -248,7 +248,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
 
         Raises:
             ContextError: in another strategy's context.
-            OptionTypeError: when `var` is no variable of this strategy.
+            OptionTypeError: when `var` is not a variable of this strategy.
         """
         frame = context.current_frame()
         if frame is not None:

@@ -128,7 +128,7 @@ class InputMethods:
             name: is compared between the ranks instead of the call site, for this call and for the iterators.
 
         Raises:
-            OptionTypeError: on every rank, when `dataset_fn` is no function, or returns nothing that can be iterated.
+            OptionTypeError: on every rank, when `dataset_fn` is not a function, or does not return an iterable.
             Exception: what `dataset_fn` raises; RemoteError on the other ranks.
         """
         where = "Strategy.distribute_datasets_from_function"

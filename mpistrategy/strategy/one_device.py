@@ -18,7 +18,7 @@ class OneDeviceStrategy(Strategy):
 
     Raises:
         DeviceError: for a device that does not exist.
-        OptionTypeError: when `device` is no string.
+        OptionTypeError: when `device` is not a string.
     """
 
     def __init__(self, device: str = "CPU:0") -> None:

@@ -34,7 +34,7 @@ class Streams(Created):
         replica: a Generator with this replica's own numbers; replica 2's are the same whether there are 3 or 300.
 
     Raises:
-        OptionTypeError, OptionError: for a seed that is no int, or negative.
+        OptionTypeError, OptionError: for a seed that is not an int, or negative.
 
     >>> import mpistrategy as ms
     >>> streams = ms.OneDeviceStrategy().rng(7)

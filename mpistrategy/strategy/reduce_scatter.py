@@ -79,7 +79,7 @@ class ReduceScatter:
 
         Raises:
             ContextError: outside this context's step function.
-            ShapeError, OptionTypeError: for scalars, an axis out of range, and one that is no int.
+            ShapeError, OptionTypeError: for scalars, an axis out of range, and one that is not an int.
             UnsupportedError: for IndexedSlices.
             ReduceOpError, DTypeError, LeafError, EmptyBatchError: as `all_reduce`, on every rank.
             CollectiveMismatchError: on every rank, when structures, dtypes, shapes, axes or calls differ.

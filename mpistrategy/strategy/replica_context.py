@@ -85,7 +85,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
         replica_id_in_sync_group: the number of this replica; None when it is not known.
 
     Raises:
-        OptionError: for a replica id that is no int.
+        OptionError: for a replica id that is not an int.
     """
 
     _instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
@@ -351,7 +351,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
 
         Raises:
             ContextError: outside this context's step function.
-            OptionTypeError: when merge_fn cannot be called, or args is no sequence.
+            OptionTypeError: when merge_fn cannot be called, or args is not a sequence.
         """
         self._required("merge_call")
         check_call("ReplicaContext.merge_call", merge_fn, args, kwargs)

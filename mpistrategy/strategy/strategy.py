@@ -124,7 +124,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
 
         Raises:
             ContextError: inside a step function, or in another strategy's scope.
-            OptionTypeError: when fn cannot be called, or args is no sequence.
+            OptionTypeError: when fn cannot be called, or args is not a sequence.
         """
         context.check_call("Strategy.run", fn, args, kwargs)
         context.require_cross_replica(self, "Strategy.run")
@@ -167,7 +167,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
 
         Raises:
             ContextError: in a step function.
-            ShapeError, OptionTypeError: for an axis that does not exist, or is no int.
+            ShapeError, OptionTypeError: for an axis that does not exist, or is not an int.
             ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
         context.require_cross_replica(self, "Strategy.reduce")
@@ -263,7 +263,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
             a variable.  The memory is its own; small arrays of one nest share theirs.
 
         Raises:
-            OptionTypeError, OptionError: for a root that is no rank.
+            OptionTypeError, OptionError: for a root that is not a rank.
             LeafError, DTypeError, UnsupportedError, CollectiveMismatchError: on every rank.
 
         >>> import numpy as np, mpistrategy as ms
@@ -290,7 +290,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         """Call `value_fn` for this rank's replica and wrap what it returns in PerReplica, leaf by leaf; in any context.
 
         Raises:
-            OptionTypeError: when `value_fn` is no function.
+            OptionTypeError: when `value_fn` is not a function.
         """
         context.check_call("Strategy.experimental_distribute_values_from_function", value_fn)
         communicator = self.extended.communicator

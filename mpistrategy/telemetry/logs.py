@@ -38,7 +38,7 @@ class RankFilter(logging.Filter):
         levels: levels of single ranks, which override the above.
 
     Raises:
-        OptionError, OptionTypeError: for unknown levels, and for what is no rank.
+        OptionError, OptionTypeError: for unknown levels, and for what is not a rank.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ def setup_logging(
         The handler.
 
     Raises:
-        OptionError, OptionTypeError: for unknown levels, and for what is no rank.
+        OptionError, OptionTypeError: for unknown levels, and for what is not a rank.
     """
     if not isinstance(logger, (str, logging.Logger)):
         raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")

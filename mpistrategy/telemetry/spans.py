@@ -71,7 +71,7 @@ def span(name: str) -> Span:
         name: what traces show.
 
     Raises:
-        OptionTypeError: for a name that is no string.
+        OptionTypeError: for a name that is not a string.
 
     >>> import mpistrategy as ms
     >>> with ms.telemetry.span("load"):

@@ -277,7 +277,7 @@ class GradientArenas:
             GradientBuckets, for `apply_gradients` instead of pairs.
 
         Raises:
-            OptionError, OptionTypeError: for a number of bytes that is no positive int; else as `gradient_arena`.
+            OptionError, OptionTypeError: for a number of bytes that is not a positive int; else as `gradient_arena`.
         """
         checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
         return GradientBuckets(

@@ -58,7 +58,7 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         finite, all numbers become NaN.
 
     Raises:
-        OptionTypeError, OptionError: for a clip_norm that is no positive number.
+        OptionTypeError, OptionError: for a clip_norm that is not a positive number.
         LeafError, DTypeError: for values that are no numeric arrays.
     """
     if not isinstance(clip_norm, (int, float, np.integer, np.floating)):

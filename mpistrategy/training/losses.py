@@ -50,7 +50,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     Raises:
         ContextError: in cross-replica context.
         ShapeError: for a scalar, and for weights that do not fit.
-        OptionError, OptionTypeError: for a global_batch_size that is no int from 1 on; for no rows without one.
+        OptionError, OptionTypeError: for a global_batch_size that is not an int from 1 on; for no rows without one.
         LeafError, DTypeError: for values that are no numbers.
 
     >>> float(compute_average_loss(np.array([1.0, 2.0]), global_batch_size=4))

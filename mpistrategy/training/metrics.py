@@ -59,7 +59,7 @@ class Sum(NamesOurs):
         """Add all elements of `value`; local, for step functions.
 
         Raises:
-            LeafError: for a value that is no array of real numbers.
+            LeafError: for a value that is not an array of real numbers.
         """
         self._total.assign_add(float(np.sum(_real(value, "Sum.update_state"))))
 
@@ -107,7 +107,7 @@ class Mean(NamesOurs):
         """Add the elements of `value`, each with `weight` (a number, or an array that broadcasts to its shape); local.
 
         Raises:
-            LeafError: for a value that is no array of real numbers.
+            LeafError: for a value that is not an array of real numbers.
             ShapeError: for a weight that does not fit; nothing has been added then.
         """
         where = f"{type(self).__name__}.update_state"

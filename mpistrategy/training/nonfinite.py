@@ -89,7 +89,7 @@ def screen(
         norm: the norm of all of them, if they are clipped; else 0.
         variables: their variables.
         brought: this rank's gradients before the reduction; None if they have been overwritten.
-        policy: what will be done; with "skip" the result does not say which rank brought such numbers.
+        policy: what will be done; with "skip" the result does not say which rank had such numbers.
 
     Raises:
         NonFiniteError: on all ranks, where the policy is "raise".
@@ -119,7 +119,7 @@ def _of_ranks(communicator: Communicator, gradient: Any) -> str:
     """Return in words which ranks' gradients are not finite.  Collective."""
     mine = what_is_not(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
     told = [f"rank {rank} brought {text}" for rank, text in enumerate(communicator.allgather_text(mine)) if text]
-    return _shortened(told) or "no rank brought such numbers: their sum overflowed"
+    return _shortened(told) or "no rank had such numbers: their sum overflowed"
 
 
 def _shortened(texts: Sequence[str], most: int = 8) -> str:

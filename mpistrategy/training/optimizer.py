@@ -131,7 +131,7 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
 
         Raises:
             ContextError: outside the scope of the variables' strategy.
-            OptionError: for an element that is no variable.
+            OptionError: for an element that is not a variable.
         """
         where, strategy, listed = f"{type(self).__name__}.build", get_strategy(), list(variables)
         for var in listed:

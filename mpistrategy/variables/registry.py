@@ -54,7 +54,7 @@ class Placement:
 
         Raises:
             ContextError: outside scope().
-            OptionError: when the argument is no variable of this strategy.
+            OptionError: when the argument is not a variable of this strategy.
         """
         frame = context.current_frame()
         if frame is None or frame.strategy is not self._container_strategy:
@@ -185,7 +185,7 @@ class Placement:
             name: is compared between the ranks instead of the call site.
 
         Raises:
-            OptionTypeError: when `v` is no variable.
+            OptionTypeError: when `v` is not a variable.
         """
         if not isinstance(v, Variable):
             raise OptionTypeError.at("StrategyExtended.read_var", found=f"v={v!r}", expected="a Variable")

@@ -127,8 +127,8 @@ class VariableStorage:
             return np.empty(shape, dtype), None
         slab, start = found
         stop = start + padded(nbytes)
-        # Through a memoryview: the base of a view of a view is the first array whose own base is no array.  So views
-        # keep this array alive, which belongs to one variable, and not the slab's array.
+        # Through a memoryview: the base of a view of a view is the first array whose own base is not an array.  So
+        # views keep this array alive, which belongs to one variable, and not the slab's array.
         memory = np.frombuffer(slab.mine.data[start:stop], np.uint8)
         self._used.append(_UsedSlot(slab, start, stop, weakref.ref(memory)))
         return np.ndarray(shape, dtype, memory), VariableSlot(slab, start)

@@ -173,7 +173,7 @@ def test_a_link_in_the_place_of_a_lock(tmp_path: Path, outside: Path) -> None:
     program("manager", tmp_path, OLD, save=True)
     (tmp_path / "m" / ".lock").unlink()
     (tmp_path / "m" / ".lock").symlink_to(outside / "precious")
-    with pytest.raises(errors.CheckpointExistsError, match="something that is no file"):
+    with pytest.raises(errors.CheckpointExistsError, match="something that is not a file"):
         program("manager", tmp_path, NEW, save=True)
     assert program("manager", tmp_path, 0.0, save=False) == OLD
 

@@ -17,7 +17,7 @@ from secrets_planted import PLANTED
 
 from mpistrategy.cli.doctor.checks import catalog
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
-from mpistrategy.cli.doctor.facts import c_libraries, gather
+from mpistrategy.cli.doctor.facts import c_libraries, gather, network
 from mpistrategy.cli.doctor.facts.facts import Clock, Facts, Job, Speed, Trial
 from mpistrategy.cli.doctor.report import report
 from mpistrategy.cli.doctor.report.privacy import HIDDEN, covered, veil
@@ -64,6 +64,8 @@ def rank(number: int, **others: Any) -> Facts:
             homes={"Python": ("/opt/venv", "ext4"), "MPI": ("/opt/mpich/lib/libmpi.so.12", "ext4")},
             sight=Sight(host=f"node{node + 1}", reason="CuPy is not installed", fix="pip install it").text(),
             cuda_aware="",
+            network="verbs",
+            carrier="UCX",
         ),
         **others,
     )
@@ -83,6 +85,19 @@ def job(change: Callable[[Facts], Facts] = lambda each: each, ranks: int = 4, **
 def on(numbers: set[int], **others: Any) -> Callable[[Facts], Facts]:
     """Plant a fault on some ranks."""
     return lambda each: replace(each, **others) if each.rank in numbers else each
+
+
+def on_nodes(first: int, second: int, **others: Any) -> Callable[[Facts], Facts]:
+    """Put so many ranks on the first of two nodes, and so many on the other."""
+
+    def change(each: Facts) -> Facts:
+        node, size = int(each.rank >= first), first + second
+        place = each.rank - node * first
+        told = {"size": size, "local_size": second if node else first, "local_rank": place, "threads": 1}
+        told |= {"leader": node * first, "local_hints": {}, "host": f"node{node + 1}", "cores": (0, 1, 2, 3)}
+        return replace(each, **told, **others)
+
+    return change
 
 
 def seeing(*gpus_of_rank: tuple[Gpu, ...], **others: Any) -> Callable[[Facts], Facts]:
@@ -126,6 +141,13 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "fewer ranks than wanted": (
         job(wanted_ranks=8), "launch", BAD, ["4 ranks where 8 were asked for"], "--ntasks=8", set(),
     ),
+    "fewer ranks of Flux than wanted": (
+        job(on(ALL, launcher="flux run"), wanted_ranks=8), "launch", BAD, ["where 8"], "Start 8: flux run -n 8", set(),
+    ),
+    "no PMIx from Flux": (
+        job(on(ALL, **SINGLE | {"launcher": "flux run", "library": "Open MPI v5.0.11", "built_for": "Open MPI"}), 1),
+        "pmi", BAD, ["flux run offers none", "speaks PMIx"], "flux run -o pmi=pmix", set(),
+    ),
     "unequal mpistrategy": (
         job(on({2}, mpistrategy="0.0.9")), "versions", BAD,
         ["different versions of mpistrategy", "0.1.0 on ranks 0, 1, 3; 0.0.9 on rank 2", "node2"], "PYTHONPATH", {2},
@@ -162,7 +184,39 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "a rank on a node of its own": (
         job(on({3}, leader=3, host="node3", local_rank=0, local_size=1)), "nodes", NOTE,
-        ["1 rank on node2 (rank 2), 2 on others"], "--nodes=2 --ntasks-per-node=2", {2, 3},
+        ["1 rank on node2 (rank 2), 2 on others"], "--nodes=2 --ntasks=4 --ntasks-per-node=2", {2, 3},
+    ),
+    "three ranks and one": (
+        job(on_nodes(3, 1)), "nodes", NOTE, ["1 rank on node2 (rank 3), 3 on the other"],
+        "the same 4 ranks: srun --nodes=2 --ntasks=4 --ntasks-per-node=2", {3},
+    ),
+    "ranks that a list of hosts placed unevenly": (
+        job(on_nodes(3, 1, distribution="arbitrary")), "nodes", NOTE, ["1 rank on node2 (rank 3), 3 on the other"],
+        "unset SLURM_HOSTFILE SLURM_DISTRIBUTION; srun --distribution=block --nodes=2 --ntasks=4 --ntasks-per-node=2",
+        {3},
+    ),
+    "no map of ranks where a list of hosts placed them": (
+        job(lambda each: replace(each, leader=each.rank, local_rank=0, local_size=1, distribution="arbitrary")),
+        "nodes", BAD, ["ranks 0, 1 are all on node1", "takes them for ranks of 2 nodes", "--distribution=arbitrary"],
+        "srun --distribution=block --nodes=2 --ntasks=4 --ntasks-per-node=2", ALL,
+    ),
+    "a number of ranks that fits evenly nowhere": (
+        job(on_nodes(4, 3), 7), "nodes", NOTE, ["3 ranks on node2 (ranks 4-6), 4 on the other"],
+        "8 do: srun --nodes=2 --ntasks=8 --ntasks-per-node=4", {4, 5, 6},
+    ),
+    "TCP beside InfiniBand": (
+        job(on(ALL, network="TCP", carrier="libfabric", fabric="InfiniBand", network_settings=("FI_PROVIDER=tcp",))),
+        "network", BAD, ["MPICH 5.0.2 talks by TCP (by libfabric, FI_PROVIDER=tcp): 1049 MB/s, beside InfiniBand"],
+        "unset FI_PROVIDER, or: The cluster's own MPI", set(),
+    ),
+    "an MPI of pip's on several nodes": (
+        job(on(ALL, network="TCP", carrier="UCX", from_pip="mpich", ethernet_megabits=1000)), "network", NOTE,
+        ["talks by TCP (by UCX): 1049 MB/s (the Ethernet allows 125 MB/s)", "pip's mpich", "Expect of TCP 0.1 GB/s"],
+        "MPI4PY_LIBMPI=", set(),
+    ),
+    "an Open MPI without room in /dev/shm": (
+        job(on(ALL, library="Open MPI v5.0.11", built_for="Open MPI", network="verbs", shm_free=8 * MIB)), "network",
+        NOTE, ["8.0 MiB free in /dev/shm on node1", "16 MiB for each rank"], "--shm-size", {0, 1},
     ),
     "ranks of a host that share no memory": (
         job(on({1}, leader=1, local_rank=0, local_size=1)), "nodes", BAD,
@@ -260,6 +314,13 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "a slow node": (
         job(speeds=[Speed("a message", MIB, t, 0, f"to node{n}") for n, t in ((2, 1e-3), (3, 1e-3), (4, 5e-2))]),
         "links", NOTE, ["node4 is 50.0 times as slow"], "srun --exclude=node4", set(),
+    ),
+    "a slow node of a job of LSF": (
+        job(
+            on(ALL, launcher="jsrun"),
+            speeds=[Speed("a message", MIB, t, 0, f"to node{n}") for n, t in ((2, 1e-3), (3, 1e-3), (4, 5e-2))],
+        ),
+        "links", NOTE, ["node4 is 50.0 times as slow"], 'bsub -R "select[hname!=node4]"', set(),
     ),
     "a clock that is off": (
         job(clocks=[Clock(2, -3.5, 1e-4)]), "clock", NOTE, ["node2 (rank 2) is 3.5 s behind"], "chronyc", {2},
@@ -433,6 +494,47 @@ def test_file_systems(tmp_path: Path) -> None:
     assert c_libraries.kind_of("/proc") == "file system 0x9fa0"
     assert c_libraries.kind_of("/dev/shm") in ("tmpfs", "overlay")
     assert c_libraries.kind_of(str(tmp_path / "missing")) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("opened", "kind"),
+    [
+        (["/dev/null", "socket:[17]"], "TCP"),
+        (["socket:[17]", "/dev/infiniband/uverbs0"], "verbs"),
+        (["/dev/cxi0", "/dev/infiniband/uverbs0"], "Slingshot"),
+        (["/dev/hfi1_0"], "Omni-Path"),
+    ],
+)
+def test_the_network_is_what_the_process_has_open(opened: list[str], kind: str, tmp_path: Path) -> None:
+    for number, path in enumerate(opened):
+        (tmp_path / str(number)).symlink_to(path)
+    assert network.network(str(tmp_path)) == kind
+    assert network.network(str(tmp_path / "missing")) == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "by"),
+    [
+        ("MPICH Version: 5.0.2\nMPICH Device:       ch4:ucx ofi\n", [], "UCX"),
+        ("MPICH Version: 4.0\nMPICH Device:\tch4:ofi\n", [], "libfabric"),
+        ("Open MPI v5.0.11, package", ["/x/libucp.so.0", "/x/ucx/libuct_ib.so.0"], "UCX"),
+        ("Open MPI v5.0.11, package", ["/x/libucp.so.0", "/x/libfabric.so.1"], "Open MPI's own"),
+        ("Intel(R) MPI Library 2021", ["/x/libfabric.so.1"], "libfabric"),
+    ],
+)
+def test_what_carries_the_messages(version: str, files: list[str], by: str) -> None:
+    assert network.carrier(version, files) == by
+
+
+def test_speed_of_the_ethernet_and_the_package_of_pip(tmp_path: Path) -> None:
+    for name, speed, state in (("eth0", "1000", "up"), ("eth1", "25000", "down"), ("ib0", "-1", "up")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(speed)
+        (tmp_path / name / "operstate").write_text(state)
+    assert network.ethernet_megabits(str(tmp_path)) == 1000
+    (tmp_path / "lib/python3.11/site-packages/impi_rt-2021.18.dist-info").mkdir(parents=True)
+    assert network.from_pip([str(tmp_path / "lib/libmpi.so.12")], str(tmp_path)) == "impi-rt"
+    assert network.from_pip(["/opt/cray/lib/libmpi.so.12"], str(tmp_path)) == ""
 
 
 def test_leftovers(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from secrets_planted import PLANTED
 import mpistrategy
 from mpistrategy.cli import main
 from mpistrategy.cli.doctor.running_job import node_view, run_files, slurm_job
-from mpistrategy.cli.doctor.running_job.hung_job import hangs, lines
+from mpistrategy.cli.doctor.running_job.hung_job import Told, hangs, lines
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog.status_board import BYTES, RankStatus, StatusBoard
@@ -182,7 +183,7 @@ def test_a_rank_that_does_not_come_is_named_or_the_doctor_ends_all_the_same(
     if "MPI" in stuck:
         assert re.search(r"no answer from rank 2 of 3 within \d s", job.stdout), job  # what the start has left of it
     else:
-        told = "MPI has not started after 1 s. Do launcher and MPI library fit" in job.stderr
+        told = re.search(r"MPI has not started after 1 s\. On \S+, rank 2 is alive, and has not come", job.stderr)
         assert told or "no answer from rank 2 of 3" in job.stdout, job
 
 
@@ -329,23 +330,31 @@ def _ask_until_it_hangs(folder: Path) -> subprocess.CompletedProcess[str]:
         time.sleep(0.2)
 
 
+def told(ranks: list[Seen], job: str = "") -> list[str]:
+    """Return what the doctor prints of a job whose title is "job 17"."""
+    return lines(Told("job 17", "x", ranks, job=job))
+
+
 def seen(rank: int, **others: Any) -> Seen:
     return Seen(**{"rank": rank, "age": 1.0, "waited": 30.0, "limit": 600.0, "text": f"in #7 at x.py:{rank}", **others})
 
 
 def test_the_report_of_a_hung_job() -> None:
-    told = [seen(0), seen(1, waited=0.0, text="in no collective: at data.py:3", process=71, shows_stacks=True), seen(2)]
-    shown = lines("job 17", "x", told, "")
+    stuck = seen(1, waited=0.0, text="in no collective: at data.py:3", process=71, shows_stacks=True, host="node2")
+    ranks = [seen(0), stuck, seen(2)]
+    shown = told(ranks, job="17")
     assert shown[0] == "job 17: 3 ranks heard of, in x"
     assert shown[2] == "  rank 1    elsewhere        in no collective: at data.py:3"
     assert shown[4:6] == ["2 of 3 ranks wait; not come: rank 1.", shown[5]]
-    assert "kill -QUIT 71" in shown[5]
-    assert "569 s from now" in shown[6]
-    assert hangs(told)
+    assert shown[6] == "     srun --jobid=17 --overlap --nodes=1 --ntasks=1 -w node2 kill -QUIT 71"
+    assert "569 s from now" in shown[7]
+    assert told(ranks)[6] == "     ssh node2 kill -QUIT 71"
+    assert told([replace(each, host=os.uname().nodename) for each in ranks])[6] == "     kill -QUIT 71"
+    assert hangs(ranks)
     assert not hangs([seen(0, waited=0.2, age=0.5), seen(1, waited=0.0)])
     assert hangs([seen(0, waited=0.0, age=300.0)])
-    assert "All 2 ranks wait" in "\n".join(lines("a", "b", [seen(0), seen(1)], ""))
-    silent = lines("a", "b", [seen(0), seen(1, silent="its process 7 is stopped (SIGSTOP, SIGTSTP)")], "")
+    assert "All 2 ranks wait" in "\n".join(told([seen(0), seen(1)]))
+    silent = told([seen(0), seen(1, silent="its process 7 is stopped (SIGSTOP, SIGTSTP)")])
     assert "does not answer" in silent[2]
     assert "is stopped" in silent[2]
 
@@ -364,8 +373,8 @@ def test_files_of_a_run_directory(tmp_path: Path) -> None:
         "limit": 60.0,
         "signal": 3,
     }
-    told = {"wall": now - 4, "final": False, "lines": [line | {"text": "in #7"}, line | {"process": 0}], "silent": {}}
-    (folder / "node-1.json").write_text(json.dumps(told))
+    wrote = {"wall": now - 4, "final": False, "lines": [line | {"text": "in #7"}, line | {"process": 0}], "silent": {}}
+    (folder / "node-1.json").write_text(json.dumps(wrote | {"host": "node2"}))
     (folder / "node-0.json").write_text("{ half")
     (folder / "node-2.json").write_text('["something else"]')
     late = {"text": "in #7 barrier for 60.1 s; at x.py:3", "waited_seconds": 60.1, "timeout_seconds": 60, "silent": ""}
@@ -376,6 +385,9 @@ def test_files_of_a_run_directory(tmp_path: Path) -> None:
     assert [each.rank for each in found.seen] == [0, 2]
     assert found.seen[0].waited == 60.1
     assert (found.seen[1].waited, found.seen[1].node, round(found.seen[1].age)) == (20.0, 1, 5)
+    assert found.seen[1].host == "node2"
+    (folder / "node-1.json").write_text(json.dumps(wrote | {"host": "a b; rm"}))
+    assert run_files.read(str(folder), now).seen[1].host == ""
     assert found.roll_call == "roll call: ..."
     (folder / "roll-call.txt").write_text("node 3\n")
     assert run_files.read(str(folder), now).roll_call == "", "a node has only said that it calls the roll"
@@ -388,6 +400,7 @@ SHOWN = """JobId=19 ArrayJobId=17 ArrayTaskId=2 JobName=train
    JobState=RUNNING Reason=None Dependency=(null)
    ReqNodeList=(null) ExcNodeList=(null)
    NodeList=node[1-2]
+   NumNodes=2 NumCPUs=8
    WorkDir=/home/me/my runs
    Power=
 """
@@ -396,6 +409,7 @@ SHOWN = """JobId=19 ArrayJobId=17 ArrayTaskId=2 JobName=train
 def test_what_slurm_says() -> None:
     job = slurm_job.read(SHOWN, "17_2")
     assert (job.number, job.state, job.folder, job.nodes) == ("19", "RUNNING", "/home/me/my runs", "node[1-2]")
+    assert job.count == 2
     assert "name one" in slurm_job.read(SHOWN * 2, "17").trouble
     assert [slurm_job.is_id(text) for text in ("17", "17.0", "17_2", "", "a", "17;rm", "17 18", "-1")] == [True] * 3 + [
         False
@@ -406,16 +420,20 @@ def test_what_slurm_says() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--job", "17; rm -r /"], "is no number of a job"),
+        (["--job", "17; rm -r /"], "is not the number of a job"),
         (["--job", "999999"], "job 999999: scontrol"),
         (["--run-dir", "/no/such"], "there is no folder /no/such"),
         (["--run-dir", "/proc/self/fd"], "nothing is known of its ranks"),
-        (["--pid", "1"], "the job of process 1: its processes here share no memory"),
+        (["--pid", "1"], "the job of process 1: its processes here have no strategy"),
     ],
 )
 def test_jobs_of_which_nothing_is_known(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def lines_in(block: bytes) -> list[RankStatus]:
+    return node_view.lines_in(lambda start, length: block[start : start + length], len(block))
 
 
 def test_lines_are_found_in_a_copy_of_the_memory() -> None:
@@ -426,6 +444,6 @@ def test_lines_are_found_in_a_copy_of_the_memory() -> None:
             for rank in range(ranks):
                 line = RankStatus(10 + rank, 100 + rank, 0, time.monotonic(), 0.0, 1.5, 600.0, 3, f"in #7 on {rank}")
                 StatusBoard(SharedMemory(segments, rank)).write(line)
-            found = node_view.lines_in(block.tobytes())
+            found = lines_in(block.tobytes())
             assert [(each.rank, each.text) for each in found] == [(10 + r, f"in #7 on {r}") for r in range(ranks)]
-    assert node_view.lines_in(bytes(8192)) == []
+    assert lines_in(bytes(8192)) == []

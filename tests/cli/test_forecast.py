@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_used(
         (["--forecast", "2x4", "--link", "1GB/s,2us,3us"], "expected one speed and one latency"),
         (["--forecast", "2x4", "--link", "1GB/s,"], "found ''"),
         (["--forecast", "2x4", "--compute", "100"], "found '100'; expected a time with its unit, such as 100ms"),
-        (["--forecast", "2x4", "--sizes", "5"], "'5' is no size"),
+        (["--forecast", "2x4", "--sizes", "5"], "'5' is not a size"),
     ],
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], what: str) -> None:

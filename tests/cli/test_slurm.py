@@ -12,6 +12,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,7 @@ def test_the_folder_is_what_the_command_writes() -> None:
 
 def test_there_is_a_file_for_each_template_and_site() -> None:
     assert {f"{name}.sbatch" for name in TEMPLATES} | set(COMPANIONS) <= set(FILES)
-    assert {"alps", "frontier", "juwels", "leonardo", "lumi", "pbs", "perlmutter", "polaris", "tacc"} == set(
-        sites.names()
-    )
+    assert len(sites.names()) == 15
     assert {f"pbs/{name}.pbs" for name in ON_PBS} <= set(FILES)
     assert len(FILES) == len(TEMPLATES) + len(ON_PBS) + len(sites.names()) - 1 + len(COMPANIONS)
 
@@ -110,7 +109,7 @@ def test_a_job_ends_with_the_status_of_its_program(name: str) -> None:
 def test_ranks_see_all_gpus_and_one_failure_ends_the_step(name: str) -> None:
     text = FILES[name]
     assert "--gpus-per-task" not in text
-    assert name in ("multi_node_mpirun.sbatch", "sites/tacc.sbatch") or "srun --kill-on-bad-exit=1" in text
+    assert name == "multi_node_mpirun.sbatch" or "launch=(ibrun)" in text or "srun --kill-on-bad-exit=1" in text
     assert "#SBATCH --ntasks-per-node=" in text
     assert "--mpi=" not in text.replace("add --mpi=", "").replace("(--mpi=", "").replace("or --mpi=", "")
 
@@ -123,7 +122,9 @@ def test_three_lines_are_marked_for_editing(name: str) -> None:
 
 
 def test_tacc_is_asked_for_no_gpu_and_pbs_has_its_lines_together() -> None:
-    assert not any(word in FILES["sites/tacc.sbatch"] for word in ("--gres", "gpus-per", "--export", "cpus-per-task"))
+    for site in ("tacc", "lonestar6", "stampede3"):
+        text = FILES[f"sites/{site}.sbatch"]
+        assert not any(word in text for word in ("--gres", "gpus-per", "--export", "cpus-per-task", "--mem"))
     for name in JOBS:
         if name.endswith(".pbs"):
             lines = FILES[name].partition("# EDIT 1")[2].splitlines()[1:]
@@ -150,10 +151,47 @@ def test_a_site_renders_all_its_templates(name: str) -> None:
     for template in site.templates or TEMPLATES:
         check_shell(text_of(template, site=name, account="m1"))
     assert not set(tomllib.loads((sites.FOLDER / f"{name}.toml").read_text()).get("defaults", {})) - set(KEYS)
-    if name == "pbs":  # any cluster
-        return
-    with pytest.raises(OptionError, match=f"no account; expected values for account.* which {name} wants"):
-        JobSpec.of("multi_node", {"site": name}).check_complete()
+    missing = [key for key in site.requires if key not in site.defaults]
+    if missing:
+        with pytest.raises(
+            OptionError, match=f"no {missing[0]}; expected values for {missing[0]}.* which {name} wants"
+        ):
+            JobSpec.of("multi_node", {"site": name}).check_complete()
+
+
+@pytest.mark.parametrize("name", [name for name in sites.names() if name != "pbs"])
+def test_a_site_names_the_pages_and_the_day_that_it_was_held_against(name: str) -> None:
+    site = sites.load(name)
+    assert date.fromisoformat(site.checked) <= date.today()
+    assert site.pages
+    text = text_of("single_node", site=name)
+    assert f"held on {site.checked} against copies of these pages:\n#   {site.pages[0].split()[0]}\n" in text
+
+
+def test_cray_sites_say_how_a_wheel_finds_cray_mpich() -> None:
+    for name in ("alps", "frontier", "lumi", "perlmutter", "polaris"):
+        text = text_of("multi_node", site=name)
+        wheel = text[text.index("# module load cray-mpich-abi\n") :]
+        assert wheel.splitlines()[1] == '# export LD_LIBRARY_PATH="$CRAY_LD_LIBRARY_PATH:${LD_LIBRARY_PATH-}"'
+        assert ("libmpi_gtl_cuda.so" in text) == (name not in ("frontier", "lumi"))
+    assert "\nexport MPICH_GPU_SUPPORT_ENABLED=0\n" in text_of("multi_node", site="alps")
+    assert "--system-site-packages" in text_of("multi_node", site="lumi")
+
+
+def test_polaris_uses_its_modules_its_launcher_and_a_queue_that_takes_two_nodes() -> None:
+    text = text_of("multi_node", site="polaris")
+    assert "\nmodule use /soft/modulefiles\nmodule load conda\n" in text
+    assert 'launch=(mpiexec -n "$ranks" --ppn 4 --depth=8 --cpu-bind=depth)' in text
+    assert "#PBS -q debug\n" in text
+    assert text.index("-m mpistrategy doctor") < text.index("-m mpistrategy run")
+
+
+def test_threads_are_counted_by_cores_where_a_site_counts_hardware_threads() -> None:
+    line = next(line for line in text_of("single_node", site="juwels").splitlines() if "OMP_NUM_THREADS" in line)
+    for cpus, threads in ((24, "12"), (1, "1"), (3, "2")):
+        command = f"SLURM_CPUS_PER_TASK={cpus}; {line.partition('#')[0]}; echo $OMP_NUM_THREADS"
+        done = subprocess.run(["bash", "-uc", command], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == threads
 
 
 def test_the_companion_program_is_python() -> None:
@@ -269,10 +307,11 @@ def test_every_key_is_tried_with_wrong_values() -> None:
         ({"site": "leonardo", "cpus_per_task": 9}, "expected at most 32 CPUs on a node of leonardo"),
         (
             {"site": "atlantis"},
-            "one of alps, frontier, juwels, leonardo, lumi, pbs, perlmutter, polaris, tacc, or the path",
+            "one of alps, aurora, frontier, jupiter, juwels, leonardo, levante, lonestar6, lumi, pbs, perlmutter, ",
         ),
         ({"site": "polaris", "qos": "debug"}, "found the key 'qos'"),
         ({"site": "tacc", "mpi": "pmix"}, "found the key 'mpi'"),
+        ({"site": "tacc", "memory": "64G"}, "found memory=; expected no such key: tacc refuses jobs that have it"),
         ({"time": "1:30"}, "Slurm takes two numbers for minutes and seconds; write H:MM:SS."),
         ({"extra": "--nodes=3"}, "Write nodes=... instead."),
         ({"extra": "--wrap=id"}, "This script depends on its own."),
@@ -285,7 +324,7 @@ def test_refusals_say_what_to_do(statement: dict[str, Any], what: str) -> None:
 
 
 def test_templates_that_a_site_does_not_have_and_leads_that_are_too_long() -> None:
-    assert "expected one of single_node, multi_node." in refusal("chain", site="polaris")
+    assert "expected one of single_node, multi_node, array." in refusal("chain", site="tacc")
     assert "less than the time limit" in refusal("requeue", time=2, signal_lead=120)
     assert "expected one of single_node, multi_node, multi_node_mpirun" in refusal("many")
 
@@ -298,6 +337,9 @@ def test_templates_that_a_site_does_not_have_and_leads_that_are_too_long() -> No
         ("launcher = 'aprun'", "launcher='aprun'; expected out of srun, ibrun, mpiexec"),
         ("directives = ['nodes']", "options, each beginning with - or --"),
         ('setup = ["a\\nb"]', "Take '\\n' out"),
+        ("checked = 'today'", "checked='today'; expected a day such as 2026-11-25"),
+        ("pages = ['http://a \"b\"']", "expected ADDRESS"),
+        ("module_use = ['a; b']", "expected whole paths of folders"),
         ("[defaults]\nnode = 1", "the default of an unknown key 'node'"),
         ("[defaults]\nnodes = 0", "nodes=0"),
         ("summary =", "a file in TOML that can be read"),

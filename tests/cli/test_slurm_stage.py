@@ -33,7 +33,7 @@ if [[ $* == *mkdir* && $ATTACK ]]; then
     chown -h 65534:65534 "$stage"
     touch "$WORK/was_first"
 elif [[ $* == *"mpistrategy run"* ]]; then
-    stage=${1%/bin/python3}
+    stage=$4
     stat -c "the folder: %u %a" "$stage"
     if [[ $(stat -L -c %u "$stage") == 65534 ]]; then
         printf '#!/bin/bash\\ntouch "$WORK/executed"\\n' >"$stage/bin/python3"
@@ -76,7 +76,7 @@ def run(work: Path, local: Path, attack: str = "") -> subprocess.CompletedProces
     executable(work / "bin" / "python3", PYTHON)
     subprocess.run(["tar", "-C", work, "-czf", work / "environment.tar.gz", "bin"], check=True)
     (work / "job.sh").write_text(render(JobSpec.of("staged_env", {"local": str(local), "nodes": 1})))
-    slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here"}
+    slurm = {"SLURMD_NODENAME": "here", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here"}
     ours = {"WORK": str(work), "ATTACK": attack, "THEIRS": str(work / "theirs")}
     return subprocess.run(
         ["bash", "job.sh"],

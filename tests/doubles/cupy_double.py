@@ -204,6 +204,17 @@ class MemoryPointer:
         weakref.finalize(self, pool._free.setdefault(key, []).append, memory)
 
 
+class _Data(types.SimpleNamespace):
+    """Where an array begins: `ptr`, in the memory `mem`, on the device `device_id`."""
+
+    def __add__(self, nbytes: int) -> _Data:
+        return _Data(ptr=self.ptr + nbytes, mem=self.mem, device_id=self.device_id)
+
+    @property
+    def memory(self) -> np.ndarray:
+        return self.mem.memory[self.ptr - self.mem.ptr :]
+
+
 class OutOfMemoryError(MemoryError):
     """What CuPy raises when there is no memory left."""
 
@@ -271,7 +282,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
     __array_priority__ = 100
 
     def __init__(
-        self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, *, _view: Any = None
+        self, shape: Any, dtype: Any = float, memptr: MemoryPointer | _Data | None = None, *, _view: Any = None
     ) -> None:
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -279,12 +290,12 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
             memptr = memptr or _default_pool.malloc(prod(shape) * dtype.itemsize)
             _view = memptr.memory[: prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
         self._view: np.ndarray = _view
-        self._memory = memptr
+        self._memory = memptr.mem if isinstance(memptr, _Data) else memptr
         self.device = _Device(getattr(_local, "device", 0))
 
     @property
     def data(self) -> Any:
-        return types.SimpleNamespace(ptr=self._view.ctypes.data, mem=self._memory, device_id=self.device.id)
+        return _Data(ptr=self._view.ctypes.data, mem=self._memory, device_id=self.device.id)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

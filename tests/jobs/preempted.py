@@ -1,6 +1,7 @@
 """A training that is interrupted: goes on where it ended, and writes down at its end all there is, on every rank.
 
 mpiexec -n 3 python preempted.py FOLDER [--steps 20] [--tell STEP:RANK:SIGNAL[:launcher]] [--after SECONDS:RANK]
+    [--deaf]
 
 In FOLDER: `journal`, a line for each start ("from STEP"), step ("made STEP", by rank 0, before it can be saved) and
 checkpoint that it saves by itself ("saved STEP", once it is there); and `end-RANK.txt` once all steps are made.
@@ -59,36 +60,42 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10**6)
     parser.add_argument("--tell", default="", help="STEP:RANK:SIGNAL, or ...:launcher, which hands it on")
     parser.add_argument("--after", default="", help="SECONDS:RANK; SIGUSR2, whatever that rank is at")
+    parser.add_argument("--deaf", action="store_true", help="know nothing of signals")
     given = parser.parse_args()
 
     strategy = ms.MirroredStrategy()
     rank = strategy.replica_id_in_sync_group
     training = Training(strategy)
     manager = ms.CheckpointManager(training.checkpoint, given.folder / "checkpoints")
-    handler = ms.PreemptionCheckpointHandler(manager, termination_config=ms.TerminationConfig(grace_period=60))
+    handler = None
+    if given.deaf:
+        manager.restore()
+    else:
+        handler = ms.PreemptionCheckpointHandler(manager, termination_config=ms.TerminationConfig(grace_period=60))
     journal = (given.folder / "journal").open("a") if rank == 0 else open(os.devnull, "w")  # noqa: SIM115
-    print(f"from {handler.total_run_calls}", file=journal, flush=True)
+    begun = training.progress["step"]
+    print(f"from {begun}", file=journal, flush=True)
     if rank == 0:
-        print(f"from step {handler.total_run_calls}", flush=True)
+        print(f"from step {begun}", flush=True)
     tell = given.tell.split(":")
     if given.after and given.after.split(":")[1] == str(rank):
         threading.Timer(float(given.after.split(":")[0]), os.kill, (os.getpid(), signal.SIGUSR2)).start()
 
     def step() -> None:
-        number = handler.total_run_calls + 1
+        number = training.progress["step"] + 1
         time.sleep(given.pause)
         if tell[:2] == [str(number), str(rank)]:
             os.kill(launcher() if tell[3:] else os.getpid(), signal.Signals[tell[2]])
-            while tell[3:] and not handler.is_told:  # the launcher hands it on
+            while tell[3:] and handler and not handler.is_told:  # the launcher hands it on
                 time.sleep(0.01)
         training.step()
         print(f"made {number}", file=journal, flush=True)
 
-    while handler.total_run_calls < given.steps:
-        handler.run(step)
-        if handler.total_run_calls % given.save_every == 0:
-            manager.save(handler.total_run_calls)
-            print(f"saved {handler.total_run_calls}", file=journal, flush=True)
+    while (done := training.progress["step"]) < given.steps:
+        handler.run(step) if handler else step()
+        if (done + 1) % given.save_every == 0:
+            manager.save(done + 1)
+            print(f"saved {done + 1}", file=journal, flush=True)
     (given.folder / f"end-{rank}.txt").write_text(repr(training.everything()))
     manager.close()
     strategy.close()

@@ -3,7 +3,7 @@
 Needs root, Linux namespaces, iproute2, and Debian's packages slurm-wlm, munge and (for Open MPI under srun) libpmix2;
 `why_not` says what is missing.  GPUs are made up: devices that do nothing.  A node has its own name, address,
 processes, /dev/shm and `local` folder, and shares the rest of the file system, as nodes of a cluster
-share the home folders.
+share the home folders. What is in `local` is there again when a node comes back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ PYXIS = Path(__file__).parents[1] / "doubles" / "pyxis_stand_in.c"
 
 NODE = """
 read -r _ # until the network is there
-hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$3/local" || exit 1
+hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount --bind "$3/disk-$1" "$3/local" || exit 1
 mount --bind "$3/hosts" /etc/hosts || exit 1
 slurmd -D -c -N "$1" -f "$2" & # not exec: the first process of a node has to bury the orphans
 wait
@@ -79,6 +79,7 @@ class SlurmBed:
         paper: whether the nodes are on paper only, for `sbatch --test-only`.
         changed: further lines of slurm.conf, or other values for those that are there.
         cgroups: what is written into cgroup.conf, for plugins that need it.
+        partitions: further ones, which have all nodes.
         grace: of the jobs of the usual partition, in seconds, where those of the partition `urgent` take their nodes.
     """
 
@@ -91,10 +92,12 @@ class SlurmBed:
         paper: bool = False,
         changed: Mapping[str, object] | None = None,
         cgroups: str = "",
+        partitions: Sequence[str] = (),
         grace: int | None = None,
     ) -> None:
         self.folder, self.nodes, self.cpus, self.gpus, self.paper = folder, nodes, cpus, gpus, paper
         self._changed, self._cgroups, self._grace = dict(changed or {}), cgroups, grace
+        self._partitions = tuple(partitions)
         self.local = folder / "local"
         self.conf = folder / "slurm.conf"
         #: Whether srun has options of pyxis: it takes a C compiler.
@@ -167,8 +170,26 @@ class SlurmBed:
                 raise TimeoutError(f"no {what} within {timeout:g} s\n{_text(output) if output else ''}\n{told}")
             time.sleep(0.1)
 
-    def cut(self, name: str) -> None:
-        """Make a node be gone at once, with all that runs on it; Slurm misses it after SlurmdTimeout."""
+    def on(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a program that sees the file systems of a node, without Slurm."""
+        return self.run("nsenter", "-t", str(self._processes[name].pid), "--mount", *command)
+
+    def unplug(self, name: str) -> None:
+        """Let nothing that a node sends arrive, nor anything that is sent to it; nobody is told."""
+        _sh("ip", "link", "set", self._port(self._names.index(name) + 1), "down")
+
+    def plug(self, name: str) -> None:
+        """Connect a node again."""
+        _sh("ip", "link", "set", self._port(self._names.index(name) + 1), "up")
+
+    def cut(self, name: str, silently: bool = False) -> None:
+        """Make a node be gone at once, with all that runs on it; Slurm misses it after SlurmdTimeout.
+
+        Its connections are closed by its kernel, as when all its processes are killed; or, `silently`, they stay open
+        for the others, as when its power is cut.
+        """
+        if silently:
+            self.unplug(name)
         process = self._processes.pop(name)
         process.kill()
         process.wait()
@@ -190,7 +211,8 @@ class SlurmBed:
     # ----------------------------------------------------------------------------------------- the start
 
     def _start(self) -> None:
-        for name in ("state", "local", *(f"spool-{name}" for name in self._names), *self._names):
+        of_nodes = [f"{kind}{name}" for kind in ("", "spool-", "disk-") for name in self._names]
+        for name in ("state", "local", *of_nodes):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o755)
         for number in range(self.gpus):
@@ -221,7 +243,7 @@ class SlurmBed:
         if not self.paper:
             for number, name in enumerate(self._names, 1):
                 self._start_node(number, name)
-        self.until(self._all_idle, 60, "idle nodes")
+        self.until(self.all_idle, 60, "idle nodes")
 
     @property
     def _names(self) -> list[str]:
@@ -248,7 +270,8 @@ class SlurmBed:
     def _port(self, number: int) -> str:
         return f"{self._bridge}n{number}"[-15:]
 
-    def _all_idle(self) -> bool:
+    def all_idle(self) -> bool:
+        """Return whether all nodes wait for jobs."""
         nodes = self.run("sinfo", "--partition=test", "--noheader", "--Node", "--format=%T").stdout.split()
         return len(nodes) == self.nodes and set(nodes) <= {"idle", "idle~"}
 
@@ -350,7 +373,7 @@ class SlurmBed:
         if self._grace is not None:
             usual += f" GraceTime={self._grace} PriorityTier=1"
             lines += [f"PartitionName=urgent Nodes={everyone} MaxTime=INFINITE State=UP PriorityTier=10"]
-        lines += [usual]
+        lines += [usual, *(f"PartitionName={name} Nodes={everyone} MaxTime=INFINITE" for name in self._partitions)]
         if self._cgroups:
             (self.folder / "cgroup.conf").write_text(f"CgroupAutomount=yes\nCgroupPlugin=cgroup/v1\n{self._cgroups}\n")
         self.conf.write_text("\n".join(lines) + "\n")

@@ -23,6 +23,7 @@ from mpistrategy.cli.bench.cases import shapes
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.routes import copy_kernel, gpu_copy
+from mpistrategy.reduction.routes.gpu import gpu_packs
 
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="one rank's own work")
 PAIRS = [(np.dtype(getattr(ml_dtypes, a, a)), np.dtype(getattr(ml_dtypes, b, b))) for a, b in copy_kernel.KINDS]
@@ -158,7 +159,7 @@ def test_nvcc_compiles_the_kernel_and_it_needs_no_memory_of_its_own(tmp_path: Pa
 def packed(cupy: Any, arrays: list[Any]) -> list[np.ndarray]:
     """Return what lies in each bucket, without the gaps."""
     buckets = []
-    for pack in packing.plan(packing.layouts_of(arrays)):
+    for pack in gpu_packs(packing.layouts_of(arrays), 0, 0):
         bucket = cupy.empty(pack.size, pack.dtype)
         gpu_copy.fill(pack, arrays, bucket)
         buckets.append((pack, bucket))
@@ -193,7 +194,7 @@ def test_a_list_is_packed_as_on_the_host(arrays: Any) -> None:
             for array, (_, _, transposed) in zip(on_host, arrays, strict=True)
         ]
         found = packed(cupy, on_device)
-        expected = [pack.fill(on_host) for pack in packing.plan(packing.layouts_of(on_host), alignment=1)]
+        expected = [pack.fill(on_host) for pack in packing.plan(packing.layouts_of(on_host), wire=lambda own: own)]
         assert [a.tolist() for a in found] == [b.tolist() for b in expected]
 
 

@@ -207,7 +207,7 @@ def test_sums_that_overflow_and_cancel(strategy: ms.Strategy) -> None:
     with np.errstate(over="ignore"):
         ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(np.full(3, most), var)])))
     assert {one.error for one in ended} == {errors.NonFiniteError}
-    assert "no rank brought such numbers" in ended[0].text
+    assert "no rank had such numbers" in ended[0].text
     # Infinities of both signs make NaN, not a number that looks fine.
     mine = np.full(3, np.inf if RANK % 2 else -np.inf, np.float32)
     ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(mine, var)])))

@@ -173,7 +173,7 @@ def test_what_is_no_lock_is_not_waited_for(tmp_path: Path, what: Callable[[Path]
     _, checkpoint = made()
     what(tmp_path / ".lock")
     began = time.monotonic()
-    with pytest.raises(errors.CheckpointExistsError, match="something that is no file"):
+    with pytest.raises(errors.CheckpointExistsError, match="something that is not a file"):
         ms.CheckpointManager(checkpoint, tmp_path).save(1)
     assert time.monotonic() - began < 1
 

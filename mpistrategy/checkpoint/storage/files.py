@@ -351,7 +351,7 @@ def make_folders(path: str) -> None:
         path = os.path.dirname(path)
     for path in reversed(missing):
         _before("mkdir", path)
-        with contextlib.suppress(FileExistsError):  # by another job; or it is no folder, which fails later
+        with contextlib.suppress(FileExistsError):  # by another job; or it is not a folder, which fails later
             own_files.make_folder(path)
         with contextlib.suppress(PermissionError), Folder.parent_of(path) as parent:
             parent.sync()

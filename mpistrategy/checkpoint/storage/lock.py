@@ -89,7 +89,7 @@ def locked_file(folder: Folder, name: str) -> Folder | None:
 
 
 def _not_ours(path: str, state: os.stat_result) -> CheckpointExistsError:
-    what = "a lock" if stat.S_ISREG(state.st_mode) else "something that is no file"
+    what = "a lock" if stat.S_ISREG(state.st_mode) else "something that is not a file"
     return CheckpointExistsError.at(
         "CheckpointManager",
         found=f"{what}, of {own_files.user_in_words(state.st_uid)}, at {path!r}",

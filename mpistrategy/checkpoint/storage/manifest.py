@@ -252,7 +252,7 @@ def read_text(folder: Folder) -> bytes:
     try:
         return folder.read(NAME, LONGEST_TEXT)
     except FileNotFoundError as error:
-        raise bad(folder.path, f"no {NAME}: it was not finished, or is no checkpoint") from error
+        raise bad(folder.path, f"no {NAME}: it was not finished, or is not a checkpoint") from error
 
 
 def parse(data: bytes, where: str) -> Manifest:

@@ -294,7 +294,7 @@ def _file(text: str) -> str:
 def _python_file(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".py" or not path.is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file of Python")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file of Python")
     return path
 
 
@@ -302,7 +302,7 @@ def _positive(text: str) -> float:
     with suppress(ValueError):
         if 0 < (number := float(text)) < float("inf"):
             return number
-    raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
 def _sizes(text: str) -> list[int]:
@@ -315,5 +315,5 @@ def _sizes(text: str) -> list[int]:
             if 4 <= size < float("inf") and size % 4 == 0:
                 sizes.append(int(size))
                 continue
-        raise argparse.ArgumentTypeError(f"{word!r} is no size; write multiples of 4 bytes as 4, 64KiB or 1MiB")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a size; write multiples of 4 bytes as 4, 64KiB or 1MiB")
     return sizes

@@ -11,18 +11,19 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from mpistrategy.cli.doctor.checks import catalog
 from mpistrategy.cli.doctor.checks.finding import BAD, Finding, worst
 from mpistrategy.cli.doctor.checks.gpu import parts_of
-from mpistrategy.cli.doctor.deadline import STATUS, Deadline, starting_mpi
+from mpistrategy.cli.doctor.deadline import STATUS, Deadline
 from mpistrategy.cli.doctor.facts import gather
 from mpistrategy.cli.doctor.facts.facts import Clock, Facts, Job, Speed, Trial
 from mpistrategy.cli.doctor.report import report
 from mpistrategy.cli.doctor.report.privacy import covered, veil
-from mpistrategy.errors import FallbackWarning, MpiStrategyError
+from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
+from mpistrategy.mpi.job import before_mpi
 
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.facts.ranks import Ranks
@@ -70,12 +71,16 @@ def _examine(options: argparse.Namespace, deadline: Deadline, start_seconds: flo
     cover = veil(os.environ)
     facts = gather.of_this_process(os.environ, start_seconds)
     began = time.monotonic()
-    title = f"[rank {facts.place}/{facts.tasks}] " if facts.tasks > 1 else ""
     try:
-        with starting_mpi(options.timeout, title):
-            from mpistrategy.cli.doctor.facts.ranks import Ranks
+        before_mpi.start("mpistrategy doctor", options.timeout, STATUS, "--timeout SECONDS gives them longer")
+        from mpistrategy.cli.doctor.facts.ranks import Ranks
 
-            ranks = Ranks()
+        ranks = Ranks()
+    except LaunchError as error:
+        found, fix = parts_of(error)
+        return _alone(
+            options, facts, Finding("shared memory" if "/dev/shm" in found else "pmi", BAD, found, fix), cover
+        )
     except (ImportError, RuntimeError) as error:
         return _without_mpi(options, facts, error, cover)
     facts = gather.with_mpi(facts, ranks, time.monotonic() - began)
@@ -179,11 +184,15 @@ def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException
     found, fix = parts_of(no_mpi("mpistrategy doctor", error))
     if facts.wanted:
         fix = f"MPI4PY_LIBMPI={facts.wanted}: is it there, with all that it needs (ldd)? {fix}"
-    if facts.place == 0:
-        findings = [Finding("mpi", BAD, found, fix)]
-        _tell(options, Job([facts]), findings, cover)
-        return STATUS
-    return 0
+    return _alone(options, facts, Finding("mpi", BAD, found, fix), cover)
+
+
+def _alone(options: argparse.Namespace, facts: Facts, finding: Finding, cover: Callable[[str], str]) -> int:
+    """Tell the one thing that is known where MPI cannot be started, on the first of the launcher's processes."""
+    if facts.place:
+        return 0  # all of them found the same; the status of the first one is the job's
+    _tell(options, Job([replace(facts, refusal=(finding.found, finding.fix))]), [finding], cover)
+    return STATUS
 
 
 def _tell(options: argparse.Namespace, job: Job, findings: list[Finding], cover: Callable[[str], str]) -> None:

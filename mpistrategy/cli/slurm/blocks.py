@@ -15,13 +15,19 @@ def notes(spec: JobSpec) -> list[str]:
     site = spec.site
     if not site.name:
         return []
-    return ["#", f"# Site {site.name}: {site.summary}", *(f"# {line}" for line in site.notes)]
+    lines = ["#", f"# Site {site.name}: {site.summary}", *(f"# {line}" for line in site.notes)]
+    if site.pages:
+        lines.append(f"# Not tried on the machine itself; held on {site.checked} against copies of these pages:")
+        lines += [f"#   {page.split()[0]}" for page in site.pages]
+    return lines + [f"# {line}" for line in site.unchecked]
 
 
 def environment(spec: JobSpec) -> list[str]:
     """Return the lines that make Python and MPI available."""
     lines = ["# EDIT 2: the Python environment, with mpistrategy and the MPI that your launcher can start."]
     modules, venv = spec["modules"], spec["venv"]
+    if spec.site.module_use:
+        lines.append(f"module use {' '.join(spec.site.module_use)}")
     lines.append(f"module load {' '.join(modules)}" if modules else "# module load python openmpi")
     if "venv" in spec.values:
         activate = "/bin/activate"
@@ -30,7 +36,26 @@ def environment(spec: JobSpec) -> list[str]:
             if venv
             else ['# source "$HOME/venv/bin/activate"']
         )
-    return [*lines, *spec.site.setup]
+    return [*lines, *spec.site.setup, *(_cray(spec) if spec.site.cray else [])]
+
+
+def _cray(spec: JobSpec) -> list[str]:
+    """Return what has to be known of Cray MPICH; the guide's page `which-mpi` says more."""
+    return [*_WHEELS, *(_TRANSPORT if spec.gpus else ())]
+
+
+_WHEELS = (
+    "# The mpi4py of cray-python has Cray MPICH, and so has one that is built here:",
+    "#     MPICC='cc -shared' pip install --no-binary=mpi4py mpi4py",
+    "# One of a wheel needs the ABI module, and its libraries before all others, or it talks by TCP: for that use",
+    "# module load cray-mpich-abi",
+    '# export LD_LIBRARY_PATH="$CRAY_LD_LIBRARY_PATH:${LD_LIBRARY_PATH-}"',
+)
+_TRANSPORT = (
+    "# MPICH_GPU_SUPPORT_ENABLED=1 wants the accelerator's transport library in the process, too: build mpi4py with",
+    "# the accelerator's module (craype-accel-nvidia80, ...) loaded, or preload the library:",
+    '# export LD_PRELOAD="$CRAY_MPICH_ROOTDIR/gtl/lib/libmpi_gtl_cuda.so"',
+)
 
 
 def program(spec: JobSpec) -> list[str]:
@@ -183,7 +208,12 @@ def values_of(spec: JobSpec) -> dict[str, str]:
     told = {key: str(spec[key]) for key in numbers}
     told |= {key: shell(spec[key]) for key in ("archive", "local") if spec[key]}
     cpus = spec["cpus_per_task"]
-    threads = f"${{SLURM_CPUS_PER_TASK:-{cpus}}}" if spec.site.batch == "slurm" else str(cpus)
+    each = spec.site.threads_per_core
+    threads = str(-(-cpus // each))
+    if spec.site.batch == "slurm":
+        threads = (
+            f"${{SLURM_CPUS_PER_TASK:-{cpus}}}" if each == 1 else f"$(((SLURM_CPUS_PER_TASK + {each - 1}) / {each}))"
+        )
     # MPICH's mpiexec and Intel's hand SIGTERM on to the ranks, and are ended by SIGUSR2; others the other way round.
     signal = "TERM" if spec.site.batch == "pbs" and spec["mpiexec"] in ("mpich", "intel") else "USR2"
     return told | {"threads": threads, "signal": signal} | BATCHES[spec.site.batch].words

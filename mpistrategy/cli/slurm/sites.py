@@ -28,12 +28,18 @@ class Site:
         name: as in ``site=NAME``.
         summary: what it is, in one line.
         notes: lines of comment for the top of its scripts.
+        checked: the day on which the profile was held against `pages`; "" for never.
+        pages: pages of the centre, each as ``ADDRESS "A SENTENCE OF IT"``: what values of the profile rest on.
+        unchecked: what no page was found for, in words.
         batch: "slurm" or "pbs".
         launcher: "srun", "ibrun" (TACC) or "mpiexec" (PBS; the key `mpiexec` says whose).
         launcher_options: for the launcher.
         gpu_option: how to request GPUs: "gpus-per-node", "gres", or "" where the partition says it all.
         gpus: how many GPUs a node has that this library can use.
         cpus: how many CPUs a node has, as the batch system counts them; 0 for unknown.
+        threads_per_core: how many of them are one core.
+        cray: whether its MPI is Cray MPICH, of which its scripts then speak.
+        module_use: folders of modules that are not searched without being named.
         templates: those that work there; empty for all.
         requires: keys without which no job is accepted there.
         defaults: values of keys that are not given.
@@ -45,12 +51,18 @@ class Site:
     name: str = ""
     summary: str = ""
     notes: tuple[str, ...] = ()
+    checked: str = ""
+    pages: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     batch: str = "slurm"
     launcher: str = "srun"
     launcher_options: tuple[str, ...] = ("--cpu-bind=cores",)
     gpu_option: str = "gpus-per-node"
     gpus: int = 64
     cpus: int = 0
+    threads_per_core: int = 1
+    cray: bool = False
+    module_use: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     defaults: Mapping[str, values.Value] = field(default_factory=dict)
@@ -60,6 +72,11 @@ class Site:
 
 
 GENERIC = Site()
+_FORMS = {
+    "checked": (r"\d{4}-\d\d-\d\d", "a day such as 2026-11-25"),
+    "pages": (r'https://[\x21-\x7e]+ ".+"', 'ADDRESS "A SENTENCE OF IT"'),
+    "module_use": (r"/[\w./+-]*", "whole paths of folders"),
+}
 _ALLOWED = {
     "batch": ("slurm", "pbs"),
     "launcher": ("srun", "ibrun", "mpiexec"),
@@ -137,6 +154,11 @@ def _site(table: dict[str, Any], path: Path) -> Site:
         wrong = [part for part in parts if key in _ALLOWED and part not in _ALLOWED[key]]
         if wrong:
             raise _refusal(path, f"{key}={wrong[0]!r}", f"out of {', '.join(filter(None, _ALLOWED[key]))}")
+    for key, (pattern, expected) in _FORMS.items():
+        given = table.get(key, ())
+        wrong = [part for part in ([given] if isinstance(given, str) else given) if not re.fullmatch(pattern, part)]
+        if wrong:
+            raise _refusal(path, f"{key}={wrong[0]!r}", expected)
     for line in table.get("directives", ()):
         if not re.match(r"-[-A-Za-z]", line):
             raise _refusal(path, f"directives={line!r}", "options, each beginning with - or --")

@@ -63,6 +63,7 @@ class JobSpec:
                     fix="Others have it: another template, launcher or batch system." if key in KEYS else "",
                 )
         checked = {key: eligible[key].parse(given, key) for key, given in statement.items()}
+        _refuse_skipped(site, checked)
         filled = {key: site.defaults.get(key, each.default) for key, each in eligible.items()} | checked
         filled = _derived(filled, checked, site)
         spec = cls(template, site, frozenset(checked), filled)
@@ -101,6 +102,15 @@ class JobSpec:
                 found=f"no {missing[0]}",
                 expected=f"values for {', '.join(self.site.requires)}, which {self.site.name} wants",
                 fix=f"Add {missing[0]}=... .",
+            )
+
+
+def _refuse_skipped(site: sites.Site, checked: Mapping[str, object]) -> None:
+    """Raise OptionError for a key that a site does not take; cpus_per_task says how many threads a rank has, too."""
+    for key in checked:
+        if key in site.skip and key != "cpus_per_task":
+            raise OptionError.at(
+                _WHERE, found=f"{key}=", expected=f"no such key: {site.name} refuses jobs that have it"
             )
 
 

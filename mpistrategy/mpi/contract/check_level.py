@@ -34,7 +34,7 @@ def parse(value: Any, where: str, name: str = "") -> str:
     if isinstance(value, str) and value.lower() in LEVELS:
         return value.lower()
     if isinstance(value, str) and value.lower() == _FORMER:
-        text = f'{where}: {name}"{_FORMER}" is no level any more and means "{ALWAYS}": every call is compared, '
+        text = f'{where}: {name}"{_FORMER}" is not a level any more and means "{ALWAYS}": every call is compared, '
         warn(f"{text}in the first message of the call", OptionWarning)
         return ALWAYS
     raise OptionError.at(

@@ -217,11 +217,13 @@ class Guard(TellsErrors):
         self.level = level
         self.skips = level == OFF and not self._is_free
 
-    def compare_digest(self, digest: int, signature: Signature, work: Callable[[], object] | None = None) -> None:
-        """Do `compare` with a known digest, sparingly, outside every `Call`; first do `work`."""
+    def compare_digest(
+        self, digest: int, signature: Signature, work: Callable[[], object] | None = None, *, due: bool = False
+    ) -> None:
+        """Do `compare` with a known digest, sparingly unless it is `due`, outside every `Call`; first do `work`."""
         if work is not None:
             work()
-        if self._channel is not None and not self._agrees(digest, signature, due=False):
+        if self._channel is not None and not self._agrees(digest, signature, due=due):
             self.resolve(signature)
 
     def comparison(self, digest: int, signature: Signature) -> Compare:

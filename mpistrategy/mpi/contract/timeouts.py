@@ -25,7 +25,7 @@ def parse(text: str, where: str = VARIABLE) -> float:
     """Return the seconds that `text` names.
 
     Raises:
-        OptionError: for text that is no number, or a negative one.
+        OptionError: for text that is not a number, or a negative one.
     """
     try:
         seconds = float(text)

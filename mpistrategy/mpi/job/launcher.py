@@ -27,13 +27,17 @@ from mpistrategy.options import is_on
 ALONE = "MPISTRATEGY_ALONE"
 
 _MPICH, _OPEN_MPI, _SRUN = "the mpiexec of MPICH or Intel MPI", "the mpirun of Open MPI", "srun"
-_JSRUN = "jsrun"
+_JSRUN, _FLUX = "jsrun", "flux run"
 #: The variables in which the launchers of MPI libraries say: which launcher, how many processes, which one.
 _PLACES = (
     (_MPICH, "PMI_SIZE", "PMI_RANK"),
     (_OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("the mpirun_rsh of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+)
+#: Those of LSF's and Flux's launchers, which set the variables of an MPI's launcher, too.
+_BATCH_PLACES = (
     (_JSRUN, "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    (_FLUX, "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
 )
 #: They count this node only, and are used where there are no others.
 _PLACE_ON_NODE = (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
@@ -88,9 +92,15 @@ def claim_in(environment: Mapping[str, str], slurm_step: str = "") -> Claim | No
         is_this = job == environment.get("SLURM_JOB_ID", "")
         said = [replace(claim, launcher=_SRUN) if claim.launcher == _MPICH else claim for claim in said]
         said = [claim for claim in said if is_this or claim.launcher != _SRUN]
+    batch = next(filter(None, (_place(environment, *place) for place in _BATCH_PLACES)), None)
+    if batch:
+        same = (batch.tasks, batch.rank)
+        said = [
+            replace(claim, launcher=batch.launcher) if (claim.tasks, claim.rank) == same else claim for claim in said
+        ]
     if said:
         return min(said, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
-    return _place(environment, *_PLACE_ON_NODE) or _claim_of_srun(environment, slurm_step)
+    return batch or _place(environment, *_PLACE_ON_NODE) or _claim_of_srun(environment, slurm_step)
 
 
 def _place(environment: Mapping[str, str], launcher: str, size: str, rank: str) -> Claim | None:
@@ -139,21 +149,33 @@ def refusal(environment: Mapping[str, str], process: Process, where: str = "Mirr
         found=f"an MPI ({process.library or 'unknown'}) that takes this process for the only one, while "
         f"{claim.launcher} started it as rank {claim.rank} of {claim.tasks} ({said})",
         expected=f"an MPI with {claim.tasks} ranks",
-        fix=f"{_cure(claim.launcher, process.library)} If {claim.tasks} separate programs of one rank each are meant, "
+        fix=f"{cure(claim.launcher, process.library)} If {claim.tasks} separate programs of one rank each are meant, "
         f"set {ALONE}=1.",
     )
 
 
-def _cure(launcher: str, library: str) -> str:
+def cure(launcher: str, library: str) -> str:
+    """Return how to start this MPI library's ranks in place of what this launcher did."""
     is_open_mpi = library.startswith("Open MPI")
     if launcher == _SRUN:
         option = "pmix" if is_open_mpi else "pmi2"
         return (
             f"Start it with `srun --mpi={option}`, or with the mpiexec of {library or 'that MPI'} in the batch script."
         )
+    if launcher == _FLUX:
+        option = "pmix` (with flux-pmix installed)" if is_open_mpi else "simple`"
+        return (
+            f"Start it with `flux run -o pmi={option}, or with the mpiexec of {library or 'that MPI'} inside "
+            "`flux batch` or `flux alloc`."
+        )
+    if launcher == _JSRUN:
+        return (
+            "jsrun starts ranks of IBM Spectrum MPI: load its module and build mpi4py with it, or start the ranks with "
+            f"the mpiexec of {library or 'that MPI'} in the batch script."
+        )
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     mpiexec = beside if os.path.exists(beside) else "mpiexec"
-    if is_open_mpi != (launcher in (_OPEN_MPI, _JSRUN)):  # jsrun starts Spectrum MPI, which is an Open MPI
+    if is_open_mpi != (launcher == _OPEN_MPI):
         return (
             f"Launcher and library are of two MPIs: start it with the mpiexec of {library or 'the library'} "
             f"({mpiexec}), or install the other MPI beside this Python."

@@ -27,7 +27,15 @@ from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.over_mpi.collectives import Collectives
 from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
-from mpistrategy.mpi.shared_memory.segments import Fence, NodePeers, SharedMemory, part, private_memory, share
+from mpistrategy.mpi.shared_memory.segments import (
+    Fence,
+    NodePeers,
+    SharedMemory,
+    part,
+    private_memory,
+    share,
+    visible_memory,
+)
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
@@ -57,7 +65,7 @@ class MpiCommunicator(Collectives):
         contains_errors: as of `Guard`.
 
     Raises:
-        OptionTypeError: when `comm` is no intracommunicator of mpi4py.
+        OptionTypeError: when `comm` is not an intracommunicator of mpi4py.
     """
 
     failures: Failures | None
@@ -153,6 +161,8 @@ class MpiCommunicator(Collectives):
         Returns the memory of the watchdog's status board, and the channel on which the ranks compare their calls.
         """
         assert self._control is not None
+        if not self.shares_memory:
+            return visible_memory(status_board.BYTES), self._control
         before = status_board.BYTES + failures.BYTES
         shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
         lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)

@@ -20,10 +20,10 @@ from typing import Any
 
 from mpistrategy.mpi.contract.flight_recorder import ENTERED, NUMBER, Entry, in_words
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.watchdog.local_process import inside_of
+from mpistrategy.mpi.watchdog.local_process import inside_of, node_name
 from mpistrategy.mpi.watchdog.roll_call import Account
 from mpistrategy.mpi.watchdog.run_directory import BUSY, CLAIM, MOST_BYTES, ROLL_CALL, RunDirectory
-from mpistrategy.mpi.watchdog.status_board import ALARMED, RankStatus, StatusBoard
+from mpistrategy.mpi.watchdog.status_board import ALARMED, LastCalls, RankStatus, StatusBoard
 
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2
@@ -79,6 +79,7 @@ class Group:
         self._asks_since = self._next_look = self._pause = 0.0
         #: What other nodes have said after an alarm, and whether it is final.
         self._heard_of: dict[int, tuple[bool, list[Account]]] = {}
+        self._noted = 0
         self._entry: Entry | None = None
         self._again = False
 
@@ -99,6 +100,14 @@ class Group:
         self._entry = entry
         if self.guard.gpu_progress is not None:
             self.guard.gpu_progress.look(time.monotonic())
+
+    def note_calls(self) -> None:
+        """Show when this rank entered its last collectives, to whoever looks from outside at who came last."""
+        entries = list(self.guard.record.entries)  # copies without letting the program's threads run, which write more
+        if entries and entries[-1][NUMBER] != self._noted:
+            self._noted = entries[-1][NUMBER]
+            entered = {entry[NUMBER]: int(entry[ENTERED] * 1e9) for entry in entries}
+            self.board.write_calls(LastCalls(self.identity, len(self.ranks), entered))
 
     def is_late(self, now: float, not_before: float) -> bool:
         """Return whether this rank or its GPU has waited longer than the limit (for its own GPU, far longer)."""
@@ -255,7 +264,13 @@ class Group:
         now = time.monotonic()
         lines = [asdict(_relative(status, now)) for status in self.board.read()]
         silent = {str(each.status.rank): each.silent for each in accounts or ()}
-        told = {"wall": time.time(), "final": accounts is not None, "lines": lines, "silent": silent}
+        told = {
+            "wall": time.time(),
+            "final": accounts is not None,
+            "lines": lines,
+            "silent": silent,
+            "host": node_name(),
+        }
         if accounts is not None:
             told["records"] = self.records()
         return self.directory.write(_file_of(self.node), json.dumps(told, indent=1 if accounts else None))

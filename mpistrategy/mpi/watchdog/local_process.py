@@ -28,6 +28,11 @@ _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _HOLDING = "its process {} runs, but code in it does not let other Python threads run"
 
 
+def node_name() -> str:
+    """Return the name of this node: Slurm's, if it has started this process."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
 def now_doing(guards: Iterable[Guard]) -> str:
     """Return where this process is: in which collective, or after which one and where in the program."""
     now = time.monotonic()

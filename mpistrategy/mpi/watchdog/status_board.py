@@ -6,20 +6,26 @@ A rank's watchdog writes it and never calls MPI: the peers can read it when that
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import RankCall
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 
-#: What the status of a rank takes, and what its board takes with the record that it writes after an alarm.
+#: What the status of a rank takes; with when it came to its last calls; and with the record it writes after an alarm.
 STATUS_BYTES = 1024
-BYTES = 48 * 1024
+SEEN_BYTES = STATUS_BYTES + 4160
+BYTES = 52 * 1024
 _NUMBERS = 16
 _TEXT_FROM = 8 * _NUMBERS
 _LONGEST_TEXT = STATUS_BYTES - _TEXT_FROM
-_LONGEST_RECORD = BYTES - STATUS_BYTES
+_LONGEST_RECORD = BYTES - SEEN_BYTES
+#: Before the last calls, of two numbers each.
+_CALLS_HEAD = 8
+_MOST_CALLS = (SEEN_BYTES - STATUS_BYTES) // 8 // 2 - _CALLS_HEAD // 2
 _CUT = b"\n... (cut)\n"
 
 #: How far a rank has come with a late collective: it knows of it; its record and its stacks are written; the roll call
@@ -62,6 +68,21 @@ class RankStatus:
     has_all_ranks: bool = False
 
 
+@dataclass(frozen=True)
+class LastCalls:
+    """When a rank came to its last collectives of one strategy.
+
+    Attributes:
+        strategy: a number for that strategy; 0 for none.
+        ranks: how many ranks it has.
+        entered: when the rank entered them, in nanoseconds of time.monotonic(), by their numbers; in order.
+    """
+
+    strategy: int = 0
+    ranks: int = 0
+    entered: Mapping[int, int] = field(default_factory=dict)
+
+
 def call_in(text: str) -> RankCall:
     """Return the call of a status such as ``in #7 Strategy.reduce SUM float64[3] (24 B) for 2 s; at train.py:12``.
 
@@ -78,7 +99,7 @@ class StatusBoard:
 
     Args:
         memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.  `STATUS_BYTES` are enough to
-            read statuses.
+            read statuses, `SEEN_BYTES` for the last calls, too.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -87,7 +108,8 @@ class StatusBoard:
         self._fence = memory.fence
         self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
         self._texts = [segment[_TEXT_FROM:STATUS_BYTES].data.cast("B") for segment in memory.segments]
-        self._records = [segment[STATUS_BYTES:BYTES] for segment in memory.segments]
+        self._calls = [segment[STATUS_BYTES:SEEN_BYTES].view(np.int64) for segment in memory.segments]
+        self._records = [segment[SEEN_BYTES:BYTES] for segment in memory.segments]
         self._mine = self._numbers[self.local_rank]
 
     def write(self, status: RankStatus) -> None:
@@ -103,6 +125,31 @@ class StatusBoard:
         mine[_STATE] = max(mine[_STATE], status.state)
         self._order()
         mine[_VERSION] += 1
+
+    def write_calls(self, calls: LastCalls) -> None:
+        """Say when this rank entered its last collectives; of many, the last ones."""
+        mine, pairs = self._calls[self.local_rank], list(calls.entered.items())[-_MOST_CALLS:]
+        mine[0] += 1  # odd: being written
+        self._order()
+        mine[1:4] = calls.strategy, calls.ranks, len(pairs)
+        mine[_CALLS_HEAD : _CALLS_HEAD + 2 * len(pairs)] = np.array(pairs, np.int64).reshape(-1)
+        self._order()
+        mine[0] += 1
+
+    def calls(self) -> list[LastCalls]:
+        """Return the last collectives of the node's ranks, by local rank; none where they are being written."""
+        return [self._calls_of(numbers) for numbers in self._calls]
+
+    def _calls_of(self, numbers: Array) -> LastCalls:
+        for _ in range(100):
+            before = int(numbers[0])
+            self._order()
+            found = numbers.tolist()
+            self._order()
+            if before == numbers[0] and not before & 1:
+                pairs = found[_CALLS_HEAD : _CALLS_HEAD + 2 * max(0, min(found[3], _MOST_CALLS))]
+                return LastCalls(found[1], found[2], dict(zip(pairs[::2], pairs[1::2], strict=True)))
+        return LastCalls()
 
     def expect(self, until: float) -> None:
         """Say at once until when this rank is busy."""

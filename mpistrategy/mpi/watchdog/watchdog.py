@@ -51,6 +51,8 @@ class Watchdog:
         #: Until when, for each `expect` that lasts.
         self._busy: list[float] = []
         self._resumed = 0.0
+        #: When this rank has last noted its calls, as a whole second of time.time().
+        self._second = 0
         self._reminded = self._failed = False
         self._changed = threading.Event()
         self._lock = threading.Lock()
@@ -114,7 +116,8 @@ class Watchdog:
         last = time.monotonic()
         while not self._is_over():
             tick = self._tick()
-            self._changed.wait(tick)
+            # At the same times on all ranks: what they then note of their last calls is about the same calls.
+            self._changed.wait(tick - time.time() % tick)
             self._changed.clear()
             now = time.monotonic()
             if now - last > tick + _STOOD_STILL_SECONDS:
@@ -143,10 +146,14 @@ class Watchdog:
         if not groups:
             return
         status = self._status(now, groups)
+        second = int(time.time())
         for group in groups:
             group.look()
             group.board.write(status)
+            if second != self._second:
+                group.note_calls()
             group.update_nodes(now)
+        self._second = second
         crossed = crossed_waits.find(groups, self.rank, now)
         if crossed is not None:
             crossed[0].guard.stop_waiting(crossed[1])
@@ -192,7 +199,7 @@ class Watchdog:
             status for status in widest.board.read() if status.rank != self.rank and "at its end" not in status.text
         ]
         told = "".join(f"\n  rank {status.rank}: {status.text}" for status in others)
-        sys.stderr.write(f"[rank {self.rank}/{self.size}] has come to its end and waits for the other ranks.{told}\n")
+        sys.stderr.write(f"[rank {self.rank}/{self.size}] has ended its program and waits for the other ranks.{told}\n")
 
 
 _watchdog: Watchdog | None = None

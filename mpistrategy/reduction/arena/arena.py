@@ -292,14 +292,14 @@ class Arena(Generic[T]):
                 ranks = reduced_precision.on(self._communicator, wire)
                 self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=not in_place)
             return self._routes[key]
-        from mpistrategy.reduction.routes.gpu import GpuRoute  # here, for the quick import
+        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here, for the quick import
 
-        packs = packing.plan(packing.layouts_of(self._mine), 1)  # each by itself
+        packs = gpu_packs(packing.layouts_of(self._mine), 1, 0)  # each by itself
         targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
         return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)
 
     def _make_plan(
-        self, op: ReduceOp, communicator: Communicator, where: tuple[str, str]
+        self, op: ReduceOp, communicator: Communicator, where: tuple[str, str], path: str
     ) -> Callable[[Any, Any], Any] | None:
         """Return a ``run(arena, out)`` that makes the messages of `all_reduce`; None where not all is in place.
 
@@ -309,16 +309,22 @@ class Arena(Generic[T]):
             op: how.
             communicator: the ranks.
             where: the public name of the call, and its call site.
+            path: which one is asked for, in GPU memory.
 
         Raises:
             DTypeError: for a dtype that `op` cannot reduce.
         """
-        is_served = all(is_in_place(communicator, bucket) for bucket in self._buckets)
+        in_place = self._in_place
+        is_served = in_place if self._on_device else all(is_in_place(communicator, each) for each in self._buckets)
         if self._closed or self._communicator is not communicator or not is_served:
             return None
         check_dtypes(self._buckets, op, where[0])
-        guard, in_place, key = communicator.guard, self._in_place, (op, None, self._in_place)
-        signature = self._signature(op, *where, in_place, None)
+        signature = self._signature(op, *where, in_place, None, f", path={path}" if self._on_device else "")
+        if self._on_device:
+            from mpistrategy.reduction.routes.device_plan import repeated_in_arena  # here, for the quick import
+
+            return repeated_in_arena(communicator, self._mine, op, signature, path)
+        guard, key = communicator.guard, (op, None, in_place)
         digest = guard.digest(signature)
         self._route(op, "", None, in_place)
         routes = self._routes  # the flight record keeps `run`, which must not keep the memory after `close`

@@ -90,7 +90,7 @@ def check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
             raise DTypeError.at(
                 where,
                 found=f"MEAN of {dtype_name(dtype)} in an arena",
-                expected="a floating dtype: a mean of integers is none, and does not fit where they are",
+                expected="a floating dtype: the mean of integers is not an integer, and does not fit into the arena",
                 fix="Reduce with SUM, or pass arena.values without out=.",
             )
         check_order(dtype, op, where)

@@ -25,7 +25,7 @@ FEW_ELEMENTS = 64
 _MOST_JOINED_BYTES = 4 * 2**20
 
 #: What one thread of a GPU reads at once.
-_GPU_ALIGNMENT = 16
+GPU_ALIGNMENT = 16
 
 Layout = tuple[np.dtype[Any], tuple[int, ...]]
 _Wire = Callable[[np.dtype[Any]], np.dtype[Any]]
@@ -150,7 +150,7 @@ def plan(
             kernels move 16 bytes at a time; those on the host are not.
     """
     if alignment is None:
-        alignment = _GPU_ALIGNMENT if wire is wire_dtype else 1
+        alignment = GPU_ALIGNMENT if wire is wire_dtype else 1
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for index in range(len(layouts)) if indices is None else indices:
         by_dtype.setdefault(wire(layouts[index][0]), []).append(index)

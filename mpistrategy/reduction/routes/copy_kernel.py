@@ -96,7 +96,7 @@ __device__ __forceinline__ void convert(unsigned short from, unsigned int& to) {
 
 // ---- one block's part of one array
 
-// Copy in units, of which both ends have the same place in memory's rhythm; bytes before and after them one by one.
+// Copy in units, where source and target are aligned alike; copy the bytes before and after them one by one.
 template <typename Unit>
 __device__ __forceinline__ void copy_units(address source, address target, unsigned int bytes) {
     const unsigned int before_first = (unsigned int)(0 - source) & (unsigned int)(sizeof(Unit) - 1);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void convert_four(const Four<From>& from, Four<To>& t
     to = made;
 }
 
-// Convert in fours, where both ends have the same place in memory's rhythm; else one by one.
+// Convert in fours where source and target are aligned alike; else one by one.
 template <typename From, typename To>
 __device__ __forceinline__ void convert_all(address source, address target, unsigned int count) {
     const From* from = (const From*)source;

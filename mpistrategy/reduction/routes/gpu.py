@@ -1,12 +1,14 @@
 """The route of arrays in GPU memory: packed on the device, combined on the strategy's path.
 
 Small and large arrays of a dtype are packed into buckets by one kernel; the results are views of the buckets.  The
-16-bit floats are converted to float32 on the way in and rounded once on the way out, as on the host.
+16-bit floats are combined in float32 and rounded once, as on the host, and integers of 8 and 16 bits in 32 bits: piece
+by piece, in memory for one piece.  No second copy of the buckets is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import divide_by, mean_dtype, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
+from mpistrategy.mpi.gpu.transports.pieces import PIECE, Pieces
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, communication_memory, device_paths
@@ -23,7 +26,7 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
-from mpistrategy.reduction.routes.gpu_copy import fill
+from mpistrategy.reduction.routes.gpu_copy import fill, move
 from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
 
 _PATHS = {
@@ -41,12 +44,18 @@ _ALONE_BYTES = 8 * 2**20
 
 def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: float) -> tuple[Pack, ...]:
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
-    sizes = [prod(shape) * wire_dtype(dtype).itemsize for dtype, shape in layouts]
+    sizes = [prod(shape) * dtype.itemsize for dtype, shape in layouts]
     large = tuple(index for index, nbytes in enumerate(sizes) if nbytes >= _ALONE_BYTES)
+    plan = partial(packing.plan, layouts, wire=_own_dtype, alignment=packing.GPU_ALIGNMENT)
     if num_packs >= 1 or not large:
-        return packing.plan(layouts, bytes_per_pack, num_packs)
+        return plan(bytes_per_pack, num_packs)
     small = tuple(index for index, nbytes in enumerate(sizes) if nbytes < _ALONE_BYTES)
-    return packing.plan(layouts, bytes_per_pack, indices=small) + packing.plan(layouts, 1, indices=large)
+    return plan(bytes_per_pack, indices=small) + plan(1, indices=large)
+
+
+def _own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of the packs of arrays: their own, whatever they are combined in."""
+    return dtype
 
 
 class GpuRoute:
@@ -80,7 +89,7 @@ class GpuRoute:
         self._targets: list[Any] = [
             None if targets is None or len(pack.members) > 1 else targets[pack.members[0].index] for pack in packs
         ]
-        self._most_bytes = max((pack.nbytes for pack in packs), default=0)
+        self._most_bytes = max((_bytes_at_once(pack) for pack in packs), default=0)
         self._buckets: list[DeviceArray] = []
         #: Memory that the results will need beside the buckets: taken before the ranks agree, and free when they do.
         self._kept: list[DeviceArray] = []
@@ -92,9 +101,15 @@ class GpuRoute:
             self.pack(arrays)
 
     def make_room(self, ranks: Communicator, word: str = "") -> None:
-        """Let the path of these ranks for a word, if there is one, take the memory that it needs."""
+        """Take the memory of pieces in another dtype, and that of the path of these ranks, if there is one."""
+        for pack in self.packs:
+            if (dtype := wire_dtype(pack.dtype)) != pack.dtype:
+                self._pieces(ranks).make_room(pack.size, dtype)
         if (known := device_paths(ranks).known.get(word or self._word)) is not None:
             known.make_room(self._most_bytes)
+
+    def _pieces(self, ranks: Communicator) -> Pieces:
+        return ranks.once(Pieces, lambda: Pieces(cupy_for("arrays in GPU memory")))
 
     def pack(self, arrays: Sequence[DeviceArray]) -> None:
         """Put what travels together, on the current stream."""
@@ -103,13 +118,11 @@ class GpuRoute:
         with arrays[0].device:
             for pack, target in zip(self.packs, self._targets, strict=True):
                 bucket = target
-                if target is None or target.dtype != pack.dtype:
+                if target is None:
                     bucket = communication_memory(cupy, pack.size, pack.dtype)
                     fill(pack, arrays, bucket)
+                    self._kept += [cupy.empty(pack.size, dtype) for dtype in _made_beside(pack.dtype, self._op)]
                 self._buckets.append(bucket)
-                if target is None:
-                    wanted = [arrays[member.index].dtype for member in pack.members]
-                    self._kept += [cupy.empty(pack.size, dtype) for dtype in _made_beside(pack.dtype, wanted, self._op)]
 
     def run(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[DeviceArray]:
         """Return the results, on the current stream."""
@@ -130,7 +143,20 @@ class GpuRoute:
                 if bucket is target and bucket is not arrays[pack.members[0].index]:
                     bucket[...] = arrays[pack.members[0].index]  # only now: until here it is the result before
                 if pack.size:
-                    self._operation.run(path, communicator, bucket.reshape(-1), self._op._on_the_wire)
+                    self._combine(ranks, partial(self._operation.run, path, communicator), bucket.reshape(-1))
+
+    def _combine(self, ranks: Communicator, run: Callable[[DeviceArray, str], None], bucket: DeviceArray) -> None:
+        """Combine a bucket, and divide it where it is one of floats."""
+        dtype, op = wire_dtype(bucket.dtype), self._op
+
+        def combine(values: DeviceArray) -> None:
+            run(values, op._on_the_wire)
+            divide_by(op._divisor(dtype, self._ranks.size), values)
+
+        if dtype == bucket.dtype:
+            combine(bucket)
+        else:
+            self._pieces(ranks).combine(bucket, dtype, combine, lambda part, piece: move([part], [piece]))
 
     def results(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
         """Return the results of what has been sent, on the current stream."""
@@ -138,33 +164,27 @@ class GpuRoute:
         with arrays[0].device:
             self._kept.clear()  # CuPy's pool has it ready, for this stream
             for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
-                divide_by(self._op._divisor(bucket.dtype, self._ranks.size), bucket)
                 if target is None:
-                    self._unpack(pack, bucket, arrays, results)
-                    continue
-                if target is not bucket:
-                    target[...] = bucket  # converted on the way
-                results[pack.members[0].index] = target
+                    self._unpack(pack, bucket, results)
+                else:
+                    results[pack.members[0].index] = target
         return results
 
-    def _unpack(self, pack: Pack, bucket: DeviceArray, arrays: Sequence[DeviceArray], results: list[Any]) -> None:
-        count, op = self._ranks.size, self._op if bucket.dtype.kind in "iu" else ReduceOp.SUM  # others are divided
-        dtypes = {arrays[member.index].dtype for member in pack.members}
-        whole = len(dtypes) == 1  # then one kernel finishes all arrays of the pack
-        finished = finish(bucket, dtypes.pop(), op, count) if whole else bucket
+    def _unpack(self, pack: Pack, bucket: DeviceArray, results: list[Any]) -> None:
+        is_divided = pack.dtype.kind not in "iu"
+        finished = bucket if is_divided else finish(bucket, pack.dtype, self._op, self._ranks.size)
         for index, view in pack.views(finished):
-            result = view if whole else finish(view, arrays[index].dtype, op, count)
-            lone = view.size == 1 and pack.size > FEW_ELEMENTS and result is view
-            results[index] = result.copy() if lone else result
+            lone = view.size == 1 and pack.size > FEW_ELEMENTS
+            results[index] = view.copy() if lone else view
 
     def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
         groups: dict[tuple[Any, Copies], list[Pack]] = {}
         for pack, target in zip(self.packs, self._targets, strict=True):
             copies: Copies = ((1, "all into a bucket"),)
-            if pack.converts:
-                copies = ((2, f"all into {pack.dtype.name} and the results back"),)
-            elif target is not None:
+            if target is not None:
                 copies = () if target is arrays[pack.members[0].index] else ((1, "all into the result"),)
+            if (dtype := wire_dtype(pack.dtype)) != pack.dtype:
+                copies += ((2, f"into {dtype.name} and back, piece by piece"),)
             groups.setdefault((pack.dtype, copies), []).append(pack)
         path = device_paths(ranks).known.get(self._word)
         later = "" if path is None else f"all_reduce_async: on a stream of its own{_finished_by(ranks, path.name)}"
@@ -178,7 +198,7 @@ class GpuRoute:
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        why = path.by_host(reduced_precision.on(ranks, self._wire), dtype, self._op._on_the_wire)
+        why = path.by_host(reduced_precision.on(ranks, self._wire), wire_dtype(dtype), self._op._on_the_wire)
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
@@ -193,10 +213,14 @@ def _finished_by(ranks: Any, path_name: str) -> str:
     return "; wait() does what the host must do: MPI has no MPI_THREAD_MULTIPLE"
 
 
-def _made_beside(wire: np.dtype[Any], wanted: Sequence[np.dtype[Any]], op: ReduceOp) -> list[np.dtype[Any]]:
-    """Return the dtypes of what `finish` makes of a bucket: results of another dtype, and quotients of integers."""
-    made = [dtype for dtype in sorted(set(wanted), key=str) if dtype != wire]
-    if op is ReduceOp.MEAN and wire.kind in "iu":
-        quotient = np.dtype(np.float64)
-        return [quotient, *made, *(mean for mean in sorted({*map(mean_dtype, wanted)}, key=str) if mean != quotient)]
-    return made
+def _made_beside(dtype: np.dtype[Any], op: ReduceOp) -> list[np.dtype[Any]]:
+    """Return the dtypes of what `finish` makes of a bucket: quotients of integers."""
+    if op is not ReduceOp.MEAN or dtype.kind not in "iu":
+        return []
+    return [*dict.fromkeys((np.dtype(np.float64), mean_dtype(dtype)))]
+
+
+def _bytes_at_once(pack: Pack) -> int:
+    """Return how much of a pack travels in one call."""
+    dtype = wire_dtype(pack.dtype)
+    return pack.nbytes if dtype == pack.dtype else min(pack.size, PIECE) * dtype.itemsize

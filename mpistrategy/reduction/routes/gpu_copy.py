@@ -53,14 +53,10 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
 
 
 def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
-    """Copy the arrays of a pack into `bucket`, converted to its dtype, on the current stream of the current device."""
-    chosen = pack.chosen(arrays)
-    moves: list[Move] = []
-    for array, each in zip(chosen, pack.slices, strict=True):
-        kind = kind_of(array.dtype, pack.dtype) if pack.converts else AS_IT_IS
-        assert kind is not None, f"{array.dtype} travels as {pack.dtype}"
-        moves.append((kind, each.stop - each.start, array.dtype.itemsize, pack.dtype.itemsize))
-    pointers = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
+    """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
+    chosen, itemsize = pack.chosen(arrays), pack.dtype.itemsize
+    moves = [(AS_IT_IS, each.stop - each.start, itemsize, itemsize) for each in pack.slices]
+    pointers = pack.starts * np.uint64(itemsize) + np.uint64(bucket.data.ptr)
     if not move_to(chosen, moves, pointers):
         for array, each in zip(chosen, pack.slices, strict=True):
             bucket[each] = array.ravel()

@@ -34,20 +34,20 @@ def draw(timeline: Timeline, file: str, part: tuple[float, float] | None = None)
         part: from which second to which; None for some steps in the middle.
 
     Returns:
-        Why there is no picture; "" when there is one.
+        Why no plot; "" when there is one.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "there is no picture: matplotlib is not installed (pip install matplotlib)"
+        return "no plot: matplotlib is not installed (pip install matplotlib)"
     if not timeline.intervals:
-        return "there is no picture: nothing was recorded"
+        return "no plot: nothing was recorded"
     ranks = timeline.ranks[:_MOST_RANKS]
     start, end = window(timeline, ranks[0])
     if part is not None:
         start, end = part[0] * 1e9, min(part[1], timeline.seconds) * 1e9
     if not start < end:
-        return f"there is no picture: the trace ends after {timeline.seconds:.3f} s"
+        return f"no plot: the trace ends after {timeline.seconds:.3f} s"
     figure = Figure(figsize=(_INCHES, 1.5 + 0.78 * len(ranks)), layout="constrained")
     axes = figure.subplots()
     axes.set_xlim(start / 1e6, end / 1e6)
@@ -72,7 +72,7 @@ def draw(timeline: Timeline, file: str, part: tuple[float, float] | None = None)
                 whole, dpi=150, format=ending if ending in figure.canvas.get_supported_filetypes() else "png"
             )
     except OSError as error:
-        return f"there is no picture: {file}: {error.strerror or error}"
+        return f"no plot: {file}: {error.strerror or error}"
     return ""
 
 

@@ -99,10 +99,10 @@ class Recording:
 
 
 def read(path: str) -> Recording | None:
-    """Return what is in a file, as far as it goes; None for a file that is no recording.
+    """Return what is in a file, as far as it goes; None for a file that is not a recording.
 
     Raises:
-        TraceError: for a file of a later version, and one that cannot be read, or is no file; where everybody can
+        TraceError: for a file of a later version, and one that cannot be read, or is not a file; where everybody can
             write, for somebody else's.
     """
     try:

@@ -88,7 +88,7 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
         A `Trace`: a context manager with ``start()``, ``stop()`` and ``path``.
 
     Raises:
-        OptionTypeError, OptionError: for what is no path.
+        OptionTypeError, OptionError: for what is not a path.
     """
     return Trace(checked_folder(directory, "telemetry.trace"))
 
@@ -97,7 +97,7 @@ def checked_folder(directory: Any, where: str) -> str:
     """Return the path of a folder as text.
 
     Raises:
-        OptionTypeError, OptionError: for what is no path.
+        OptionTypeError, OptionError: for what is not a path.
     """
     try:
         text = os.fspath(directory)

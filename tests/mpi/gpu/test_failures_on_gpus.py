@@ -16,7 +16,7 @@ from replicas import RANK, SIZE, in_step, outcomes, still_works
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.gpu.transports import staged
+from mpistrategy.mpi.gpu.transports import pieces, staged
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.options import GPU_PATH
@@ -129,7 +129,7 @@ def test_a_rank_without_memory_for_an_arena_is_heard_of(
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(gpu, "communication_memory", out_of_memory)
+            patch.setattr(pieces, "communication_memory", out_of_memory)
         for one in outcomes(reduce):
             assert "there is none left" in one.text
     assert all(one.text.endswith("[2.0, 2.0, 2.0]") for one in outcomes(reduce))
@@ -138,8 +138,8 @@ def test_a_rank_without_memory_for_an_arena_is_heard_of(
 @several
 def test_a_rank_without_memory_for_its_results_has_sent_all(monkeypatch: pytest.MonkeyPatch, strategy: Any) -> None:
     def reduce() -> Any:
-        arrays = [cupy_double.asarray(np.ones(3, dtype)) * 1 for dtype in (np.float16, np.float32, np.float64)]
-        return [total.get().tolist() for total in in_step(strategy, lambda c: c.all_reduce("SUM", arrays))]
+        arrays = [cupy_double.asarray(np.ones(3, dtype)) * 1 for dtype in (np.int16, np.int32, np.int64)]
+        return [total.get().tolist() for total in in_step(strategy, lambda c: c.all_reduce("MEAN", arrays))]
 
     with monkeypatch.context() as patch:
         if RANK == 0:

@@ -45,9 +45,10 @@ with cupy_here.installed() as cupy:
     strategy = ms.MirroredStrategy(devices, communication_options=options)
     rank = strategy.extended.communicator.rank
     value = cupy.asarray(np.ones(1000))
-    strategy.run(at_once, args=(value,))
-    strategy.run(under_way, args=(value,)).wait().get()
-    strategy.reduce("SUM", 1.0)
+    with strategy.expect_long(60):  # kernels are compiled
+        strategy.run(at_once, args=(value,))
+        strategy.run(under_way, args=(value,)).wait().get()
+        strategy.reduce("SUM", 1.0)
     fault, is_late = {fault!r}, {is_late!r}
     if cupy_here.IS_REAL:
         cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.5)

@@ -19,7 +19,7 @@ from replicas import RANK, SIZE, in_step
 from replicas import numbers_of as values
 
 import mpistrategy as ms
-from mpistrategy.mpi.gpu.transports import nccl, rounded
+from mpistrategy.mpi.gpu.transports import nccl, pieces
 from mpistrategy.mpi.gpu.transports import staged as staged_path
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.nccl import NcclPath
@@ -156,7 +156,7 @@ def test_options_ask_for_it(cupy: Any) -> None:
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_a_wire_is_what_nccl_adds(cupy: Any, monkeypatch: pytest.MonkeyPatch, wire: Any, u: float, op: Any) -> None:
     nccl_double.calls.clear()
-    monkeypatch.setattr(rounded, "PIECE", 5)
+    monkeypatch.setattr(pieces, "PIECE", 5)
     given = [np.random.default_rng(rank).standard_normal(23).astype(np.float32) for rank in range(SIZE)]
     with ms.MirroredStrategy() as strategy:
         options = ms.CommunicationOptions(wire=wire)

@@ -41,6 +41,15 @@ BATCH = {
 STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
 OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-1@1"}
+JSRUN = {"LSB_JOBID": "9", "LSB_DJOB_NUMPROC": "4", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "1"}
+FLUX = {"FLUX_JOB_ID": "f23", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "3"}
+FLUX |= {
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_URI": "local:///run/flux/local",
+    "PMI_SIZE": "4",
+    "PMI_RANK": "3",
+    "PMI_FD": "9",
+}
 
 # name: environment, library, the rank, what the text must say of the launcher and of the cure
 BROKEN = {
@@ -80,7 +89,29 @@ BROKEN = {
         "srun started it",
         "srun --mpi=pmi2",
     ),
-    "jsrun": ({"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "1"}, MPICH, 1, "jsrun", "mpiexec of MPICH"),
+    "jsrun": (JSRUN, MPICH, 1, "jsrun started it", "mpiexec of MPICH"),
+    "jsrun, which sets Open MPI's variables, too": (
+        JSRUN | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+        OPEN_MPI,
+        1,
+        "jsrun started it",
+        "jsrun starts ranks of IBM Spectrum MPI",
+    ),
+    "flux run and Open MPI": (FLUX, OPEN_MPI, 3, "flux run started it", "`flux run -o pmi=pmix` (with flux-pmix"),
+    "flux run -o pmi=off and MPICH": (
+        {key: value for key, value in FLUX.items() if key[:4] == "FLUX"},
+        MPICH,
+        3,
+        "flux run started it",
+        "`flux run -o pmi=simple`, or with the mpiexec of MPICH 5.0.2 inside `flux batch`",
+    ),
+    "mpiexec in a job of Flux of one task": (
+        HYDRA | {"FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0", "FLUX_JOB_ID": "f23"},
+        OPEN_MPI,
+        1,
+        "the mpiexec of MPICH",
+        "mpiexec of Open MPI",
+    ),
     "mpirun_rsh": (
         {"MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_RANK": "1"},
         OPEN_MPI,
@@ -117,6 +148,12 @@ VALID = {
     "mpiexec -n 1 in a rank": (OMPI | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ONE),
     "srun -n 1": (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ONE),
     "srun -n 4": (STEP | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Process(4, MPICH)),
+    "jsrun -n 1": (JSRUN | {"JSM_NAMESPACE_SIZE": "1", "JSM_NAMESPACE_RANK": "0"}, ONE),
+    "python in a batch script of LSF": ({"LSB_JOBID": "9", "LSB_DJOB_NUMPROC": "4", "LSB_MCPU_HOSTS": "a 2 b 2"}, ONE),
+    "flux run -n 4": (FLUX, Process(4, MPICH)),
+    "python in a shell of flux alloc": ({"FLUX_URI": "local:///tmp/flux/local-0", "FLUX_ENCLOSING_ID": "f23"}, ONE),
+    "mpiexec -n 1 in a rank of flux run": (FLUX | {"PMI_SIZE": "1", "PMI_RANK": "0"}, ONE),
+    "a child of a rank of flux run": (FLUX, CHILD),
     "a child of a rank of Hydra's": (HYDRA, CHILD),
     "a child of a rank of mpirun's": (OMPI, replace(CHILD, library=OPEN_MPI)),
     "a child of a rank of srun's": (STEP, CHILD),

@@ -318,7 +318,7 @@ def test_honest_work_is_no_alarm(what: str, launch: Launch, tmp_path: Path) -> N
     assert "roll call" not in job.stderr
     assert not list(tmp_path.glob("mpistrategy-run-*"))
     if what == "the end":
-        assert "[rank 0/2] has come to its end and waits for the other ranks" in job.stderr, job
+        assert "[rank 0/2] has ended its program and waits for the other ranks" in job.stderr, job
         assert re.search(r"rank 1: in no collective: at \S+ in long_work", job.stderr), job
 
 

@@ -12,12 +12,12 @@ def draw(tables: Sequence[Table], compute_seconds: float, file: str) -> str:
     """Draw time and efficiency by nodes into a PNG file, one row of axes for each table.
 
     Returns:
-        Why there is no picture; "" when there is one.
+        Why no plot; "" when there is one.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "there is no picture: matplotlib is not installed (pip install matplotlib)"
+        return "no plot: matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(10, 3.5 * len(tables)), layout="constrained")
     grid = figure.subplots(len(tables), 2, squeeze=False)
     for (times, shares), table in zip(grid, tables, strict=True):

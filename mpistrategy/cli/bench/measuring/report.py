@@ -96,15 +96,15 @@ def draw(report: dict[str, Any], file: str) -> str:
     """Draw the cases of one array into a PNG file.
 
     Returns:
-        Why there is no picture; "" when there is one.
+        Why no plot; "" when there is one.
     """
     cases = [case for case in report["cases"] if case["suite"] == "all_reduce"]
     if not cases:
-        return "there is no picture: it shows the suite all_reduce, which was not run"
+        return "no plot: it shows the suite all_reduce, which was not run"
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "there is no picture: matplotlib is not installed (pip install matplotlib)"
+        return "no plot: matplotlib is not installed (pip install matplotlib)"
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     names = list(dict.fromkeys(row["name"] for case in cases for row in case["variants"]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from mpistrategy.cli.doctor.checks import gpu, launch, mpi, node, speed
+from mpistrategy.cli.doctor.checks import gpu, launch, layout, mpi, network, node, speed
 from mpistrategy.cli.doctor.checks.finding import Finding
 from mpistrategy.cli.doctor.facts.facts import Job
 
@@ -20,7 +20,7 @@ ALONE: tuple[Check, ...] = (mpi.versions, mpi.library)
 #: For jobs that the library can start on.
 TOGETHER: tuple[Check, ...] = (
     mpi.thread_level,
-    node.nodes,
+    layout.nodes,
     launch.local_rank,
     node.cores,
     node.shared_memory,
@@ -28,6 +28,7 @@ TOGETHER: tuple[Check, ...] = (
     gpu.peer_access,
     gpu.cuda_aware,
     gpu.network,
+    network.network,
     mpi.start,
     speed.sums,
     speed.speed,

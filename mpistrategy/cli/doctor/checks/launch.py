@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mpistrategy.cli.doctor.checks import layout
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
+from mpistrategy.cli.doctor.checks.launch_lines import line
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -19,7 +21,7 @@ def launch(job: Job) -> Iterator[Finding]:
             BAD,
             f"no answer from {ranks_in_words(job.missing)} of {first.size} within {job.patience:g} s",
             "Do they start at all? Look for their errors above, and at their nodes: "
-            "srun --nodes=N --ntasks-per-node=1 hostname",
+            + line(first.launcher, "one each"),
             tuple(job.missing),
         )
         return
@@ -32,7 +34,7 @@ def launch(job: Job) -> Iterator[Finding]:
             "launch",
             BAD,
             f"{count(first.size, 'rank')} where {job.wanted_ranks} were asked for",
-            f"Start {job.wanted_ranks}: srun --ntasks={job.wanted_ranks}, mpiexec -n {job.wanted_ranks}",
+            f"Start {job.wanted_ranks}: {line(first.launcher, 'start', ranks=job.wanted_ranks)}",
         )
         return
     if first.size == 1:
@@ -54,12 +56,21 @@ def pmi(job: Job) -> Iterator[Finding]:
             "pmi",
             BAD,
             f"{first.launcher} {offers}; {first.library or 'this MPI'} speaks {' or '.join(spoken)}",
-            f"srun --mpi={kind}, or for all steps: export SLURM_MPI_TYPE={kind} (srun --mpi=list shows what there is)"
-            if first.launcher == "srun"
-            else f"Use the mpiexec that comes with {first.library or 'the library'}",
+            _speak(first.launcher, kind) or f"Use the mpiexec that comes with {first.library or 'the library'}",
         )
     elif first.size > 1 or offered:
         yield Finding("pmi", OK, f"the launcher offers {' and '.join(offered) or 'a way of its own'}; the ranks met")
+
+
+def _speak(launcher: str, kind: str) -> str:
+    """Return how a launcher is told to offer this kind of PMI; "" where it cannot be told."""
+    if launcher == "srun":
+        return (
+            f"srun --mpi={kind}, or for all steps: export SLURM_MPI_TYPE={kind} (srun --mpi=list shows what there is)"
+        )
+    if launcher == "flux run":
+        return "flux run -o pmi=pmix, which needs flux-pmix" if kind == "pmix" else "flux run -o pmi=simple"
+    return ""
 
 
 def speaks(library: str) -> tuple[str, ...]:
@@ -75,6 +86,8 @@ _KNOWN_WRONG = "Programs that choose a GPU or a file by it all take the same."
 
 def local_rank(job: Job) -> Iterator[Finding]:
     """Find local ranks that the launcher's variables give wrongly, such as 0 on every rank."""
+    if layout.is_arbitrary(job) and layout.has_torn_hosts(job):
+        return  # MPI is wrong, not the launcher
     told = sorted({name for each in job.facts for name in each.local_hints})
     wrong: dict[str, list[Facts]] = {}
     for name in told:

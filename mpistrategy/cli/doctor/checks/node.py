@@ -1,53 +1,12 @@
-"""Who is on which node, with which cores, and with how much memory to share."""
+"""With which cores do the ranks of a node work, and with how much memory to share?"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count, mebibytes
+from mpistrategy.cli.doctor.checks.launch_lines import line
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
-from mpistrategy.objects.shown import ranks_in_words
-
-
-def nodes(job: Job) -> Iterator[Finding]:
-    """Find ranks of one host that share no memory, and nodes with fewer or more ranks than the others."""
-    groups = job.nodes
-    by_host: dict[str, list[list[Facts]]] = {}
-    for ranks in groups.values():
-        by_host.setdefault(ranks[0].host, []).append(ranks)
-    fine = True
-    for host, parts in by_host.items():
-        if len(parts) > 1:
-            fine = False
-            shown = " and ".join(ranks_in_words([each.rank for each in part]) for part in parts[:4])
-            yield Finding(
-                "nodes",
-                BAD,
-                f"{shown} are all on {host}, but share no memory: they would talk through the network",
-                "Start one container for all ranks of a node, or let them share: docker run --ipc=host, "
-                "apptainer without --containall; and a host name of its own for every node",
-                tuple(each.rank for part in parts for each in part),
-            )
-    sizes = Counter(len(ranks) for ranks in groups.values())
-    usual = max(sizes, key=lambda size: (sizes[size] * size, size))  # where most ranks are
-    odd = [ranks for ranks in groups.values() if len(ranks) != usual]
-    if odd and fine:
-        fine = False
-        first = odd[0]
-        yield Finding(
-            "nodes",
-            NOTE,
-            f"{count(len(first), 'rank')} on {first[0].host} ({ranks_in_words([each.rank for each in first])}), "
-            f"{usual} on {'others' if len(groups) > 2 else 'the other'}",
-            f"Evenly: --nodes={max(1, len(job.facts) // usual)} --ntasks-per-node={usual} (Open MPI: --map-by "
-            f"ppr:{usual}:node)",
-            tuple(each.rank for ranks in odd for each in ranks),
-        )
-    if fine:
-        names = ", ".join(list(by_host)[:4]) + (f" and {len(by_host) - 4} more" if len(by_host) > 4 else "")
-        each = " on each" if len(groups) > 1 else ""
-        yield Finding("nodes", OK, f"{count(len(groups), 'node')} ({names}), {count(usual, 'rank')}{each}")
 
 
 def cores(job: Job) -> Iterator[Finding]:
@@ -75,8 +34,7 @@ def _cores_of(ranks: list[Facts]) -> Finding | None:
             "cores",
             BAD,
             f"{count(len(ranks), 'rank')} {where} share {count(available, 'core')} of {ranks[0].machine_cores}",
-            "Give each its own: srun --cpu-bind=cores --cpus-per-task=N; mpiexec --bind-to none (Open MPI), -bind-to "
-            "none (MPICH)",
+            f"Give each its own: {line(ranks[0].launcher, 'cores')}",
             members,
         )
     if threads > available and max(each.threads for each in ranks) > 1:
@@ -95,7 +53,8 @@ def _cores_of(ranks: list[Facts]) -> Finding | None:
             "cores",
             NOTE,
             f"{len(ranks)} ranks on {count(available, 'core')} {where}: they take turns",
-            f"Start at most {available} ranks on a node, or ask for more cores: --cpus-per-task",
+            f"Start at most {available} ranks on a node, or ask for more cores: "
+            f"{line(ranks[0].launcher, 'more cores')}",
             members,
         )
     return None

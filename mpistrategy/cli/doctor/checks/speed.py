@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpistrategy.cli.doctor.checks import layout
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding
+from mpistrategy.cli.doctor.checks.launch_lines import line
 from mpistrategy.cli.doctor.facts.facts import Job, Speed
 
 #: The measurements are short, and other programs may disturb them: only large differences are reported.
@@ -28,7 +30,8 @@ def sums(job: Job) -> Iterator[Finding]:
             "sums",
             BAD,
             "an all-reduce of known numbers came out wrong",
-            "Do not compute with this: another MPI, or other nodes (srun --exclude=NODE); tell your cluster's support",
+            "Do not compute with this: another MPI, or other nodes "
+            f"({line(job.facts[0].launcher, 'without', host='NODE')}); tell your cluster's support",
         )
 
 
@@ -50,7 +53,7 @@ def speed(job: Job) -> Iterator[Finding]:
 def links(job: Job) -> Iterator[Finding]:
     """Find nodes that are reached much more slowly than the others."""
     links = [each for each in job.speeds if each.where.startswith(_LINK)]
-    if not links:
+    if not links or (layout.is_arbitrary(job) and layout.has_torn_hosts(job)):
         return
     usual = sorted(each.seconds for each in links)[len(links) // 2]
     worst = max(links, key=lambda each: each.seconds)
@@ -60,7 +63,7 @@ def links(job: Job) -> Iterator[Finding]:
             "links",
             NOTE,
             f"{host} is {worst.seconds / usual:.1f} times as slow to reach as most nodes ({_rate(worst)})",
-            f"Leave it out: srun --exclude={host}; and tell your cluster's support",
+            f"Leave it out: {line(job.facts[0].launcher, 'without', host=host)}; and tell your cluster's support",
         )
     else:
         yield Finding("links", OK, f"from rank 0 to {len(links)} other node{'s' * (len(links) > 1)}: {_rate(worst)}")
@@ -84,7 +87,7 @@ def clock(job: Job) -> Iterator[Finding]:
         BAD if away > _CLOCK_BAD else NOTE,
         f"the clock of {host} (rank {worst.rank}) is {text} {ahead} that of rank 0's node {exact}: file times, traces "
         "and the watchdogs' excuses between nodes are off by as much",
-        f"Leave it out: srun --exclude={host}; its administrators: chronyc tracking",
+        f"Leave it out: {line(job.facts[0].launcher, 'without', host=host)}; its administrators: chronyc tracking",
         (worst.rank,),
     )
 

@@ -43,6 +43,12 @@ class Facts:
         cuda_aware: what is known of the MPI library and GPU memory; `mpistrategy.mpi.gpu.cuda_aware.Answer.text`.
         fabric: the fast network of the node; see `mpistrategy.mpi.gpu.fabric.fabric`.
         has_net_plugin: whether NCCL would find a network plugin.
+        distribution: how Slurm was asked to place the ranks: SLURM_DISTRIBUTION.
+        network, carrier, network_settings: what messages between nodes go by, which library below MPI sends them, and
+            the variables that choose it; see `mpistrategy.cli.doctor.facts.network`.
+        ethernet_megabits: how many a second the fastest network interface can send; 0 if unknown.
+        from_pip: the package of pip that the MPI library belongs to.
+        shm_free: how many bytes are free in /dev/shm; -1 if unknown.
         leftovers: folders that killed jobs of Open MPI have left.
     """
 
@@ -86,6 +92,13 @@ class Facts:
     no_peer_access: Sequence[Sequence[int]] = ()
     fabric: str = ""
     has_net_plugin: bool = False
+    distribution: str = ""
+    network: str = ""
+    carrier: str = ""
+    network_settings: Sequence[str] = ()
+    ethernet_megabits: int = 0
+    from_pip: str = ""
+    shm_free: int = -1
     cuda_aware: str = ""
     leftovers: Sequence[str] = ()
 

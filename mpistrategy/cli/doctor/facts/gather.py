@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 
 from mpistrategy.cli.doctor.checks.finding import mebibytes
 from mpistrategy.cli.doctor.checks.gpu import parts_of
+from mpistrategy.cli.doctor.facts import network
 from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, kind_of, pairs_without_peer_access
 from mpistrategy.cli.doctor.facts.facts import Facts
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import fabric, loaded_mpi
 from mpistrategy.mpi.job import launcher
+from mpistrategy.mpi.shared_memory.memory_limits import file_system
 from mpistrategy.mpi.shared_memory.segments import room
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.files import library_name
@@ -36,6 +38,8 @@ _LOCAL = (
     "MPI_LOCALRANKID",
     "PALS_LOCAL_RANKID",
     "MV2_COMM_WORLD_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "FLUX_TASK_LOCAL_ID",
     "SLURM_LOCALID",
 )
 _MPI_FILE = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
@@ -95,6 +99,9 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         gpus_promised=_number(environment, "SLURM_GPUS_ON_NODE"),
         visible=visible if visible is None or _VISIBLE.fullmatch(visible) else "(something else)",
         wanted=_library_wanted(environment.get("MPI4PY_LIBMPI", "")),
+        distribution=_first_word(environment.get("SLURM_DISTRIBUTION", "")),
+        network_settings=network.settings(environment),
+        ethernet_megabits=network.ethernet_megabits(),
         leftovers=leftovers(environment.get("TMPDIR") or tempfile.gettempdir()),
     )
 
@@ -125,6 +132,10 @@ def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
         thread_level=ranks.thread_level,
         mpi_seconds=round(seconds, 3),
         refusal=refusal,
+        network=network.network(),
+        carrier=network.carrier(ranks.library, loaded_mpi.mapped_files()),
+        from_pip=network.from_pip(mapped),
+        shm_free=shm.free if (shm := file_system("/dev/shm")) else -1,
         homes=dict(facts.homes) | ({"MPI": (mapped[0], kind_of(mapped[0]))} if mapped else {}),
     )
 
@@ -210,6 +221,10 @@ def _library_wanted(path: str) -> str:
     if not _PATH.fullmatch(path):
         return ""
     return os.path.realpath(path) if "/" in path else path
+
+
+def _first_word(text: str) -> str:
+    return found[0] if (found := re.match(r"\w{1,20}", text)) else ""
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

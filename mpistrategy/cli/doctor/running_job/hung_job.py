@@ -1,81 +1,125 @@
-"""`mpistrategy doctor --job ID`: what the ranks of a running job are doing, for how long, and which have not come."""
+"""`mpistrategy doctor --job ID`: what the ranks of a running job are doing, and which have not come or come late."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from mpistrategy.cli.doctor.checks.finding import count
 from mpistrategy.cli.doctor.report.privacy import covered, veil
-from mpistrategy.cli.doctor.running_job import node_view, run_files, slurm_job
+from mpistrategy.cli.doctor.running_job import all_nodes, last_calls, node_view, run_files, slurm_job
+from mpistrategy.cli.doctor.running_job.last_calls import Lateness, NodeCalls
 from mpistrategy.cli.doctor.running_job.run_files import SILENT_SECONDS, Seen
 from mpistrategy.mpi.watchdog import run_directory
+from mpistrategy.mpi.watchdog.local_process import node_name
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.own_files import printable
 
 #: Waits of so many seconds, or of a tenth of the timeout, are reported.
 _LONG_SECONDS = 10.0
+#: Watchdogs write once a second: a shorter wait may be over.
+_SHORT_SECONDS = 2.0
 _MOST_ROWS = 64
 _MOST_LEFT_OUT = 8
 _HANGS, _COULD_NOT = 1, 2
+_MEMORY = "the memory that its ranks share"
+_MYSELF = (sys.executable, "-m", "mpistrategy", "doctor")
+
+
+@dataclass
+class Told:
+    """What is known of a job.
+
+    Attributes:
+        title: what it is called.
+        source: where that is from.
+        seen: its ranks.
+        calls: when they came to their last collectives.
+        roll_call: what the job wrote at its end.
+        trouble: why nothing more is known.
+        left_out: what was not read, and why.
+        job: its number for Slurm; "" for none.
+    """
+
+    title: str
+    source: str
+    seen: Sequence[Seen] = ()
+    calls: Sequence[NodeCalls] = ()
+    roll_call: str = ""
+    trouble: str = ""
+    left_out: Sequence[str] = ()
+    job: str = ""
 
 
 def run(options: argparse.Namespace) -> int:
     """Tell about the job that the options name; return 0 when nothing hangs, 1 when something does, 2 if unknown."""
-    seen: Sequence[Seen] = ()
-    roll_call, hint, trouble = "", "", ""
-    left_out: Sequence[str] = ()
+    hint = ""
     if options.run_dir:
         if not os.path.isdir(options.run_dir):
             return _fail(f"there is no folder {options.run_dir}")
-        title, source = "the job", options.run_dir
         files = run_files.read(options.run_dir, time.time(), follow=True)
-        seen, roll_call, left_out = files.seen, files.roll_call, files.left_out
+        told = Told("the job", options.run_dir, files.seen, (), files.roll_call, "", files.left_out)
     elif options.pid:
-        title, source = f"the job of process {options.pid}", "the memory that its ranks share"
         view = node_view.of_process(options.pid)
-        seen, trouble = view.seen, view.trouble
+        title = f"the job of process {options.pid}"
+        told = Told(title, _MEMORY, view.seen, view.calls, trouble=view.trouble)
     else:
         if not slurm_job.is_id(options.job):
-            return _fail(f"{options.job!r} is no number of a job; expected 17, 17.0 or 17_2")
+            return _fail(f"{options.job!r} is not the number of a job; expected 17, 17.0 or 17_2")
         job = slurm_job.ask(options.job)
-        title = f"job {options.job}" + (f" ({job.state})" if job.state else "")
-        seen, roll_call, source, trouble, left_out = _of(job)
-        if job.nodes and not seen:
-            hint = f"srun --jobid={job.number} --overlap --nodes=1 --ntasks=1 {_myself()} --job {job.number}"
-    if left_out:
-        _say("\n".join(f"mpistrategy doctor: left out {each}" for each in left_out[:_MOST_LEFT_OUT]))
-    if not seen and not roll_call:
-        return _fail(f"{title}: {trouble or f'nothing is known of its ranks in {source}'}", hint)
+        told = _of(job)
+        told.title = f"job {options.job}" + (f" ({job.state})" if job.state else "")
+        if job.nodes and not told.seen:
+            hint = shlex.join([*all_nodes.step(job.number), "--nodes=1", "--ntasks=1", *_MYSELF, "--job", job.number])
+    if told.left_out:
+        _say("\n".join(f"mpistrategy doctor: left out {each}" for each in told.left_out[:_MOST_LEFT_OUT]))
+    if not told.seen and not told.roll_call:
+        return _fail(f"{told.title}: {told.trouble or f'nothing is known of its ranks in {told.source}'}", hint)
     cover = veil(os.environ)
+    late = last_calls.compare(told.calls)
     if options.json:
-        told = {"format": 1, "job": title, "source": source, "hangs": hangs(seen), "ranks": [asdict(e) for e in seen]}
-        print(json.dumps(covered({**told, "roll_call": roll_call}, cover), indent=1))
+        shown = {"format": 1, "job": told.title, "source": told.source, "hangs": hangs(told.seen)}
+        ranks, slow = [asdict(each) for each in told.seen], [{**asdict(each), "slow": each.slow()} for each in late]
+        shown |= {"ranks": ranks, "last_calls": slow, "roll_call": told.roll_call}
+        print(json.dumps(covered(shown, cover), indent=1))
     else:
-        print(printable(cover("\n".join(lines(title, source, seen, roll_call)))))
-    return _HANGS if hangs(seen) or roll_call else 0
+        print(printable(cover("\n".join(lines(told, late)))))
+    return _HANGS if hangs(told.seen) or told.roll_call else 0
 
 
-def _of(job: slurm_job.SlurmJob) -> tuple[Sequence[Seen], str, str, str, list[str]]:
-    """Return the ranks of a Slurm job, its roll call, their source, what prevents more, and what was left out."""
+def _of(job: slurm_job.SlurmJob) -> Told:
+    """Return what is known of a Slurm job."""
     places = [os.environ.get(run_directory.VARIABLE, ""), job.folder, os.getcwd()]
     left_out: list[str] = []
+    written: run_files.RunFiles | None = None
     for folder in run_files.folders_of(job.number, places):
         files = run_files.read(folder, time.time())
         left_out += files.left_out
         if files.seen or files.roll_call:
-            return files.seen, files.roll_call, files.folder, "", left_out
+            written = files
+            break
+    if job.state == "RUNNING" and job.count and not (written and written.roll_call):
+        live = all_nodes.look(job.number, job.count)
+        left_out += live.troubles
+        if live.seen:
+            known = {each.rank for each in live.seen}
+            older = [each for each in written.seen if each.rank not in known] if written else []
+            seen = sorted((*live.seen, *older), key=lambda each: each.rank)
+            return Told("", f"{_MEMORY} on {count(job.count, 'node')}", seen, live.calls, "", "", left_out, job.number)
+    if written is not None:
+        return Told("", written.folder, written.seen, (), written.roll_call, "", left_out, job.number)
     view = node_view.of_slurm_job(job.number)
     if view.seen:
-        return view.seen, "", "the memory that its ranks share on this node", "", left_out
+        return Told("", f"{_MEMORY} on this node", view.seen, view.calls, "", "", left_out, job.number)
     looked = " and ".join(dict.fromkeys(filter(None, places)))
     trouble = f"no mpistrategy-run-{job.number}-* in {looked} (--run-dir names another); {view.trouble}"
-    return (), "", "", f"{job.trouble}; {trouble}" if job.trouble else trouble, left_out
+    return Told("", "", trouble=f"{job.trouble}; {trouble}" if job.trouble else trouble, left_out=left_out)
 
 
 def hangs(seen: Sequence[Seen]) -> bool:
@@ -92,47 +136,68 @@ def _waits(each: Seen) -> float:
     return each.waited + each.age if each.waited and not each.silent else each.waited
 
 
-def lines(title: str, source: str, seen: Sequence[Seen], roll_call: str) -> list[str]:
+def lines(told: Told, late: Sequence[Lateness] = ()) -> list[str]:
     """Return the report."""
-    told = [f"{title}: {count(len(seen), 'rank')} heard of, in {source}"]
+    seen, roll_call = told.seen, told.roll_call
+    shown = [f"{told.title}: {count(len(seen), 'rank')} heard of, in {told.source}"]
     missing = [each for each in seen if not each.waited or each.silent]
-    shown = seen if len(seen) <= _MOST_ROWS else sorted(seen, key=lambda each: bool(each.waited))[:_MOST_ROWS]
-    told += [f"  rank {each.rank:<4} {_state(each):<16} {each.text}{_said(each)}" for each in shown]
+    most = seen if len(seen) <= _MOST_ROWS else sorted(seen, key=lambda each: bool(each.waited))[:_MOST_ROWS]
+    shown += [f"  rank {each.rank:<4} {_state(each):<16} {each.text}{_said(each)}" for each in most]
     if len(seen) > _MOST_ROWS:
-        told.append(f"  and {len(seen) - _MOST_ROWS} more")
+        shown.append(f"  and {len(seen) - _MOST_ROWS} more")
     if roll_call:
-        told += ["The job has ended because of it; what it said:", *(f"  {line}" for line in roll_call.splitlines())]
-        return told
-    longest = max(seen, key=_waits)
+        shown += ["The job has ended because of it; what it said:", *(f"  {line}" for line in roll_call.splitlines())]
+        return shown
+    hosts = {each.rank: each.host for each in seen}
+    for each in late:
+        shown += last_calls.lines(each, hosts)
+        slow = each.slow()
+        shown += _cures([rank for rank in seen if rank.rank == slow], told.job)
     if not hangs(seen):
-        told.append("No rank has waited for long: nothing hangs.")
-        return told
+        return [*shown, "No rank has waited for long: nothing hangs."]
     waiting = [each for each in seen if each not in missing]
+    longest = max(seen, key=_waits)
     if missing and waiting:
         ranks = ranks_in_words([each.rank for each in missing])
-        told.append(f"{len(waiting)} of {len(seen)} ranks wait; not come: {ranks}.")
+        shown.append(f"{len(waiting)} of {len(seen)} ranks wait; not come: {ranks}.")
     elif not missing:
-        told.append(
+        shown.append(
             f"All {len(seen)} ranks wait: in calls that do not fit together, or for a network that has stopped."
         )
-    told += _cures(missing or [longest])
+    shown += _cures(missing or [longest], told.job)
     if longest.waited and longest.limit:
         left = longest.limit - _waits(longest)
         if left > 0:
-            told.append(
+            shown.append(
                 f"The job ends by itself, with a roll call, {left:.0f} s from now (timeout {longest.limit:g} s)."
             )
-    return told
+    return shown
 
 
-def _cures(missing: Sequence[Seen]) -> list[str]:
-    stacks = next((each for each in missing if each.shows_stacks and not each.silent), None)
+def _cures(ranks: Sequence[Seen], job: str) -> list[str]:
+    """Return the line that shows the stacks of the first of these ranks that can."""
+    stacks = next((each for each in ranks if each.shows_stacks and not each.silent), None)
     if stacks is None:
         return []
     return [
-        f"  -> where rank {stacks.rank} is, in full, in the job's stderr: kill -QUIT {stacks.process}, on its node; "
-        "the job goes on"
+        f"  -> where rank {stacks.rank} is, in full, in the job's stderr (the job goes on):",
+        f"     {line_for_stacks(stacks, job)}",
     ]
+
+
+def line_for_stacks(rank: Seen, job: str) -> str:
+    """Return the command that makes a rank print its stacks, to be pasted where doctor was called.
+
+    Args:
+        rank: the rank.
+        job: the number of its Slurm job; "" for none.
+    """
+    signal = ["kill", "-QUIT", str(rank.process)]
+    if job and rank.host:
+        return shlex.join([*all_nodes.step(job), "--nodes=1", "--ntasks=1", "-w", rank.host, *signal])
+    if rank.host in ("", node_name()):
+        return shlex.join(signal) + ("" if rank.host else f"   # on node {rank.node} of the job")
+    return shlex.join(["ssh", rank.host, *signal])
 
 
 def _state(each: Seen) -> str:
@@ -141,17 +206,13 @@ def _state(each: Seen) -> str:
     if each.age > SILENT_SECONDS:
         return f"silent {each.age:.0f} s"
     if each.waited:
-        return f"waits {_waits(each):.0f} s"
+        return f"waits {_waits(each):.0f} s" if each.waited + each.age > _SHORT_SECONDS else "in a collective"
     return "at its end" if each.text.startswith("at its end") else "elsewhere"
 
 
 def _said(each: Seen) -> str:
     silent = f"; {each.silent}" if each.silent else ""
     return f"{silent}; {each.age:.0f} s ago" if each.age > 2 else silent
-
-
-def _myself() -> str:
-    return f"{sys.executable} -m mpistrategy doctor"
 
 
 def _fail(text: str, hint: str = "") -> int:

@@ -1,29 +1,32 @@
 """Reads what the watchdogs of a job on this node have written into the memory that its ranks share.
 
-The ranks need not do anything for it: it works on those that hang or are stopped.  The system must allow it: one's own
-processes, and kernel.yama.ptrace_scope must be 0.
+The ranks need not do anything for it: it works on those that hang or are stopped.  Linux lets users do so with their
+own processes.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls, of_node
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import FOLDER, SharedMemory
 from mpistrategy.mpi.watchdog import local_process
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, STATUS_BYTES, RankStatus, StatusBoard
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, SEEN_BYTES, STATUS_BYTES, RankStatus, StatusBoard
 
 _MOST_RANKS = 1024
-_MAPPING = re.compile(
-    rf"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)\s+(?:/memfd:mpistrategy |{FOLDER}/mpistrategy-)", re.M
-)
+_FILES = ("/memfd:mpistrategy", f"{FOLDER}/mpistrategy-")
+#: In which part of a second no watchdog writes: they all do at its beginning, for the same calls.
+_QUIET_FROM, _QUIET_UNTIL = 0.3, 0.9
+
+#: Returns so many bytes from a place on.
+Read = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,13 @@ class View:
         seen: the ranks.
         processes: those that belong to the job and use this library, as far as the system shows them.
         trouble: why nothing is seen; "" when something is.
+        calls: when these ranks came to their last collectives, for each strategy.
     """
 
     seen: tuple[Seen, ...] = ()
     processes: tuple[int, ...] = ()
     trouble: str = ""
+    calls: tuple[NodeCalls, ...] = ()
 
 
 def of_slurm_job(number: str) -> View:
@@ -52,62 +57,105 @@ def of_process(process: int) -> View:
 
 
 def _view(processes: list[int]) -> View:
-    ranks, trouble = [], ""
+    trouble, users = "", 0
+    seen: dict[int, Seen] = {}
+    calls: list[NodeCalls] = []
+    done: set[tuple[int, int]] = set()
+    _wait_for_the_quiet()
     for process in processes:
-        for start, stop, _ in _mappings(process):
-            ranks.append(process)
+        try:
+            files = _shared_files(process)
+        except OSError as error:
+            trouble = f"the memory of process {process} cannot be read ({error.strerror})"
+            continue
+        users += bool(files)
+        for identity, path in files.items():
+            if identity in done:
+                continue
+            done.add(identity)
             try:
-                block = _memory(process, start, stop)
+                lines, board = _board_in(path)
             except OSError as error:
                 trouble = f"the memory of process {process} cannot be read ({error.strerror})"
-                with (
-                    suppress(OSError, ValueError),
-                    open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file,
-                ):
-                    trouble += f"; kernel.yama.ptrace_scope is {int(file.read())}" if os.geteuid() else ""
                 continue
-            lines = lines_in(block)
-            if lines:
-                return View(tuple(_seen(line, process) for line in lines), tuple(processes))
+            for each in (_seen(line, process) for line in lines):
+                if each.rank not in seen or each.age < seen[each.rank].age:  # an older one is of a closed strategy
+                    seen[each.rank] = each
+            if board is not None:
+                offset = time.time_ns() - time.monotonic_ns()
+                calls += of_node([line.rank for line in lines], board.calls(), offset, -identity[1])
+    if seen:
+        return View(tuple(seen[rank] for rank in sorted(seen)), tuple(processes), "", tuple(calls))
     if not processes:
-        trouble = "no process of the job is on this node"
-    elif not ranks:
-        trouble = "its processes here share no memory: a rank alone on its node, or no strategy of mpistrategy (yet)"
+        trouble = trouble or "no process of the job is on this node"
+    elif not users:
+        trouble = trouble or "its processes here have no strategy of several ranks (yet)"
     return View((), tuple(processes), trouble or "its watchdogs have said nothing yet")
 
 
-def lines_in(block: bytes) -> list[RankStatus]:
-    """Return the lines in a copy of the memory that ranks share; how many ranks these are is found out."""
-    pages = len(block) // 4096
+def _wait_for_the_quiet() -> None:
+    part = time.time() % 1
+    if not _QUIET_FROM <= part <= _QUIET_UNTIL:
+        time.sleep((_QUIET_FROM - part) % 1)
+
+
+def _board_in(path: str) -> tuple[list[RankStatus], StatusBoard | None]:
+    """Return the statuses in a file of shared memory, and their board; of any other memory nothing."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        size = os.fstat(descriptor).st_size
+
+        def read(start: int, length: int) -> bytes:
+            return os.pread(descriptor, length, start)  # a mapping would take pages, and end with a file that shrinks
+
+        lines = lines_in(read, size)
+        return lines, _board(read, len(lines), size // len(lines), SEEN_BYTES) if lines else None
+    finally:
+        os.close(descriptor)
+
+
+def lines_in(read: Read, nbytes: int) -> list[RankStatus]:
+    """Return the statuses in the memory that ranks share; how many ranks these are is found out."""
+    pages = nbytes // 4096
+    if not pages or not _is_line(_line(read, 0)):
+        return []
     for ranks in range(1, min(pages, _MOST_RANKS) + 1):
         if pages % ranks:
             continue
-        size = len(block) // ranks
-        segments = tuple(np.frombuffer(block, np.uint8, STATUS_BYTES, rank * size).copy() for rank in range(ranks))
+        size = nbytes // ranks
         with suppress(ValueError, OverflowError):
-            lines = StatusBoard(SharedMemory(segments)).read()
+            lines = _board(read, ranks, size, STATUS_BYTES).read()
             if all(_is_line(line) for line in lines) and len({line.rank for line in lines}) == ranks:
                 rest = {line.process for line in lines}
-                if ranks == len(rest) and not _has_more(block, size):
+                if ranks == len(rest) and not _has_more(read, size):
                     return lines
     return []
 
 
-def _has_more(block: bytes, size: int) -> bool:
+def _board(read: Read, ranks: int, size: int, nbytes: int) -> StatusBoard:
+    """Return a copy of so many bytes from the beginning of each rank's part."""
+    parts = [read(rank * size, min(size, nbytes)).ljust(nbytes, b"\0") for rank in range(ranks)]
+    return StatusBoard(SharedMemory(tuple(np.frombuffer(part, np.uint8).copy() for part in parts)))
+
+
+def _line(read: Read, start: int) -> RankStatus | None:
+    with suppress(ValueError, OverflowError):
+        return _board(lambda at, length: read(start + at, length), 1, STATUS_BYTES, STATUS_BYTES).read()[0]
+    return None
+
+
+def _has_more(read: Read, size: int) -> bool:
     """Return whether a segment has another line in its middle: it is of several ranks, then."""
     for parts in range(2, min(size // 4096, _MOST_RANKS) + 1):
-        if size % parts == 0 and (size // parts) % 4096 == 0:
-            start = size // parts
-            segment = np.frombuffer(block, np.uint8, STATUS_BYTES, start).copy()
-            line = StatusBoard(SharedMemory((segment,))).read()[0]
-            if _is_line(line):
-                return True
+        if size % parts == 0 and (size // parts) % 4096 == 0 and _is_line(_line(read, size // parts)):
+            return True
     return False
 
 
-def _is_line(line: RankStatus) -> bool:
+def _is_line(line: RankStatus | None) -> bool:
     return (
-        0 <= line.rank < 2**24
+        line is not None
+        and 0 <= line.rank < 2**24
         and 0 < line.process < 2**22
         and 0 <= line.state <= CALLED
         and 0 < line.beat <= time.monotonic() + 1
@@ -123,7 +171,8 @@ def _seen(line: RankStatus, told_by: int) -> Seen:
     silent = local_process.why_silent(line.process) if age > 3 and line.state < ANSWERED else ""
     # The owner can write anything into that memory, such as the number of another user's process.
     shows_stacks = bool(line.signal) and _owner(line.process) == _owner(told_by) is not None
-    return Seen(line.rank, age, line.waited, line.limit, line.text, line.process, shows_stacks, 0, silent)
+    host = local_process.node_name()
+    return Seen(line.rank, age, line.waited, line.limit, line.text, line.process, shows_stacks, 0, silent, host)
 
 
 def _owner(process: int) -> int | None:
@@ -143,22 +192,19 @@ def _belongs(process: int, number: str) -> bool:
         with open(f"/proc/{process}/environ", "rb") as file:
             if f"SLURM_JOB_ID={number}".encode() not in file.read().split(b"\0"):
                 return False
+        return bool(_shared_files(process))
     except OSError:
         return False
-    return bool(_mappings(process))
 
 
-def _mappings(process: int) -> list[tuple[int, int, int]]:
-    """Return where a process has memory that this library shares: start, end, and the file; the smallest first."""
-    try:
-        with open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as file:
-            found = [(int(a, 16), int(b, 16), int(inode)) for a, b, inode in _MAPPING.findall(file.read())]
-    except OSError:
-        return []
-    return sorted(found, key=lambda each: each[1] - each[0])
-
-
-def _memory(process: int, start: int, stop: int) -> bytes:
-    with open(f"/proc/{process}/mem", "rb", 0) as file:
-        file.seek(start)
-        return file.read(stop - start)
+def _shared_files(process: int) -> dict[tuple[int, int], str]:
+    """Return the files of memory that this library shares and a process has open: a path to each, by its identity."""
+    found: dict[tuple[int, int], str] = {}
+    folder = f"/proc/{process}/fd"
+    for name in os.listdir(folder):
+        path = f"{folder}/{name}"
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(path).startswith(_FILES):
+                state = os.stat(path)
+                found.setdefault((state.st_dev, state.st_ino), path)
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from mpistrategy.mpi.watchdog import run_directory
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_RANK, _MOST_PROCESS = 2**24, 2**22
 _MOST_FOLDERS = 64
+#: What a shell takes as one word.
+_HOST = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 #: Node 0's first rank writes its file about every minute; silence for longer means that it is gone or stopped.
 SILENT_SECONDS = 150.0
 
@@ -38,6 +41,7 @@ class Seen:
         shows_stacks: whether SIGQUIT makes it show its stacks.
         node: the number of its node, from 0 on.
         silent: why it cannot say anything any more; "" when it can.
+        host: the name of its node; "" if unknown.
 
     Texts are printable.
     """
@@ -51,6 +55,7 @@ class Seen:
     shows_stacks: bool = False
     node: int = 0
     silent: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,12 +195,14 @@ def _node(text: str, node: int, now: float, *, trusted: bool) -> list[Seen]:
     try:
         told = json.loads(text)
         passed = max(0.0, now - _finite(told["wall"]))
-        return [_rank(line, told["silent"], passed, node, trusted) for line in told["lines"] if line["process"]]
+        silent, host = told["silent"], str(told.get("host", ""))
+        where = node, host if _HOST.fullmatch(host) else ""
+        return [_rank(line, silent, passed, where, trusted) for line in told["lines"] if line["process"]]
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return []
 
 
-def _rank(line: Any, silent: Any, passed: float, node: int, trusted: bool) -> Seen:
+def _rank(line: Any, silent: Any, passed: float, where: tuple[int, str], trusted: bool) -> Seen:
     rank, process = int(line["rank"]), int(line["process"])
     if not (0 <= rank < _MOST_RANK and 1 < process < _MOST_PROCESS):
         raise ValueError(f"rank {rank}, process {process}")
@@ -207,8 +214,9 @@ def _rank(line: Any, silent: Any, passed: float, node: int, trusted: bool) -> Se
         own_files.printable(str(line["text"]), ""),
         process,
         trusted and bool(line["signal"]),
-        node,
+        where[0],
         own_files.printable(str(silent.get(str(rank), "")), ""),
+        where[1],
     )
 
 

@@ -19,6 +19,7 @@ class SlurmJob:
         state: RUNNING, ...; "" if unknown.
         folder: where it works; "" if unknown.
         nodes: as Slurm writes them; "" if unknown.
+        count: how many nodes; 0 if unknown.
         trouble: why Slurm gives no answer; "" when it does.
     """
 
@@ -26,6 +27,7 @@ class SlurmJob:
     state: str = ""
     folder: str = ""
     nodes: str = ""
+    count: int = 0
     trouble: str = ""
 
 
@@ -66,4 +68,5 @@ def read(told: str, number: str) -> SlurmJob:
 
     nodes = re.search(r"^\s+NodeList=(\S+)", told, flags=re.M)
     listed = nodes[1] if nodes and nodes[1] != "(null)" else ""
-    return SlurmJob(numbers[0] if numbers else number, field("JobState"), field("WorkDir"), listed)
+    count = int(field("NumNodes")) if field("NumNodes").isdigit() and listed else 0
+    return SlurmJob(numbers[0] if numbers else number, field("JobState"), field("WorkDir"), listed, count)

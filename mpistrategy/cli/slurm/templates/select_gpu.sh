@@ -11,7 +11,7 @@ set -euo pipefail
 
 # Who am I on this node? Slurm's own answer comes last: it is 0 for all ranks that mpiexec starts inside a job.
 for rank in "${OMPI_COMM_WORLD_LOCAL_RANK-}" "${MPI_LOCALRANKID-}" "${PALS_LOCAL_RANKID-}" "${PMI_LOCAL_RANK-}" \
-    "${MV2_COMM_WORLD_LOCAL_RANK-}" "${SLURM_LOCALID-}"; do
+    "${MV2_COMM_WORLD_LOCAL_RANK-}" "${JSM_NAMESPACE_LOCAL_RANK-}" "${FLUX_TASK_LOCAL_ID-}" "${SLURM_LOCALID-}"; do
     [[ ! $rank ]] || break
 done
 if [[ ! $rank =~ ^[0-9]+$ ]]; then

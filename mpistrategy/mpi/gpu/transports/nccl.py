@@ -26,6 +26,7 @@ from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.gpu.cuda_driver import stream_writer
 from mpistrategy.mpi.gpu.transports import ordered_keys, rounded
+from mpistrategy.mpi.gpu.transports.pieces import Pieces
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error, own_part
@@ -76,7 +77,7 @@ class NcclPath:
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
         self._staged = StagedPath()
-        self._rounded = rounded.Rounded(self._cupy)
+        self._pieces = Pieces(self._cupy)
         self._staged.make_room_for_all()
         ordered_keys.compile_for(self._cupy)
         self._progress = GpuProgress(self._cupy, self._ask, stream_writer)
@@ -151,7 +152,7 @@ class NcclPath:
         if wire is None:
             self._combine(buffer, op, put)
         else:
-            self._rounded.combine(buffer, wire, lambda piece: self._combine(piece, op, put))
+            self._pieces.combine(buffer, wire, lambda piece: self._combine(piece, op, put))
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks."""

@@ -1,4 +1,4 @@
-"""Sums of float32 that travel as 16-bit floats by NCCL, piece by piece: `CommunicationOptions.wire`.
+"""The dtype in which sums of float32 travel by NCCL: `CommunicationOptions.wire`.
 
 NCCL adds numbers of the wire's dtype and rounds each sum to it.
 """
@@ -9,12 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-from mpistrategy.arrays.gpu import DeviceArray
-from mpistrategy.mpi.interface.gpu_transport import communication_memory
-
-#: How many numbers travel at once; the memory for them is kept.
-PIECE = 8 * 2**20
 
 
 def dtype_for(cupy: Any, ranks: Any, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
@@ -27,27 +21,3 @@ def dtype_for(cupy: Any, ranks: Any, dtype: np.dtype[Any], op: str) -> np.dtype[
     if found is not None and found.kind != "f" and int(cupy.__version__.partition(".")[0]) < 14:
         return None
     return found
-
-
-class Rounded:
-    """The memory in which numbers travel.
-
-    Args:
-        cupy: the package.
-    """
-
-    def __init__(self, cupy: Any) -> None:
-        self._cupy = cupy
-        self._room: dict[str, DeviceArray] = {}
-
-    def combine(self, buffer: DeviceArray, wire: np.dtype[Any], send: Callable[[DeviceArray], None]) -> None:
-        """Combine a buffer on the current stream, `send` doing so with each piece of the wire's dtype."""
-        room = self._room.get(wire.name)
-        if room is None or room.size < min(PIECE, buffer.size):
-            room = self._room[wire.name] = communication_memory(self._cupy, min(PIECE, buffer.size), wire)
-        for start in range(0, buffer.size, PIECE):
-            part = buffer[start : start + PIECE]
-            piece = room[: part.size]
-            piece[...] = part
-            send(piece)
-            part[...] = piece

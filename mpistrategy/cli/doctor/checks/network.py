@@ -1,0 +1,77 @@
+"""By which network do the ranks talk, and is it the fast one?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding
+from mpistrategy.cli.doctor.facts.facts import Facts, Job
+
+_OPEN_MPI_BYTES = 16 * 2**20
+_CLUSTERS_OWN = (
+    "The cluster's own MPI knows its network: load its module and name it, export MPI4PY_LIBMPI=/path/to/its/libmpi.so "
+    "(mpistrategy guide mpi)"
+)
+
+
+def network(job: Job) -> Iterator[Finding]:
+    """Find TCP where there is a faster network, an MPI that knows no other, and one that finds no shared memory."""
+    yield from _within_nodes(job)
+    first = job.facts[0]
+    if len(job.nodes) == 1:
+        if first.size > 1:
+            yield Finding("network", OK, f"none: one node; {_setting(first) or 'through its memory'}")
+        return
+    by = first.network or "a network that cannot be seen"
+    how = ", ".join(filter(None, (first.carrier and f"by {first.carrier}", _setting(first))))
+    said = f"between nodes {first.library} talks by {by}{f' ({how})' * bool(how)}{_measured(job)}"
+    beside = next((each.fabric for each in job.facts if each.fabric), "")
+    if first.network == "TCP" and beside:
+        chosen = f"unset {' '.join(name.partition('=')[0] for name in first.network_settings)}, or: "
+        yield Finding(
+            "network",
+            BAD,
+            f"{said}, beside {beside}",
+            f"{chosen * bool(first.network_settings)}{_CLUSTERS_OWN}",
+        )
+    elif first.network == "TCP" and first.from_pip:
+        yield Finding(
+            "network",
+            NOTE,
+            f"{said}; it is pip's {first.from_pip}, which uses a fast network only where the system has its libraries. "
+            "Expect of TCP 0.1 GB/s at 1 Gbit/s and 1 GB/s at 10 Gbit/s, of InfiniBand or Slingshot 10 to 25 GB/s",
+            _CLUSTERS_OWN,
+        )
+    else:
+        yield Finding("network", OK, said)
+
+
+def _within_nodes(job: Job) -> Iterator[Finding]:
+    for ranks in job.nodes.values():
+        first = ranks[0]
+        if len(ranks) > 1 and first.library.startswith("Open MPI") and 0 <= first.shm_free < _OPEN_MPI_BYTES:
+            yield Finding(
+                "network",
+                NOTE,
+                f"{first.shm_free / 2**20:.1f} MiB free in /dev/shm on {first.host}: {first.library} wants 16 MiB for "
+                "each rank, and goes by TCP within the node without them",
+                "Give a container more: docker run --shm-size=1g, or --ipc=host; or another folder: export "
+                "OMPI_MCA_btl_sm_backing_directory=/tmp",
+                tuple(each.rank for each in ranks),
+            )
+            return
+
+
+def _setting(first: Facts) -> str:
+    return ", ".join(first.network_settings)
+
+
+def _measured(job: Job) -> str:
+    """Return how fast the slowest node was reached, and what its Ethernet allows."""
+    links = [each for each in job.speeds if each.where.startswith("to ")]
+    slowest = min((each.nbytes / max(each.seconds, 1e-9) for each in links), default=0.0)
+    text = f": {slowest / 1e6:.0f} MB/s" if slowest else ""
+    most = min((each.ethernet_megabits for each in job.facts), default=0)
+    if job.facts[0].network == "TCP" and most > 0:
+        text += f" (the Ethernet allows {most / 8:.0f} MB/s)"
+    return text

@@ -1,0 +1,213 @@
+"""Which rank came last to the last collectives of a job, how often, and how long the others waited for it.
+
+Every rank notes when it entered its last collectives; that costs nothing more, since the watchdog needs these times
+anyway.  Of each node only a few numbers a call travel: when its first and its last rank came, and which one that was.
+
+Nodes have clocks of their own.  No rank can enter a call before all ranks have entered the one before, so the notes
+themselves bound how far two clocks are apart; a difference that is not possible is corrected.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mpistrategy.cli.doctor.checks.finding import count
+from mpistrategy.mpi.watchdog.status_board import LastCalls
+
+#: So many calls are compared at most.
+MOST_CALLS = 64
+#: A rank is called slow that came last in so many of the calls, where the others waited for so much of the time.
+_SLOW_CALLS, _SLOW_TIME = 0.5, 0.05
+_MOST_ROWS = 8
+
+
+class Arrival(NamedTuple):
+    """How the ranks of a node came to one collective; times are nanoseconds of time.time().
+
+    Attributes:
+        last: the rank that came last.
+        last_at: when it came.
+        first_at: when the first one came.
+        summed: the times of all, as they are before `last_at`, added up.
+    """
+
+    last: int
+    last_at: int
+    first_at: int
+    summed: int
+
+
+@dataclass(frozen=True)
+class NodeCalls:
+    """The last collectives of one strategy on one node.
+
+    Attributes:
+        strategy: a number for it, the same on all nodes.
+        ranks: how many ranks it has.
+        here: how many of them are on this node.
+        newest: the number of the last collective that some rank has entered.
+        arrivals: for those that all ranks of this node have noted, by their numbers.
+    """
+
+    strategy: int
+    ranks: int
+    here: int
+    newest: int
+    arrivals: Mapping[int, Arrival] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, told: Any) -> NodeCalls:
+        """Return what JSON has made of one; ValueError, TypeError or KeyError for anything else."""
+        arrivals = {int(number): Arrival(*map(int, each)) for number, each in told["arrivals"].items()}
+        return cls(int(told["strategy"]), int(told["ranks"]), int(told["here"]), int(told["newest"]), arrivals)
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Who came last to the last collectives of a strategy.
+
+    Attributes:
+        ranks: how many ranks the strategy has.
+        missing: how many of them nothing is known of.
+        calls: how many collectives were compared; 0 where the ranks have none in common.
+        newest: the number of the last one that some rank has entered.
+        seconds: from the first of those compared to the last one.
+        waits: for each rank that came last: how long the others waited then, on average; in seconds, oldest first.
+        longest: for each of these ranks the longest wait of another one.
+    """
+
+    ranks: int
+    missing: int = 0
+    calls: int = 0
+    newest: int = 0
+    seconds: float = 0.0
+    waits: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    longest: Mapping[int, float] = field(default_factory=dict)
+
+    def by_times(self) -> list[int]:
+        """Return the ranks that came last, the most frequent one first."""
+        return sorted(self.waits, key=lambda rank: (-len(self.waits[rank]), rank))
+
+    def share(self, rank: int) -> float:
+        """Return for what part of the time the others waited for a rank, on average."""
+        return sum(self.waits[rank]) / self.seconds if self.seconds > 0 else 0.0
+
+    def slow(self) -> int | None:
+        """Return the rank that keeps the others waiting; None where there is none."""
+        first = next(iter(self.by_times()), None)
+        if first is None or len(self.waits[first]) < _SLOW_CALLS * self.calls or self.share(first) < _SLOW_TIME:
+            return None
+        return first
+
+
+def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: int, number: int) -> list[NodeCalls]:
+    """Return the last collectives of the ranks of one board; none where they have noted nothing.
+
+    Args:
+        ranks: their numbers in the job.
+        calls: what they have noted, in the same order.
+        offset: what turns their times into those of time.time(), in nanoseconds.
+        number: for the strategy, where it has none of its own.
+    """
+    if not all(each.entered for each in calls):
+        return []
+    common = set.intersection(*(set(each.entered) for each in calls))
+    arrivals = {}
+    for number in sorted(common):
+        times = [each.entered[number] + offset for each in calls]
+        last = max(times)
+        arrivals[number] = Arrival(ranks[times.index(last)], last, min(times), sum(last - each for each in times))
+    newest = max(max(each.entered) for each in calls)
+    return [NodeCalls(calls[0].strategy or number, calls[0].ranks, len(ranks), newest, arrivals)]
+
+
+def compare(nodes: Sequence[NodeCalls]) -> list[Lateness]:
+    """Return who came last, for each strategy of several ranks; that of the most ranks first."""
+    strategies: dict[int, list[NodeCalls]] = {}
+    for each in nodes:
+        strategies.setdefault(each.strategy, []).append(each)
+    found = [_of_strategy(parts) for parts in strategies.values()]
+    return sorted(found, key=lambda each: (-each.ranks, -each.newest))
+
+
+def _of_strategy(nodes: list[NodeCalls]) -> Lateness:
+    ranks, here, newest = nodes[0].ranks, sum(each.here for each in nodes), max(each.newest for each in nodes)
+    common = sorted(set.intersection(*(set(each.arrivals) for each in nodes)))[-MOST_CALLS:]
+    if here < 2 or not common:
+        return Lateness(ranks, ranks - here, 0, newest)
+    offsets = [0, *(offset_of(nodes[0], other) for other in nodes[1:])]
+    waits: dict[int, list[float]] = {}
+    longest: dict[int, float] = {}
+    ends = []
+    for number in common:
+        parts = [(each.arrivals[number], each.here, offset) for each, offset in zip(nodes, offsets, strict=True)]
+        last_at = max(part.last_at + offset for part, _, offset in parts)
+        last = next(part.last for part, _, offset in parts if part.last_at + offset == last_at)
+        summed = sum(part.summed + size * (last_at - part.last_at - offset) for part, size, offset in parts)
+        first_at = min(part.first_at + offset for part, _, offset in parts)
+        waits.setdefault(last, []).append(summed / (here - 1) / 1e9)
+        longest[last] = max(longest.get(last, 0.0), (last_at - first_at) / 1e9)
+        ends.append(last_at)
+    # From the first call to the last one: the wait for the first was before that.
+    first = parts_first(nodes, offsets, common[0])
+    return Lateness(ranks, ranks - here, len(common), newest, (ends[-1] - first) / 1e9, waits, longest)
+
+
+def parts_first(nodes: Sequence[NodeCalls], offsets: Sequence[int], number: int) -> int:
+    """Return when the first rank came to a collective."""
+    return min(each.arrivals[number].first_at + offset for each, offset in zip(nodes, offsets, strict=True))
+
+
+def offset_of(one: NodeCalls, other: NodeCalls) -> int:
+    """Return what must be added to the times of `other` so that the notes of both nodes are possible together.
+
+    A rank enters a call only after all ranks of both nodes have entered the one before.
+    """
+    both = one.arrivals.keys() & other.arrivals.keys()
+    pairs = [number for number in both if number + 1 in both]
+    if not pairs:
+        return 0
+    least = max(one.arrivals[number].last_at - other.arrivals[number + 1].first_at for number in pairs)
+    most = min(one.arrivals[number + 1].first_at - other.arrivals[number].last_at for number in pairs)
+    if least <= 0 <= most or least > most:
+        return 0
+    return least if least > 0 else most
+
+
+def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
+    """Return the report of one strategy.
+
+    Args:
+        late: who came last.
+        hosts: the node of each rank, where it is known.
+    """
+    whose = f"strategy of {count(late.ranks, 'rank')}"
+    if not late.calls:
+        return [f"{whose}: {count(late.newest, 'collective')} so far; too few, or too quick, to compare who came last."]
+    missing = f" (nothing is known of {late.missing})" if late.missing > 0 else ""
+    told = [
+        f"{whose}{missing}: {count(late.newest, 'collective')} so far; who came last in the last {late.calls}, "
+        f"within {_time(late.seconds)}:"
+    ]
+    ranked = late.by_times()
+    for rank in ranked[:_MOST_ROWS]:
+        waits = late.waits[rank]
+        host = f" on {hosts[rank]}" if hosts.get(rank) else ""
+        told.append(
+            f"  rank {rank:<4} last in {len(waits)}{host}; the others waited {_time(statistics.median(waits))} for it "
+            f"(median), at most {_time(late.longest[rank])}; {late.share(rank):.0%} of the time"
+        )
+    if len(ranked) > _MOST_ROWS:
+        told.append(f"  and {len(ranked) - _MOST_ROWS} more, less often")
+    if late.slow() is None:
+        told.append("  No rank keeps the others waiting for long.")
+    return told
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,296 @@
+"""Repeated all-reduces of arrays in GPU memory: checks, packs and the kernel's arguments are made once.
+
+Left for each call are the addresses, which change from call to call with CuPy's pool, and the work itself.  The calls
+make the same messages as those of `mpistrategy.reduction.routes.gpu.GpuRoute`, and ask CUDA for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, divide_by, wire_dtype
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_captured
+from mpistrategy.arrays.nest import Leaves
+from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.inputs import CUDA_MALLOC
+from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
+from mpistrategy.reduction.routes.copy_kernel import AS_IT_IS, THREADS, kernel
+from mpistrategy.reduction.routes.gpu import gpu_packs
+from mpistrategy.reduction.routes.gpu_copy import Launch, launches
+from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
+
+_WHAT = "arrays in GPU memory"
+_ON_DEVICE = 3  # cudaMemcpyKind
+
+_address_of, _gpu_of = attrgetter("data.ptr"), attrgetter("data.device_id")
+#: CuPy's flags are a new object each time, for which a thousand arrays pay; this is what it is made of.
+_is_contiguous, _is_flagged = attrgetter("_c_contiguous"), attrgetter("flags.c_contiguous")
+
+
+class _Table:
+    """One launch of the copying kernel; its argument is kept, and the addresses are written into it.
+
+    CUDA has copied an argument when the launch returns.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._argument = launch.template.copy()
+        self._sources = self._argument["source"][0, : launch.count]
+        self._targets = self._argument["target"][0, : launch.count]
+        self._before_source, self._before_target = launch.before_source, launch.before_target
+        self._arrays = launch.arrays
+        self._call = (launch.blocks,), (THREADS,), (self._argument, np.int32(launch.count))
+
+    def run(self, function: Any, sources: Array, targets: Array) -> None:
+        np.add(sources[self._arrays], self._before_source, out=self._sources)
+        np.add(targets[self._arrays], self._before_target, out=self._targets)
+        function(*self._call)
+
+
+class _PlannedPack:
+    """What travels together: arrays of one dtype, which is that of the wire.
+
+    Args:
+        pack: the arrays.
+        op: how they are combined.
+        count: over how many ranks.
+    """
+
+    def __init__(self, pack: Pack, op: ReduceOp, count: int) -> None:
+        self.size, self.dtype, self.nbytes = pack.size, pack.dtype, pack.nbytes
+        self.divisor = op._divisor(pack.dtype, count)
+        self.indices = np.array([member.index for member in pack.members])
+        self.is_one = len(pack.members) == 1
+        self.first = pack.members[0].index
+        self._shape = pack.members[0].shape
+        moves = tuple((AS_IT_IS, m.stop - m.start, pack.dtype.itemsize, pack.dtype.itemsize) for m in pack.members)
+        self._tables = [] if self.is_one else [_Table(launch) for launch in launches(moves)]
+        self._starts = pack.starts * np.uint64(pack.dtype.itemsize)
+        self._members = [member.index for member in pack.members]
+        #: Where each result begins, in bytes, and its shape.
+        self._places = [(member.start * pack.dtype.itemsize, member.shape) for member in pack.members]
+        #: Which of them are copied: a number would keep all of a large bucket.
+        self._lone = [
+            place for place, m in enumerate(pack.members) if m.stop - m.start == 1 and pack.size > FEW_ELEMENTS
+        ]
+
+    def filled(self, cupy: Any, function: Any, addresses: Array) -> DeviceArray:
+        """Return a new bucket with the arrays that are at these addresses; all of the plan's."""
+        bucket = communication_memory(cupy, self.size, self.dtype)
+        if self.is_one:
+            self._copy(cupy, bucket.data.ptr, int(addresses[self.first]))
+        else:
+            self._move(function, addresses[self.indices], self._starts + np.uint64(bucket.data.ptr))
+        return bucket
+
+    def write_back(self, cupy: Any, function: Any, bucket: DeviceArray, addresses: Array) -> None:
+        """Copy the results to the arrays."""
+        if self.is_one:
+            self._copy(cupy, int(addresses[self.first]), bucket.data.ptr)
+        else:
+            self._move(function, self._starts + np.uint64(bucket.data.ptr), addresses[self.indices])
+
+    def _move(self, function: Any, sources: Array, targets: Array) -> None:
+        for table in self._tables:
+            table.run(function, sources, targets)
+
+    def _copy(self, cupy: Any, target: int, source: int) -> None:
+        if self.nbytes:
+            stream = cupy.cuda.get_current_stream().ptr
+            cupy.cuda.runtime.memcpyAsync(target, source, self.nbytes, _ON_DEVICE, stream)
+
+    def put_into(self, results: list[Any], cupy: Any, bucket: DeviceArray) -> None:
+        """Write the results into their places: views of the bucket."""
+        if self.is_one:
+            results[self.first] = bucket if len(self._shape) == 1 else bucket.reshape(self._shape)
+            return
+        memory, dtype, make = bucket.data, self.dtype, cupy.ndarray
+        views = [make(shape, dtype, memory + start) for start, shape in self._places]
+        for number in self._lone:
+            views[number] = views[number].copy()
+        for index, view in zip(self._members, views, strict=True):
+            results[index] = view
+
+
+class _Arrays:
+    """Whether arrays are such as a plan is for: on this rank's GPU, which is current, contiguous, and not captured.
+
+    Args:
+        cupy: the package.
+        gpu: the index of the GPU that this rank drives; None: whichever is the current one.
+    """
+
+    def __init__(self, cupy: Any, gpu: int | None) -> None:
+        self._cupy, self._gpu = cupy, gpu
+        self._runtime = cupy.cuda.runtime
+        self._has_several = self._runtime.getDeviceCount() > 1
+        self._flag = _is_contiguous if hasattr(cupy.empty(1), "_c_contiguous") else _is_flagged
+
+    def fit(self, arrays: Sequence[DeviceArray], *, in_place: bool) -> bool:
+        if self._has_several:
+            current = self._runtime.getDevice()
+            if self._gpu not in (None, current) or {*map(_gpu_of, arrays)} != {current}:
+                return False
+        if in_place and len({*map(id, arrays)}) != len(arrays):
+            return False
+        return all(map(self._flag, arrays)) and not is_captured(self._cupy)
+
+
+def are_exact(layouts: Sequence[Layout], op: ReduceOp) -> bool:
+    """Return whether results are what arrives: no dtype is converted on the way, and no integers are divided."""
+    return all(dtype == wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu") for dtype, _ in layouts)
+
+
+def repeated_on_gpu(
+    ranks: Communicator,
+    where: Leaves,
+    op: ReduceOp,
+    layouts: tuple[Layout, ...],
+    signature: Signature,
+    *,
+    gpu: int | None,
+    word: str,
+    bytes_per_pack: float,
+    num_packs: float,
+) -> Run | None:
+    """Return a ``run(value, out)``: the whole call for nests of CuPy arrays of these layouts; None where there is none.
+
+    It returns MISFIT, before anything has been sent, for what it is not for: arrays that are not contiguous or on
+    another GPU, an `out` that is not `value`, and all calls before the ranks have chosen their path.
+
+    Args:
+        ranks: who takes part.
+        where: how to reach the leaves.
+        op: how they are combined.
+        layouts: their dtypes and shapes.
+        signature: of the call.
+        gpu: the index of the GPU that this rank drives, if it drives one.
+        word: which path is asked for; see `mpistrategy.options.path_word`.
+        bytes_per_pack, num_packs: see `mpistrategy.reduction.layout.packing.plan`.
+    """
+    cupy = cupy_for(_WHAT)
+    function = kernel(cupy)
+    if function is None or not are_exact(layouts, op):
+        return None
+    packs = [_PlannedPack(pack, op, ranks.size) for pack in gpu_packs(layouts, bytes_per_pack, num_packs)]
+    known, arrays, count = device_paths(ranks).known, _Arrays(cupy, gpu), len(layouts)
+    most_bytes, nested = max(pack.nbytes for pack in packs), not where.single
+    agree, failed = _agreement(ranks, signature)
+    combined, op_text = partial(_combined, ranks), op._on_the_wire
+
+    def run(value: Any, out: Any) -> Any:
+        path = known.get(word)
+        leaves = where.take(value) if nested else (value,)
+        in_place = out is not None
+        if path is None or (in_place and out is not value) or not arrays.fit(leaves, in_place=in_place):
+            return MISFIT
+        buckets: list[DeviceArray] = []
+
+        def pack_all() -> Array:
+            path.make_room(most_bytes)
+            addresses = np.fromiter(map(_address_of, leaves), np.uint64, count)
+            for pack in packs:
+                own = _own(leaves[pack.first]) if in_place and pack.is_one else None
+                buckets.append(pack.filled(cupy, function, addresses) if own is None else own)
+            return addresses
+
+        addresses = agree(pack_all)
+        try:
+            for bucket in buckets:
+                combined(path, bucket, op_text)
+            # All is sent before the results, which may need memory: a rank that has none left must not miss there.
+            for pack, bucket in zip(packs, buckets, strict=True):
+                divide_by(pack.divisor, bucket)
+            if in_place:
+                for pack, bucket in zip(packs, buckets, strict=True):
+                    if bucket.data.ptr != addresses[pack.first]:
+                        pack.write_back(cupy, function, bucket, addresses)
+                return out
+            results: list[Any] = [None] * count
+            for pack, bucket in zip(packs, buckets, strict=True):
+                pack.put_into(results, cupy, bucket)
+        except BaseException as error:
+            failed(error)
+            raise
+        return where.build(results) if nested else results[0]
+
+    run.__dict__["signature"] = signature  # for the flight record
+    return run
+
+
+def repeated_in_arena(
+    ranks: Communicator, buckets: Sequence[DeviceArray], op: ReduceOp, signature: Signature, word: str
+) -> Callable[[Any, Any], Any]:
+    """Return a ``run(arena, out)``: the whole call for an arena in GPU memory, whose buckets are reduced in place.
+
+    It returns MISFIT, and nothing has been sent, for other arrays in the arena's nest, before the ranks have chosen
+    their path, on another current GPU, and while the current stream is captured.  It keeps nothing of the arena, which
+    may be closed while the flight record has the call.
+    """
+    cupy = cupy_for(_WHAT)
+    current, mine = cupy.cuda.runtime.getDevice, _gpu_of(buckets[0])
+    known, op_text = device_paths(ranks).known, op._on_the_wire
+    most_bytes = max(bucket.nbytes for bucket in buckets)
+    divisors = [op._divisor(bucket.dtype, ranks.size) for bucket in buckets]
+    agree, failed = _agreement(ranks, signature)
+
+    def run(arena: Any, out: Any) -> Any:
+        path = known.get(word)
+        if path is None or not (out is None or out is arena) or not arena._is_unchanged():
+            return MISFIT
+        if current() != mine or is_captured(cupy):
+            return MISFIT
+        agree(partial(path.make_room, most_bytes))
+        try:
+            for bucket in arena._mine:
+                _combined(ranks, path, bucket, op_text)
+            for divisor, bucket in zip(divisors, arena._mine, strict=True):
+                divide_by(divisor, bucket)
+        except BaseException as error:
+            failed(error)
+            raise
+        return arena._result
+
+    run.__dict__["signature"] = signature
+    return run
+
+
+def _combined(ranks: Communicator, path: DevicePath, bucket: DeviceArray, op: str) -> None:
+    if bucket.size:
+        path.allreduce(ranks, bucket, op)
+
+
+def _own(array: DeviceArray) -> DeviceArray | None:
+    """Return an array, flat, that every path can combine where it is; None for other memory than cudaMalloc's."""
+    return array.reshape(-1) if type(array.data.mem).__name__ in CUDA_MALLOC else None
+
+
+def _agreement(
+    ranks: Communicator, signature: Signature
+) -> tuple[Callable[[Callable[[], Any]], Any], Callable[[BaseException], None]]:
+    """Return what does work that may fail and then compares the call; and what tells of an error after that.
+
+    All ranks hear of a failure before the agreement.  Calls with pointers to GPU memory are always compared.
+    """
+    guard, where = ranks.guard, signature.call
+    digest = guard.digest(signature)
+
+    def agree(work: Callable[[], Any]) -> Any:
+        try:
+            made = work()
+        except BaseException as error:
+            guard.fail(where, error, agreed=False)
+            guard.mark_told(error)
+            raise
+        guard.compare_digest(digest, signature, due=True)
+        return made
+
+    return agree, partial(guard.fail_after_agreement, where)

@@ -1,0 +1,118 @@
+"""How much GPU memory reductions of 16-bit numbers take beside their results: a piece in 32 bits, never a second copy.
+
+The bytes are those of CuPy's pool, or of NumPy where the double stands in for CuPy.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import cupy_here
+import numpy as np
+import pytest
+from replicas import SIZE, context, in_step
+
+import mpistrategy as ms
+from mpistrategy.mpi.gpu.transports import pieces
+from mpistrategy.options import GPU_PATH
+
+PIECE = 2**16
+COUNT, LENGTH = 20, 3 * 2**15
+NBYTES = COUNT * LENGTH * 2
+#: Two pieces of 32 bits, and what tables, events and lists take.
+SCRATCH = 2 * 4 * PIECE + 2**18
+
+
+@pytest.fixture(params=cupy_here.PATHS)
+def strategy(
+    request: pytest.FixtureRequest, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ms.MirroredStrategy]:
+    monkeypatch.setattr(pieces, "PIECE", PIECE)
+    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
+    monkeypatch.setenv(GPU_PATH, request.param)
+    with ms.MirroredStrategy("gpu" if request.param == "nccl" else "shared") as made:
+        yield made
+
+
+def peak(cupy: Any, do: Callable[[], Any]) -> int:
+    """Return the most bytes that were taken at a time meanwhile, above those before."""
+    do()
+    if not cupy_here.IS_REAL:
+        tracemalloc.start()
+        try:
+            do()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    pool = cupy.get_default_memory_pool()
+    cupy.cuda.runtime.deviceSynchronize()
+    before, found = pool.used_bytes(), [0]
+
+    class Hook(cupy.cuda.MemoryHook):
+        name = "peak"
+
+        def malloc_postprocess(self, **told: Any) -> None:
+            found[0] = max(found[0], pool.used_bytes() - before)
+
+    with Hook():
+        do()
+    return found[0]
+
+
+def given(cupy: Any, dtype: str) -> list[Any]:
+    return [cupy.asarray(np.full(LENGTH, number, dtype)) for number in range(COUNT)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int16"])
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_a_list_takes_its_results_and_two_pieces(cupy: Any, strategy: Any, op: str, dtype: str) -> None:
+    arrays = given(cupy, dtype)
+    found: list[Any] = []
+
+    def reduce() -> None:
+        found.clear()
+        found.extend(in_step(strategy, lambda c: c.all_reduce(op, arrays)))
+
+    assert peak(cupy, reduce) <= NBYTES + SCRATCH
+    for number, each in enumerate(found):
+        assert set(each.get().tolist()) == {number * (SIZE if op == "SUM" else 1)}
+
+
+def test_what_goes_on_beside_computation_takes_no_more(cupy: Any, strategy: Any) -> None:
+    arrays, found = given(cupy, "float16"), []
+
+    def reduce() -> None:
+        found.clear()
+        handles = [strategy.run(lambda a=a: context().all_reduce_async("MEAN", a)) for a in arrays]
+        found.extend(handle.wait() for handle in handles)
+
+    assert peak(cupy, reduce) <= NBYTES + SCRATCH
+    for number, each in enumerate(found):
+        assert set(each.get().tolist()) == {number}
+
+
+def test_what_is_its_own_result_takes_two_pieces(cupy: Any, strategy: Any) -> None:
+    arrays = given(cupy, "float16")
+    taken = peak(cupy, lambda: in_step(strategy, lambda c: c.all_reduce("MEAN", arrays, out=arrays)))
+    assert taken <= NBYTES + SCRATCH  # small arrays are packed
+    (large,) = [cupy.asarray(np.ones(COUNT * LENGTH, np.float16))]
+    assert peak(cupy, lambda: in_step(strategy, lambda c: c.all_reduce("MEAN", large, out=large))) <= SCRATCH
+    assert set(large.get().tolist()) == {1.0}
+    with strategy.scope():
+        arena = strategy.arena(given(cupy, "float16"))
+    assert peak(cupy, lambda: in_step(strategy, lambda c: c.all_reduce("MEAN", arena))) <= SCRATCH
+
+
+def test_two_streams_take_turns_with_a_piece(cupy: Any, strategy: Any) -> None:
+    first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    found = []
+    for number in range(10):
+        for stream, sign in ((first, 1), (second, -1)):
+            with stream:
+                value = cupy.asarray(np.ones(LENGTH, np.float16)) * (sign * number)
+                found.append((sign * number, in_step(strategy, lambda c, v=value: c.all_reduce("SUM", v)), stream))
+    for number, each, stream in found:
+        assert set(each.get(stream=stream).tolist()) == {number * SIZE}
