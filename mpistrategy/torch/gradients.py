@@ -1,7 +1,7 @@
 """The gradients of an optimizer's parameters: in memory that the ranks of a node share, summed during backward.
 
-After the first sum each parameter's `grad` is a view of an `Arena`.  On one node the gradients are summed into it at
-the end of backward; on several nodes bucket by bucket, while backward computes the gradients of earlier layers.
+After the first sum each parameter's `grad` is a view of an `Arena`.  On one node the arena is reduced at the end of
+backward, where it is; on several nodes bucket by bucket, while backward computes the gradients of earlier layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.arena.brought import Brought
 from mpistrategy.strategy.current import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch.collectives import replica_context
@@ -30,8 +29,6 @@ from mpistrategy.training.gradient_buckets import GradientBuckets
 
 WHERE = "DistributedOptimizer"
 _MOST_NAMED = 3
-#: Smaller ones are copied as a whole, which is quicker than to tell the shares.
-_LEAST_BROUGHT = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,20 +62,17 @@ class Gradients:
     def __init__(
         self, strategy: Strategy, op: ReduceOp, wire: Any, bytes_per_bucket: int, names: Mapping[int, str]
     ) -> None:
-        self.strategy = strategy
-        self._op = op
+        self.strategy, self._op = strategy, op
         self._options = CommunicationOptions(wire=wire)
         self._bytes_per_bucket = bytes_per_bucket
         self._names = names
         self._parameters: list[Parameter] = []
-        self._known: set[int] = set()
         self._unhooked: list[int] = []
         #: Where the gradients are that are not sparse; by the number of the parameter.
         self._views: dict[int, Any] = {}
         self._position: dict[int, int] = {}
         self._arena: Any = None
         self._buckets: GradientBuckets | None = None
-        self._brought: Brought | None = None  # on one node
         #: Parameters whose gradients have changed since the last sum; and those that were summed in this step.
         self._fresh: set[int] = set()
         self._summed: set[int] = set()
@@ -89,17 +83,15 @@ class Gradients:
 
     def take_in(self, groups: Sequence[Mapping[str, Any]]) -> list[Parameter]:
         """Take in the parameters of an optimizer's groups that are new, and return them.  All ranks have the same."""
-        found = []
+        found: list[Parameter] = []
+        known = {id(each.tensor) for each in self._parameters}
         for at, group in enumerate(groups):
-            names = group.get("param_names") or [
-                f"parameter {each} of group {at}" for each in range(len(group["params"]))
-            ]
+            names = group.get("param_names") or [f"parameter {n} of group {at}" for n in range(len(group["params"]))]
             for tensor, name in zip(group["params"], names, strict=True):
-                if id(tensor) not in self._known:
+                if id(tensor) not in known:
                     found.append(Parameter(self._names.get(id(tensor), name), tensor))
         self._unhooked += range(len(self._parameters), len(self._parameters) + len(found))
         self._parameters += found
-        self._known |= {id(each.tensor) for each in found}
         return found
 
     def sum_rest(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -137,7 +129,8 @@ class Gradients:
         """Note that backward has written a gradient; move it into the arena."""
         view = self._views.get(number)
         if view is not None and tensor.grad is not view and not tensor.grad.is_sparse:
-            self._move(number, tensor, view)
+            view.copy_(tensor.grad.detach())
+            tensor.grad = view
         elif number in self._summed and self._op is ReduceOp.SUM:
             raise OptionError.at(
                 WHERE,
@@ -156,15 +149,6 @@ class Gradients:
             with replica_context(self.strategy, tensor.device):
                 self._buckets.ready(self._position[number])
 
-    def _move(self, number: int, tensor: Any, view: Any) -> None:
-        """Move a gradient into the arena; of one that is summed when this backward ends, what other ranks sum."""
-        grad = tensor.grad
-        if self._brought is None or not self.is_syncing or grad.nbytes < _LEAST_BROUGHT:
-            view.copy_(grad.detach())
-            tensor.grad = view
-        else:
-            self._brought.bring(self._position[number], host_array(grad), grad, grad._version)
-
     def sum(self) -> None:
         """Sum the gradients that have changed over the ranks.  Collective."""
         if not self._fresh:
@@ -177,19 +161,14 @@ class Gradients:
             Call(guard, WHERE, anywhere=True) as call,
         ):
             call.name = self._in_words()
-            dense, sparse = self._sorted()
-            is_new = not self._views.keys() >= dense
-            brought = self._brought if dense and not is_new else None
-            self._settle(dense, brought)
+            sparse = [number for number in sorted(self._fresh) if self._parameters[number].tensor.grad.is_sparse]
+            dense = self._fresh - set(sparse)
+            self._settle(dense)
             call.agree("sum gradients", op=self._op.name)
-            if brought is not None:
-                brought.combine()
-                for number in dense:
-                    self._parameters[number].tensor.grad = self._views[number]
             call.expect_more()
-            if is_new:
+            if not self._views.keys() >= dense:
                 self._arrange(dense)
-            if dense and brought is None and self._buckets and self._buckets._reduced_early(self._op, call) is None:
+            if dense and self._buckets and self._buckets._reduced_early(self._op, call) is None:
                 context.all_reduce(self._op, self._arena, self._options)
             for number in sparse:
                 self._sum_rows(self._parameters[number], context)
@@ -206,11 +185,6 @@ class Gradients:
         more = f" and {len(missing) - _MOST_NAMED} more ({zlib.crc32(repr(missing).encode()):x})"
         return f"{count}, none of {', '.join(missing[:_MOST_NAMED])}{more if len(missing) > _MOST_NAMED else ''}"
 
-    def _sorted(self) -> tuple[set[int], list[int]]:
-        """Return the numbers of the fresh gradients that are dense, and of those that are sparse."""
-        sparse = [number for number in sorted(self._fresh) if self._parameters[number].tensor.grad.is_sparse]
-        return self._fresh - set(sparse), sparse
-
     def _arrange(self, dense: set[int]) -> None:
         """Make an arena for the gradients that there are, and move them there.  Collective."""
         members = sorted({*self._views, *dense})
@@ -220,8 +194,6 @@ class Gradients:
         self._arena = arena = self.strategy.arena([each.tensor.detach() for each in chosen])
         memory = SimpleNamespace(arena=arena, variables=chosen)
         self._buckets = GradientBuckets(memory, self._op, self._bytes_per_bucket, options=self._options)
-        on_node = not self._buckets.starts_early and Brought.takes(arena)
-        self._brought = Brought(arena, self._op) if on_node else None
         self._position = {number: position for position, number in enumerate(members)}
         for number, array, each in zip(members, arena.values, chosen, strict=True):
             view, grad = as_kind_of(array, each.tensor), each.tensor.grad
@@ -230,16 +202,17 @@ class Gradients:
                 view.copy_(grad)
                 each.tensor.grad = view  # the memory of the gradient before is free now
 
-    def _settle(self, dense: set[int], brought: Brought | None) -> None:
-        """Clear what the arena has of an earlier step; bring again what was changed after backward had written it."""
+    def _settle(self, dense: set[int]) -> None:
+        """Clear what the arena has of an earlier step; move there what a hook put in the place of a gradient."""
         for number, view in self._views.items():
-            grad, position = self._parameters[number].tensor.grad, self._position[number]
-            if grad is not view and number not in dense:
+            tensor = self._parameters[number].tensor
+            if tensor.grad is not view and number not in dense:
                 view.zero_()
-            if brought is not None and (grad is view or number not in dense):
-                brought.forget(position)
-            elif brought is not None and not brought.has(position, grad, grad._version):
-                brought.bring(position, host_array(grad), grad, grad._version)
+            elif (
+                tensor.grad is not view and self._buckets and not self._buckets.starts_early
+            ):  # else it may be under way
+                view.copy_(tensor.grad.detach())
+                tensor.grad = view
 
     def _sum_rows(self, parameter: Parameter, context: ReplicaContext) -> None:
         """Sum a sparse gradient: the rows of all ranks."""

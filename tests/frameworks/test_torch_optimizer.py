@@ -119,13 +119,10 @@ def scaling(net: Any, optimizer: Any, loss: Any) -> None:
 
 
 @pytest.mark.parametrize("loop", [plain, in_place, accumulating, never_syncing, twice, clipping, freezing, scaling])
-@pytest.mark.parametrize("way", ["copied", "brought", "early"])
-def test_as_one_process(strategy: ms.Strategy, loop: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    early = way == "early"
+@pytest.mark.parametrize("early", [False, True])
+def test_as_one_process(strategy: ms.Strategy, loop: Any, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if early:
         started = start_early(monkeypatch)
-    elif way == "brought":  # as large gradients are, on one node
-        monkeypatch.setattr("mpistrategy.torch.gradients._LEAST_BROUGHT", 0)
 
     def make(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, 0.5, momentum=0.9)
@@ -172,10 +169,7 @@ def test_gradients_live_in_shared_memory_and_are_the_same_everywhere(strategy: m
     assert (gathered == gathered[0]).all()
 
 
-def test_what_a_hook_of_the_program_does_to_a_gradient_is_summed(
-    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mpistrategy.torch.gradients._LEAST_BROUGHT", 0)
+def test_what_a_hook_of_the_program_does_to_a_gradient_is_summed(strategy: ms.Strategy) -> None:
     net = network()
     optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
 
