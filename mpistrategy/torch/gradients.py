@@ -10,6 +10,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,14 +48,6 @@ class Parameter:
         return f"{self.name} {self.dtype}{list(self.tensor.shape)}"
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """What `GradientBuckets` cuts: an arena, and whose gradients are in it."""
-
-    arena: Any
-    variables: Any
-
-
 class Gradients:
     """The gradients of some parameters.
 
@@ -69,13 +62,11 @@ class Gradients:
     def __init__(
         self, strategy: Strategy, op: ReduceOp, wire: Any, bytes_per_bucket: int, names: Mapping[int, str]
     ) -> None:
-        self.strategy = strategy
-        self._op = op
+        self.strategy, self._op = strategy, op
         self._options = CommunicationOptions(wire=wire)
         self._bytes_per_bucket = bytes_per_bucket
         self._names = names
         self._parameters: list[Parameter] = []
-        self._known: set[int] = set()
         self._unhooked: list[int] = []
         #: Where the gradients are that are not sparse; by the number of the parameter.
         self._views: dict[int, Any] = {}
@@ -92,17 +83,15 @@ class Gradients:
 
     def take_in(self, groups: Sequence[Mapping[str, Any]]) -> list[Parameter]:
         """Take in the parameters of an optimizer's groups that are new, and return them.  All ranks have the same."""
-        found = []
+        found: list[Parameter] = []
+        known = {id(each.tensor) for each in self._parameters}
         for at, group in enumerate(groups):
-            names = group.get("param_names") or [
-                f"parameter {each} of group {at}" for each in range(len(group["params"]))
-            ]
+            names = group.get("param_names") or [f"parameter {n} of group {at}" for n in range(len(group["params"]))]
             for tensor, name in zip(group["params"], names, strict=True):
-                if id(tensor) not in self._known:
+                if id(tensor) not in known:
                     found.append(Parameter(self._names.get(id(tensor), name), tensor))
         self._unhooked += range(len(self._parameters), len(self._parameters) + len(found))
         self._parameters += found
-        self._known |= {id(each.tensor) for each in found}
         return found
 
     def sum_rest(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -135,8 +124,6 @@ class Gradients:
         """Begin the next step: what backward adds from now on belongs to it."""
         self._summed.clear()
         self._sums, self._steps = 0, self._steps + 1
-
-    # --------------------------------------------------------------------------------------------- during backward
 
     def _changed(self, number: int, tensor: Any) -> None:
         """Note that backward has written a gradient; move it into the arena."""
@@ -174,13 +161,15 @@ class Gradients:
             Call(guard, WHERE, anywhere=True) as call,
         ):
             call.name = self._in_words()
+            sparse = [number for number in sorted(self._fresh) if self._parameters[number].tensor.grad.is_sparse]
+            dense = self._fresh - set(sparse)
+            self._settle(dense)
             call.agree("sum gradients", op=self._op.name)
             call.expect_more()
-            dense, sparse = self._sorted()
-            if any(number not in self._views for number in dense):
+            if not self._views.keys() >= dense:
                 self._arrange(dense)
-            if dense:
-                self._sum_arena(dense, call, context)
+            if dense and self._buckets and self._buckets._reduced_early(self._op, call) is None:
+                context.all_reduce(self._op, self._arena, self._options)
             for number in sparse:
                 self._sum_rows(self._parameters[number], context)
         self._summed |= self._fresh
@@ -196,19 +185,15 @@ class Gradients:
         more = f" and {len(missing) - _MOST_NAMED} more ({zlib.crc32(repr(missing).encode()):x})"
         return f"{count}, none of {', '.join(missing[:_MOST_NAMED])}{more if len(missing) > _MOST_NAMED else ''}"
 
-    def _sorted(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of the fresh gradients that are dense, and of those that are sparse."""
-        sparse = [number for number in sorted(self._fresh) if self._parameters[number].tensor.grad.is_sparse]
-        return sorted(self._fresh - set(sparse)), sparse
-
-    def _arrange(self, dense: Sequence[int]) -> None:
+    def _arrange(self, dense: set[int]) -> None:
         """Make an arena for the gradients that there are, and move them there.  Collective."""
         members = sorted({*self._views, *dense})
         if self._buckets is not None:
             self._buckets.reset()
         chosen = tuple(self._parameters[number] for number in members)
         self._arena = arena = self.strategy.arena([each.tensor.detach() for each in chosen])
-        self._buckets = GradientBuckets(_Memory(arena, chosen), self._op, self._bytes_per_bucket, options=self._options)
+        memory = SimpleNamespace(arena=arena, variables=chosen)
+        self._buckets = GradientBuckets(memory, self._op, self._bytes_per_bucket, options=self._options)
         self._position = {number: position for position, number in enumerate(members)}
         for number, array, each in zip(members, arena.values, chosen, strict=True):
             view, grad = as_kind_of(array, each.tensor), each.tensor.grad
@@ -217,13 +202,17 @@ class Gradients:
                 view.copy_(grad)
                 each.tensor.grad = view  # the memory of the gradient before is free now
 
-    def _sum_arena(self, dense: Sequence[int], call: Call, context: ReplicaContext) -> None:
-        assert self._buckets is not None
-        for number in self._views.keys() - set(dense):
-            if self._parameters[number].tensor.grad is not self._views[number]:
-                self._views[number].zero_()  # of an earlier step
-        if self._buckets._reduced_early(self._op, call) is None:
-            context.all_reduce(self._op, self._arena, self._options)
+    def _settle(self, dense: set[int]) -> None:
+        """Clear what the arena has of an earlier step; move there what a hook put in the place of a gradient."""
+        for number, view in self._views.items():
+            tensor = self._parameters[number].tensor
+            if tensor.grad is not view and number not in dense:
+                view.zero_()
+            elif (
+                tensor.grad is not view and self._buckets and not self._buckets.starts_early
+            ):  # else it may be under way
+                view.copy_(tensor.grad.detach())
+                tensor.grad = view
 
     def _sum_rows(self, parameter: Parameter, context: ReplicaContext) -> None:
         """Sum a sparse gradient: the rows of all ranks."""

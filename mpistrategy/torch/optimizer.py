@@ -122,9 +122,6 @@ def DistributedOptimizer(  # noqa: N802  # the name that users of Horovod look f
 
         return ((args[0], together), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": together})
 
-    def after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        gradients.step_is_over()
-
     given.register_step_pre_hook(before)
-    given.register_step_post_hook(after)
+    given.register_step_post_hook(lambda *_: gradients.step_is_over())
     return optimizer

@@ -169,6 +169,27 @@ def test_gradients_live_in_shared_memory_and_are_the_same_everywhere(strategy: m
     assert (gathered == gathered[0]).all()
 
 
+def test_what_a_hook_of_the_program_does_to_a_gradient_is_summed(strategy: ms.Strategy) -> None:
+    net = network()
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+
+    def doubled(tensor: Any) -> None:
+        tensor.grad.mul_(2)
+
+    def replaced(tensor: Any) -> None:
+        tensor.grad = tensor.grad * 3
+
+    net[0].weight.register_post_accumulate_grad_hook(doubled)
+    net[0].bias.register_post_accumulate_grad_hook(replaced)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (net(ONES).sum() * (RANK + 1)).backward()
+        found = [tensor.grad.clone() for tensor in net.parameters()]
+        wanted = torch.autograd.grad(net(ONES).sum() * (SIZE + 1) / 2, list(net.parameters()))
+        for mine, one, times in zip(found, wanted, (2, 3, 1, 1), strict=True):
+            torch.testing.assert_close(mine, one * times)
+
+
 def test_sums_and_closures(strategy: ms.Strategy) -> None:
     def loop(net: Any, optimizer: Any, loss: Any) -> None:
         def closure() -> Any:
