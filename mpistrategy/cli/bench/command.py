@@ -19,6 +19,7 @@ from mpistrategy.cli.bench.measuring import report as reports
 from mpistrategy.cli.bench.measuring.environment import describe
 from mpistrategy.cli.bench.measuring.timing import FULL, QUICK, measure
 from mpistrategy.cli.bench.peers import open_peers
+from mpistrategy.errors import DeviceError, UnsupportedError
 from mpistrategy.mpi.job.launcher import claim_in
 from mpistrategy.mpi.tuning.files import (
     VARIABLE,
@@ -69,6 +70,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py",
         help="files that add other libraries, such as scripts/peers/torch_gloo.py of the source tree",
     )
+    parser.add_argument(
+        "--devices",
+        choices=("cpu", "gpu", "shared"),
+        default="cpu",
+        help="gpu: arrays in GPU memory, each rank with a GPU of its own; shared: ranks may share one",
+    )
     parser.add_argument("--seconds", type=_positive, help="for each case")
     parser.add_argument(
         "--line-rate", type=_positive, metavar="GBIT", help="of the link between nodes, for the suite nodes"
@@ -104,6 +111,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks of the job, or forecast; return the exit status."""
+    if options.devices != "cpu":
+        return _on_gpus(options)
     if options.forecast:
         return _forecast(options)
     if options.link or options.compute:
@@ -141,6 +150,34 @@ def run(options: argparse.Namespace) -> int:
     if not right and ranks.rank == 0:
         _tell("WRONG RESULTS: see the tables")
     return status if right else 1
+
+
+def _on_gpus(options: argparse.Namespace) -> int:
+    """Measure with arrays in GPU memory, on one rank or more; return the exit status."""
+    others = [name for name in ("forecast", "link", "compute", "save", "plot", "peers") if getattr(options, name)]
+    if others:
+        _tell(f"mpistrategy bench: found --devices {options.devices} with --{others[0]}; expected one of the two")
+        return 2
+    try:
+        strategy = MirroredStrategy(options.devices)  # starts MPI
+    except (DeviceError, UnsupportedError) as error:  # on all ranks
+        claim = claim_in(os.environ)
+        if claim is None or claim.rank == 0:
+            _tell(f"mpistrategy bench --devices {options.devices}: {error}")
+        return 2
+    from mpistrategy.cli.bench import gpus
+    from mpistrategy.cli.bench.measuring.raw import RawRanks
+
+    ranks = RawRanks()
+    environment = describe(ranks.job())
+    found = gpus.measure(strategy, ranks, options, _tell if ranks.rank == 0 else lambda line: None)
+    if ranks.rank == 0:
+        reports.write(options.markdown, gpus.markdown(environment, found))
+        if options.json:
+            reports.write(options.json, reports.as_json({"environment": environment, **found}))
+    ranks.close()
+    strategy.close()
+    return 0 if all(row["right"] for row in found["rows"]) else 1
 
 
 def _forecast(options: argparse.Namespace) -> int:

@@ -1,0 +1,269 @@
+"""`mpistrategy bench --devices gpu`: collectives of arrays in GPU memory, and a training step with and without them.
+
+Bandwidths are those of NVIDIA's nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), with S the bytes
+of the array on each rank, for an all-gather those of the result, t the time of a call and n the number of GPUs:
+
+    algorithm bandwidth = S / t
+    bus bandwidth = algorithm bandwidth * 2 (n - 1) / n    all-reduce
+                    algorithm bandwidth * (n - 1) / n      all-gather
+                    algorithm bandwidth                    broadcast
+
+As there, calls are put on the stream one after the other, and the time is that until all are done, by their number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
+from mpistrategy.cli.bench.measuring.environment import in_words
+from mpistrategy.cli.bench.measuring.report import time_in_words
+from mpistrategy.mpi.interface.gpu_transport import device_paths
+from mpistrategy.objects.shown import size_in_words
+from mpistrategy.strategy.current import get_replica_context
+from mpistrategy.training.optimizers import SGD
+from mpistrategy.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from mpistrategy.cli.bench.measuring.raw import RawRanks
+    from mpistrategy.strategy.strategy import Strategy
+
+SIZES = tuple(4**power for power in range(6, 15))  # 4 KiB ... 256 MiB
+QUICK_SIZES = (4 * 2**10, 2**20, 64 * 2**20)
+ROWS = 64
+_ROUNDS, _LEAST, _MOST = 3, 3, 100
+_WARM_UP = 3
+_SECONDS, _QUICK_SECONDS = 1.0, 0.2
+#: Bytes on the bus for each byte of S, given the number of GPUs.
+_BUS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to time; in a step of the strategy.
+
+    Attributes:
+        kind: of `_BUS`; "" for what has no bandwidth.
+        name: for the table.
+        nbytes: S.
+        call: does it once.
+        is_right: does it once and says whether the result is right here; None: it is not looked at.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    call: Callable[[], Any]
+    is_right: Callable[[], bool] | None = None
+
+
+def measure(strategy: Strategy, ranks: RawRanks, options: Any, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Measure on all ranks; return the figures, the same on every rank.  Collective.
+
+    Args:
+        strategy: each rank drives a GPU, or shares one.
+        ranks: the same ranks, outside the library.
+        options: those of the command line.
+        tell: says on one rank what is measured.
+    """
+    cupy = cupy_for("mpistrategy bench --devices gpu")
+    seconds = options.seconds or (_QUICK_SECONDS if options.quick else _SECONDS)
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    lists = options.lists or (["resnet50"] if options.quick else list(LISTS))
+    found: list[dict[str, Any]] = []
+
+    def all_of_them() -> None:
+        for works in (_collectives(cupy, ranks, sizes), _lists(cupy, strategy, lists)):
+            for work in works:
+                tell(f"{work.name}, {size_in_words(work.nbytes)} ...")
+                found.append(_measured(cupy, ranks, work, seconds))
+
+    strategy.run(all_of_them)
+    for name in options.networks:
+        found += _steps(cupy, strategy, ranks, NETWORKS[name], name, seconds, tell)
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    paths = device_paths(strategy.extended.communicator)
+    return {
+        "device": properties["name"].decode(),
+        "gpus": ranks.size,
+        "cupy": cupy.__version__,
+        "paths": {word: f"{path.name}: {paths.reasons.get(word, '')}" for word, path in paths.known.items()},
+        "rows": found,
+    }
+
+
+def _collectives(cupy: Any, ranks: RawRanks, sizes: Sequence[int]) -> Iterator[Work]:
+    ctx, count = get_replica_context(), ranks.size
+    for nbytes in sizes:
+        mine = cupy.empty(max(1, nbytes // 4), "float32")
+        block = mine[: max(1, mine.size // count)]
+
+        def summed(mine: DeviceArray = mine, *, in_place: bool = False) -> bool:
+            mine[...] = ranks.rank + 1
+            found = ctx.all_reduce("SUM", mine, out=mine if in_place else None)
+            return bool((found == count * (count + 1) // 2).all())
+
+        def gathered(block: DeviceArray = block) -> bool:
+            block[...] = ranks.rank
+            found = ctx.all_gather(block, 0).reshape(count, -1)
+            return bool((found == cupy.arange(count)[:, None]).all())
+
+        def sent(mine: DeviceArray = mine) -> bool:
+            mine[...] = ranks.rank + 1
+            return bool((ctx.merge_call(lambda strategy: strategy.broadcast(mine)) == 1).all())
+
+        def in_place(mine: DeviceArray = mine, summed: Callable[..., bool] = summed) -> bool:
+            return summed(mine, in_place=True)
+
+        def broadcast(mine: DeviceArray = mine) -> Any:
+            return ctx.merge_call(lambda strategy: strategy.broadcast(mine))
+
+        total = block.nbytes * count
+        yield Work("all_reduce", "all_reduce", mine.nbytes, lambda a=mine: ctx.all_reduce("SUM", a), summed)
+        yield Work(
+            "all_reduce",
+            "all_reduce in place",
+            mine.nbytes,
+            lambda a=mine: ctx.all_reduce("SUM", a, out=a),
+            in_place,
+        )
+        yield Work("all_gather", "all_gather", total, lambda a=block: ctx.all_gather(a, 0), gathered)
+        yield Work("broadcast", "broadcast", mine.nbytes, broadcast, sent)
+
+
+def _lists(cupy: Any, strategy: Strategy, names: Sequence[str]) -> Iterator[Work]:
+    ctx = get_replica_context()
+    for name in names:
+        gradients = [cupy.zeros(shape, "float32") for shape in LISTS[name]()]
+        nbytes = sum(array.nbytes for array in gradients)
+        what = f"{name}, {len(gradients)} arrays"
+        yield Work("all_reduce", what, nbytes, lambda a=gradients: ctx.all_reduce("SUM", a))
+        arena = ctx.merge_call(lambda strategy, like=gradients: strategy.arena(like))
+        yield Work("all_reduce", f"{what} in an arena", nbytes, lambda a=arena: ctx.all_reduce("SUM", a))
+        ctx.merge_call(lambda strategy, arena=arena: arena.close())
+
+
+def _steps(
+    cupy: Any,
+    strategy: Strategy,
+    ranks: RawRanks,
+    widths: Sequence[int],
+    name: str,
+    seconds: float,
+    tell: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Return the figures of steps of dense layers, without the all-reduce of gradients and with it."""
+    from mpistrategy.strategy.one_device import OneDeviceStrategy
+
+    random, rows = np.random.default_rng(0), []
+    shapes = list(pairwise(widths))
+    weights = [random.standard_normal(shape, np.float32) / np.float32(shape[0]) ** 0.5 for shape in shapes]
+    inputs = cupy.asarray(random.standard_normal((ROWS, widths[0]), np.float32))
+    out = [cupy.empty(shape, "float32") for shape in shapes]
+    alone = OneDeviceStrategy(f"GPU:{cupy.cuda.runtime.getDevice()}")
+    for what, chosen in ((f"step of {name}, no communication", alone), (f"step of {name}", strategy)):
+        with chosen.scope():
+            variables = [Variable(cupy.asarray(each)) for each in weights]
+            optimizer = SGD(1e-6, momentum=0.9)
+
+        def step(variables: list[Variable] = variables, optimizer: SGD = optimizer) -> None:
+            _gradients(cupy, [variable[...] for variable in variables], inputs, out)
+            optimizer.apply_gradients(list(zip(out, variables, strict=True)))
+
+        def call(chosen: Any = chosen, step: Callable[[], None] = step) -> None:
+            chosen.run(step)
+
+        nbytes = 4 * sum(map(prod, shapes))
+        tell(f"{what} ...")
+        rows.append(_measured(cupy, ranks, Work("", what, nbytes, call), seconds))
+    rows[1]["communication_us"] = round(rows[1]["us"] - rows[0]["us"], 1)
+    return rows
+
+
+def _gradients(cupy: Any, weights: Sequence[DeviceArray], inputs: DeviceArray, out: Sequence[DeviceArray]) -> None:
+    """Write the gradients of half the squares of a stack of dense layers' outputs into `out`."""
+    outputs = [inputs]
+    for weight in weights:
+        outputs.append(outputs[-1] @ weight)
+    delta = outputs.pop()
+    for weight, value, gradient in zip(reversed(weights), reversed(outputs), reversed(out), strict=True):
+        gradient[...] = value.T @ delta
+        delta = delta @ weight.T
+
+
+def _measured(cupy: Any, ranks: RawRanks, work: Work, seconds: float) -> dict[str, Any]:
+    """Return the figures of some work; the slowest rank counts."""
+    right = work.is_right is None or work.is_right()
+    wrong = bool(ranks.greatest(np.array([float(not right)]))[0])
+    for _ in range(_WARM_UP):
+        work.call()
+    once = _timed(cupy, ranks, work.call, 1)[0]
+    calls = int(min(_MOST, max(_LEAST, seconds / _ROUNDS / max(once, 1e-7))))
+    rounds = [_timed(cupy, ranks, work.call, calls) for _ in range(_ROUNDS)]
+    time_of_call, host = (median(each) for each in zip(*rounds, strict=True))
+    row = {
+        "name": work.name,
+        "bytes": work.nbytes,
+        "us": round(1e6 * time_of_call, 2),
+        "host_us": round(1e6 * host, 2),
+        "calls": calls,
+        "right": not wrong,
+    }
+    if work.kind:
+        speed = work.nbytes / time_of_call / 1e9
+        row |= {"algbw_gb_s": round(speed, 3), "busbw_gb_s": round(speed * _BUS[work.kind](ranks.size), 3)}
+    return row
+
+
+def _timed(cupy: Any, ranks: RawRanks, call: Callable[[], Any], calls: int) -> tuple[float, float]:
+    """Return the seconds of a call, and those of them until it has returned; of the slowest rank."""
+    stream = cupy.cuda.get_current_stream()
+    stream.synchronize()
+    ranks.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    returned = time.perf_counter()
+    stream.synchronize()
+    done = time.perf_counter()
+    slowest = ranks.greatest(np.array([done - start, returned - start]))
+    return float(slowest[0]) / calls, float(slowest[1]) / calls
+
+
+def markdown(environment: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return the figures as a table."""
+    lines = [
+        in_words(environment),
+        "",
+        f"{found['gpus']} ranks, a GPU each unless they share one; {found['device']}, CuPy {found['cupy']}. "
+        + " ".join(f"Path: {path}." for path in found["paths"].values()),
+        "",
+        "Algorithm bandwidth is bytes / time, bus bandwidth that times 2 (n - 1) / n for an all-reduce and (n - 1) / n "
+        "for an all-gather of n ranks, as in nccl-tests. Host: until a call returns.",
+        "",
+        "| call | bytes | time | algorithm bandwidth | bus bandwidth | host |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        speeds = [f"{row[key]:.3g} GB/s" if key in row else "-" for key in ("algbw_gb_s", "busbw_gb_s")]
+        wrong = "" if row["right"] else " **WRONG RESULT**"
+        times = [time_in_words(row[key]) for key in ("us", "host_us")]
+        cells = (row["name"], size_in_words(row["bytes"]), times[0], *speeds, times[1] + wrong)
+        lines.append(f"| {' | '.join(cells)} |")
+    for row in found["rows"]:
+        if "communication_us" in row:
+            lines += ["", f"Communication adds {row['communication_us']:.1f} us to a {row['name']}."]
+    return "\n".join(lines) + "\n"
