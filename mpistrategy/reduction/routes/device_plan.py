@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_captured
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_captured, is_of_cuda_malloc
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import CUDA_MALLOC
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
 from mpistrategy.reduction.routes.copy_kernel import AS_IT_IS, THREADS, kernel
 from mpistrategy.reduction.routes.gpu import gpu_packs
@@ -270,7 +269,7 @@ def _combined(ranks: Communicator, path: DevicePath, bucket: DeviceArray, op: st
 
 def _own(array: DeviceArray) -> DeviceArray | None:
     """Return an array, flat, that every path can combine where it is; None for other memory than cudaMalloc's."""
-    return array.reshape(-1) if type(array.data.mem).__name__ in CUDA_MALLOC else None
+    return array.reshape(-1) if is_of_cuda_malloc(array) else None
 
 
 def _agreement(
