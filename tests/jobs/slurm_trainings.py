@@ -18,12 +18,16 @@ REQUEUED = {
 }
 
 
+def training() -> list[str]:
+    """Return the arguments of preempted.py."""
+    return f". --pause 0.05 --steps {STEPS} --save-every {SAVE_EVERY}".split()
+
+
 def trains(user: User, file: str = "requeue.sbatch", *options: str) -> None:
     """Let a script run a training that writes down what it does."""
     shutil.copy(ROOT / "tests" / "jobs" / "preempted.py", user.folder)
     user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests" / "jobs")
-    given = f"preempted.py . --pause 0.05 --steps {STEPS} --save-every {SAVE_EVERY}".split()
-    user.edit(file, *given, *options)
+    user.edit(file, "preempted.py", *training(), *options)
 
 
 def ends_of(folder: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""What comes from outside ends a job for a while: it goes back to the queue, and ends with the bits of an uninterrupted run.
+"""What comes from outside ends a job for a while: it goes on, and ends with the bits of a run without interruption.
 
 On a real Slurm with settings of real clusters.  With both MPIs, since each ends its ranks in its own way.
 """
@@ -6,6 +6,7 @@ On a real Slurm with settings of real clusters.  With both MPIs, since each ends
 from __future__ import annotations
 
 import datetime
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from preempted import runs_in
 from replicas import ALL
 from slurm_bed import SlurmBed
-from slurm_trainings import REQUEUED, SAVE_EVERY, STEPS, ends_of, trains, uninterrupted
+from slurm_trainings import REQUEUED, SAVE_EVERY, STEPS, ends_of, training, trains, uninterrupted
 from slurm_user import NEEDS_SLURM, User, needs_srun, started, twice
 
 pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, pytest.mark.each_mpi, needs_srun]
@@ -47,7 +48,7 @@ def check(user: User, job: str, whole: dict[str, bytes]) -> str:
     assert re.search("restart [1-4] of 10", done.output), done.output
     runs = runs_in(user.folder)
     assert len(runs) >= 2
-    for last, run in zip(runs, runs[1:], strict=False):  # it goes on after the last step that was saved
+    for last, run in itertools.pairwise(runs):  # it goes on after the last step that was saved
         told = [int(step) for step in re.findall(r"saved step (\d+)", done.output)]
         assert run.begun in {last.saved, last.made // SAVE_EVERY * SAVE_EVERY, *told}, runs
         assert last.made - run.begun <= SAVE_EVERY, runs
@@ -58,9 +59,7 @@ def check(user: User, job: str, whole: dict[str, bytes]) -> str:
 
 @pytest.mark.parametrize("how", ["its connections close", "nobody hears of it"])
 @twice
-def test_a_node_is_lost_and_srun_gives_up_before_slurm_misses_it(
-    user: User, whole: dict[str, bytes], how: str
-) -> None:
+def test_a_node_is_lost_and_srun_gives_up_before_slurm_misses_it(user: User, whole: dict[str, bytes], how: str) -> None:
     user.environment["MPISTRATEGY_TIMEOUT_SECONDS"] = "5"
     trains(user)
     job = user.submit("requeue.sbatch")
@@ -148,6 +147,46 @@ def test_the_network_between_the_nodes_stops_for_a_while(user: User, whole: dict
     finally:
         user.bed.plug("node2")
     assert "back to the queue" in check(user, job, whole)
+
+
+#: On its first start, rank 1 stops at a step.
+HANGS = """
+import os, sys, preempted
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    sys.argv += ["--tell", "8:1:SIGSTOP"]
+preempted.main()
+"""
+
+
+@twice
+def test_a_rank_hangs(user: User, whole: dict[str, bytes]) -> None:
+    user.environment["MPISTRATEGY_TIMEOUT_SECONDS"] = "5"
+    trains(user)
+    (user.folder / "hangs.py").write_text(HANGS)
+    user.edit("requeue.sbatch", "hangs.py", *training())
+    job = user.submit("requeue.sbatch")
+    output = check(user, job, whole)
+    assert re.search(r"rank 1: does not answer: its process \d+ is stopped", output), output
+    assert "the program stopped with status 124; back to the queue" in output, output
+
+
+@twice
+def test_scancel_ends_it_and_the_next_job_goes_on(user: User, whole: dict[str, bytes]) -> None:
+    """A cancelled job does not come back; what it has saved is whole, and whoever submits it again loses little."""
+    trains(user)
+    job = user.submit("requeue.sbatch")
+    user.made(7)
+    assert user.bed.run("scancel", job).returncode == 0
+    assert user.bed.wait(job, user.output(job)).state == "CANCELLED"
+    idle = lambda: not user.bed.run("squeue", "--noheader", "--states=all-active").stdout  # noqa: E731
+    user.bed.until(idle, 60, "end", user.output(job))
+    assert user.bed.show(job)["Restarts"] == "0"
+    [cancelled] = runs_in(user.folder)
+    done = user.run("requeue.sbatch")
+    assert (done.state, done.status) == ("COMPLETED", 0), done.output
+    runs = runs_in(user.folder)
+    assert cancelled.made - runs[1].begun <= SAVE_EVERY, runs
+    assert ends_of(user.folder) == whole
 
 
 @twice

@@ -1,33 +1,28 @@
-"""What a job does on a bad day: its program fails, memory is short, a node goes, a more urgent job comes.
+"""What a program does itself ends a job for good: it is not tried again, and the job says why.
 
-On a real Slurm with the settings of real clusters: a node that is gone is missed after minutes, memory is bounded by
-cgroups, an urgent job takes the nodes of another.  After each restart the values have the same bits as without one.
+On a real Slurm with settings of real clusters.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from preempted import runs_in
 from slurm_bed import SlurmBed
+from slurm_trainings import REQUEUED
 from slurm_user import NEEDS_SLURM, ROOT, User, needs_srun, started, twice
+
+from mpistrategy.cli.slurm.render import render
+from mpistrategy.cli.slurm.spec import JobSpec
 
 pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, needs_srun]
 
 needs_cgroups = pytest.mark.skipif(
     not os.access("/sys/fs/cgroup/memory", os.W_OK), reason="not run: no cgroups of version 1 on this machine"
 )
-REQUEUED = {
-    "SlurmdTimeout": 300,  # Slurm's default: MPI and srun give up long before
-    "PreemptType": "preempt/partition_prio",
-    "PreemptMode": "REQUEUE",
-    "JobRequeue": 1,
-}
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +33,6 @@ def bed() -> Iterator[SlurmBed]:
 @pytest.fixture
 def user(bed: SlurmBed, tmp_path: Path) -> User:
     return User(bed, tmp_path)
-
-
-def trains(user: User, file: str = "requeue.sbatch", steps: int = 40) -> None:
-    """Let a script run a training that writes down what it does."""
-    shutil.copy(ROOT / "tests" / "jobs" / "preempted.py", user.folder)
-    user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests" / "jobs")
-    user.edit(file, *f"preempted.py . --pause 0.05 --steps {steps} --save-every 5".split())
-
-
-def has(user: User, job: str, key: str, value: str, seconds: float = 60) -> None:
-    user.bed.until(lambda: user.bed.show(job).get(key) == value, seconds, f"{key}={value}", user.output(job))
 
 
 FAILS = {
@@ -72,57 +56,43 @@ def test_a_program_that_fails_is_not_tried_again(user: User) -> None:
         assert re.search(f"the program (was ended: .*)?{why}; not requeued", done.output), done.output
 
 
+#: Saves once while there is room, and once more.
+SAVES = """
+import errno, os, sys
+import numpy as np, mpistrategy as ms
+from checkpoints import watched
+
+def over_quota(what, name):
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+strategy = ms.MirroredStrategy()
+with strategy.scope():
+    x = ms.Variable(np.zeros(10**5))
+manager = ms.CheckpointManager(ms.Checkpoint(x=x), sys.argv[1])
+manager.save(1)
+if sys.argv[2] == "quota" and strategy.rank == 0:
+    watched(over_quota).__enter__()
+manager.save(2)
+"""
+
+
+@pytest.mark.parametrize(("what", "why"), [("space", "No space left on device"), ("quota", "Disk quota exceeded")])
 @twice
-def test_a_node_is_gone_for_a_while_before_slurm_misses_it(user: User) -> None:
-    """The ranks that are left wait for those of the node, in vain, until MPI or the library ends them."""
-    user.environment["MPISTRATEGY_TIMEOUT_SECONDS"] = "5"
-    trains(user)
-    job = user.submit("requeue.sbatch")
-    user.made(7)
-    user.bed.cut("node2")
-    try:
-        user.says(job, "Terminating StepId")
-    finally:
-        user.bed.run("scontrol", "update", "nodename=node2", "state=down", "reason=crashed")
-        user.bed.revive("node2")
-    done = user.bed.wait(job, user.output(job))
-    assert (done.state, done.status) == ("COMPLETED", 0), done.output
-    assert re.search("restart [12] of 10", done.output), done.output  # MPICH and Slurm may misunderstand each other
-    runs = runs_in(user.folder)
-    assert (runs[-1].begun in (runs[0].saved, runs[0].made // 5 * 5), runs[-1].made) == (True, 40)
-
-
-def test_a_more_urgent_job_takes_the_nodes_of_a_program_that_saves(user: User) -> None:
-    _gives_way(user, handles=True)
-
-
-def test_a_more_urgent_job_takes_the_nodes_of_a_program_that_knows_no_signals(user: User) -> None:
-    _gives_way(user, handles=False)
-
-
-def _gives_way(user: User, handles: bool) -> None:
-    """With a grace time the ranks are sent SIGTERM first; a program that knows nothing of it is ended by it."""
-    if handles:
-        trains(user)
-    else:
-        (user.folder / "deaf.py").write_text(
-            "import time, mpistrategy as ms\ns = ms.MirroredStrategy()\nprint('works', flush=True)\n"
-            "time.sleep(3 if __import__('os').environ.get('SLURM_RESTART_COUNT') else 60)\n"
-        )
-        user.edit("requeue.sbatch", "deaf.py")
-    job = user.submit("requeue.sbatch")
-    user.made(7) if handles else user.says(job, "works")
-    urgent = user.bed.run(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true", cwd=user.folder,
-        env=user.environment,
-    )  # fmt: skip
-    has(user, urgent.stdout.strip(), "JobState", "COMPLETED")
-    done = user.bed.wait(job, user.output(job), 120)
-    assert (done.state, done.status) == ("COMPLETED", 0), done.output
-    assert re.search("restart [12] of 10", done.output)
-    if handles:
-        assert len(runs_in(user.folder)) >= 2
-        assert runs_in(user.folder)[-1].made == 40
+def test_a_full_disk_is_not_tried_again(user: User, what: str, why: str) -> None:
+    """A file system that is full; and, in the place of a quota, the error of one at the first change to the files."""
+    folder = user.folder / "small"
+    folder.mkdir()
+    (user.folder / "saves.py").write_text(SAVES)
+    user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests" / "jobs")
+    keys = {"nodes": 1, "tasks_per_node": 2, "program": "saves.py", "arguments": [f"{folder}/run", what]}
+    (user.folder / "full.sbatch").write_text(render(JobSpec.of("requeue", keys)))
+    if what == "space":
+        for node in ("node1", "node2"):
+            assert user.bed.on(node, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)).returncode == 0
+    done = user.run("full.sbatch")
+    assert done.state == "FAILED", done.output
+    told = rf"the program failed with CheckpointWriteError on rank [01]: .*{why}.*; not requeued"
+    assert re.search(told, done.output), done.output
 
 
 @needs_cgroups
@@ -143,25 +113,3 @@ def test_too_little_memory_is_not_tried_again(tmp_path: Path) -> None:
         assert re.search(
             r"the program was ended: srun: error: node1: tasks? \S+: Out Of Memory; not requeued", done.output
         ), done.output
-
-
-@twice
-def test_a_chain_has_one_successor_after_the_loss_of_a_node(user: User) -> None:
-    trains(user, "chain.sbatch")
-    first = user.submit("chain.sbatch")
-    user.made(7)
-    user.bed.crash("node2")
-    try:
-        has(user, first, "JobState", "NODE_FAIL")
-    finally:
-        user.bed.revive("node2")
-    job, links = first, []
-    while not links or links[-1].state == "FAILED":  # a node that has just come back may not start a step at first
-        found = re.findall(r"job (\d+) goes on after it", user.output(job).read_text())
-        assert len(found) == 1
-        job = found[0]
-        links.append(user.bed.wait(job, user.output(job), 120))
-    assert (links[-1].state, links[-1].status) == ("COMPLETED", 0), links
-    assert runs_in(user.folder)[-1].made == 40
-    names = user.bed.run("squeue", "--noheader", "--states=PENDING,RUNNING", "--format=%i").stdout.split()
-    assert names == [], names
