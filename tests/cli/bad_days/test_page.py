@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.one_rank
 
 PAGE = pages.TEXTS["bad-days"]
-NAMED = {number: test for number, test in re.findall(r"^\| (\d+) \| `([^`]+)` \|$", PAGE, re.MULTILINE)}
+NAMED = dict(re.findall(r"^\| (\d+) \| `([^`]+)` \|$", PAGE, re.MULTILINE))
 
 
 def test_every_test_that_is_named_exists() -> None:
