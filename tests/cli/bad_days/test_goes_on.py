@@ -19,7 +19,7 @@ from slurm_bed import SlurmBed
 from slurm_trainings import REQUEUED, SAVE_EVERY, STEPS, ends_of, training, trains, uninterrupted
 from slurm_user import NEEDS_SLURM, User, needs_srun, started, twice
 
-pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, needs_srun]
+pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, pytest.mark.timeout(240), needs_srun]
 
 long_lane = pytest.mark.skipif(not ALL, reason="not run: MPISTRATEGY_TEST_ALL=1 runs all days, as scripts/soak does")
 LONG = (pytest.mark.each_mpi, long_lane)
@@ -45,7 +45,7 @@ def whole(bed: SlurmBed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def check(user: User, job: str, whole: dict[str, bytes]) -> str:
     """Wait for the end, and see that nothing that was saved is lost and no bit differs; return what the job said."""
-    done = user.bed.wait(job, user.output(job), 150)
+    done = user.bed.wait(job, user.output(job), 90)
     assert (done.state, done.status) == ("COMPLETED", 0), done.output
     assert re.search("restart [1-4] of 10", done.output), done.output
     runs = runs_in(user.folder)
