@@ -21,6 +21,8 @@ DeviceArray: TypeAlias = Any
 
 #: CUDA's handles up to this one are default streams; the legacy one must not be queried during a capture.
 _DEFAULT_STREAMS = 2
+#: What CuPy calls memory of cudaMalloc.
+_CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
 
 
@@ -28,6 +30,11 @@ def is_cupy(value: object) -> bool:
     """Return whether `value` is a CuPy array, without importing CuPy."""
     kind = type(value)
     return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
+
+
+def is_of_cuda_malloc(array: DeviceArray) -> bool:
+    """Return whether an array is in memory of cudaMalloc, which every CUDA-aware MPI takes."""
+    return type(array.data.mem).__name__ in _CUDA_MALLOC
 
 
 def cupy_for(where: str) -> Any:

@@ -39,17 +39,15 @@ from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.foreign import is_foreign
-    from mpistrategy.arrays.gpu import is_cupy
+    from mpistrategy.arrays.gpu import is_cupy, is_of_cuda_malloc
     from mpistrategy.reduction import sparse
 else:
     later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
     later(globals(), "mpistrategy.reduction.sparse")
-    later(globals(), "mpistrategy.arrays.gpu", "is_cupy")
+    later(globals(), "mpistrategy.arrays.gpu", "is_cupy", "is_of_cuda_malloc")
 
 #: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
 resident_values: dict[int, weakref.ref[Any]] = {}
-#: What CuPy calls memory of cudaMalloc.
-CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 
 _dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
@@ -221,7 +219,7 @@ def own_result(array: Any, out: Any) -> Any:
     """
     same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
     fits = same and array.flags.c_contiguous and out.flags.c_contiguous
-    return array if fits and type(array.data.mem).__name__ in CUDA_MALLOC else None
+    return array if fits and is_of_cuda_malloc(array) else None
 
 
 def as_given(result: Any, value: Any) -> Any:

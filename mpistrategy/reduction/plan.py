@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype
-from mpistrategy.arrays.nest import Leaves
-from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.mpi.contract.error_messages import mark_after_messages
-from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.routes.base import Repeated, Route, Targets
-from mpistrategy.reduction.routes.mailboxes import MISFIT, MailboxRoute, Run, fits, repeated_in_mailboxes
+from mpistrategy.reduction.routes.base import Route, Targets
+from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.routes import in_place
@@ -86,62 +81,6 @@ class Plan:
         except BaseException as error:
             mark_after_messages(error)
             raise
-
-
-def repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kinds: set[type]) -> Run:
-    """Return a ``run(value, out)``: the whole call for nests of arrays that a plan was made for.
-
-    It returns MISFIT, before anything has been sent, for a `value` or an `out` of another kind.
-
-    Args:
-        plan: of the arrays.
-        guard: the communicator's.
-        signature: of the call.
-        where: how to reach the leaves.
-        kinds: the types of the leaves.
-    """
-    route = plan.route
-    if isinstance(route, MailboxRoute) and (short := repeated_in_mailboxes(route, guard, signature, where, kinds)):
-        short.__dict__["in_mailboxes"] = True
-        return short
-    digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
-    dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
-    some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
-    bring, reduce, compare = plan.bring, plan.run, guard.comparison(digest, signature)
-    failed = partial(guard.fail_after_agreement, signature.call)
-
-    def run(value: Any, out: Any) -> Any:
-        leaves = where.take(value) if nested else (value,)
-        arrays = leaves if only_arrays else arrays_of(leaves, plan.layouts)
-        if arrays is None:
-            return MISFIT
-        targets: Targets = None
-        if out is not None:
-            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
-            if targets is None:
-                return MISFIT
-        bring(arrays, targets)
-        compare()
-        try:
-            results = reduce(arrays, targets)
-        except BaseException as error:
-            failed(error)
-            raise
-        if out is not None:
-            if not nested and results[0] is out:
-                return out
-            for target, result in zip(where.take(out), results, strict=True):
-                if result is not target:
-                    target[...] = result
-            return out
-        if not only_arrays:
-            results = [*map(as_leaf, results, leaves)]
-        return where.build(results) if nested else results[0]
-
-    shortest: Callable[[Repeated], Run | None] | None = getattr(route, "repeated", None)
-    if nested or not only_arrays or not plan.is_exact or shortest is None:
-        return run
-    return shortest(Repeated(compare, run, failed)) or run
 
 
 def plan_of(

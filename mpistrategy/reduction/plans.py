@@ -8,6 +8,7 @@ sent.  Both ways make the same messages: ranks that go different ways fit togeth
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from time import monotonic
 from types import FrameType
@@ -15,23 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import dtype_name
+from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
 from mpistrategy.arrays.nest import Leaves, leaves_of
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
+from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.inputs import Weighted, arrays_of
+from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.plan import Plan, is_simple, plan_of, repeated, usual_route
-from mpistrategy.reduction.routes.mailboxes import (
-    MISFIT,
-    NUMBERS,
-    Run,
-)
+from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
+from mpistrategy.reduction.routes.base import Repeated, Targets
+from mpistrategy.reduction.routes.mailboxes import MISFIT, NUMBERS, MailboxRoute, Run, repeated_in_mailboxes
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.algorithm import Algorithm
@@ -289,7 +288,11 @@ class Plans:
             return Signature("reduce", op.value, where.text, values, EVERY_RANK_TEXT, settings, "", WHERE, place)
 
         if on_gpu:
-            return self._on_gpu(where, op, arrays, signature_of)
+            from mpistrategy.reduction.routes.device_plan import repeated_on_gpu  # here, for the quick import
+
+            num_packs = getattr(self._algorithm, "_num_packs", 0)
+            sizes = {"bytes_per_pack": self._options.bytes_per_pack, "num_packs": num_packs}
+            return repeated_on_gpu(self._communicator, where, op, arrays, signature_of, word=self._word(), **sizes)
 
         def plan_and_signature(op: ReduceOp, layouts: tuple[Layout, ...]) -> tuple[Plan, Signature]:
             values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
@@ -299,40 +302,74 @@ class Plans:
         if weighted:
             return weighted_mean(self._communicator, where, op, arrays, plan_and_signature)
         plan, signature = plan_and_signature(op, layouts_of(arrays))
-        run = repeated(plan, self._guard, signature, where, kinds)
+        run = _repeated(plan, self._guard, signature, where, kinds)
         run.__dict__["signature"] = signature  # the flight record keeps it, and may have to say what it does
         return run
-
-    def _on_gpu(
-        self, where: Leaves, op: ReduceOp, arrays: Any, signature_of: Callable[[tuple[Any, ...]], Signature]
-    ) -> Run | None:
-        """Return the plan of CuPy arrays."""
-        from mpistrategy.arrays.devices import gpu_of  # here, for the quick import
-        from mpistrategy.arrays.gpu import layout_of
-        from mpistrategy.reduction.routes.device_plan import repeated_on_gpu
-
-        ranks, packs = self._communicator, getattr(self._algorithm, "_num_packs", 0)
-        return repeated_on_gpu(
-            ranks,
-            where,
-            op,
-            layouts_of(arrays),
-            signature_of(tuple(map(layout_of, arrays))),
-            gpu=gpu_of(ranks.devices, ranks.rank),
-            word=self._word(),
-            bytes_per_pack=self._options.bytes_per_pack,
-            num_packs=packs,
-        )
 
     def _word(self) -> str:
         """Return which path is asked for, for arrays in GPU memory."""
         return path_word(self._options, getattr(self._algorithm, "_device_path", ""))
 
 
+def _repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kinds: set[type]) -> Run:
+    """Return a ``run(value, out)``: the whole call for nests of arrays that a plan was made for.
+
+    It returns MISFIT, before anything has been sent, for a `value` or an `out` of another kind.
+
+    Args:
+        plan: of the arrays.
+        guard: the communicator's.
+        signature: of the call.
+        where: how to reach the leaves.
+        kinds: the types of the leaves.
+    """
+    route = plan.route
+    if isinstance(route, MailboxRoute) and (short := repeated_in_mailboxes(route, guard, signature, where, kinds)):
+        short.__dict__["in_mailboxes"] = True
+        return short
+    digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
+    dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
+    some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
+    bring, reduce, compare = plan.bring, plan.run, guard.comparison(digest, signature)
+    failed = partial(guard.fail_after_agreement, signature.call)
+
+    def run(value: Any, out: Any) -> Any:
+        leaves = where.take(value) if nested else (value,)
+        arrays = leaves if only_arrays else arrays_of(leaves, plan.layouts)
+        if arrays is None:
+            return MISFIT
+        targets: Targets = None
+        if out is not None:
+            targets = direct_targets(out, value, where, arrays, dtypes, some_go_alone)
+            if targets is None:
+                return MISFIT
+        bring(arrays, targets)
+        compare()
+        try:
+            results = reduce(arrays, targets)
+        except BaseException as error:
+            failed(error)
+            raise
+        if out is not None:
+            if not nested and results[0] is out:
+                return out
+            for target, result in zip(where.take(out), results, strict=True):
+                if result is not target:
+                    target[...] = result
+            return out
+        if not only_arrays:
+            results = [*map(as_leaf, results, leaves)]
+        return where.build(results) if nested else results[0]
+
+    shortest: Callable[[Repeated], Run | None] | None = getattr(route, "repeated", None)
+    if nested or not only_arrays or not plan.is_exact or shortest is None:
+        return run
+    return shortest(Repeated(compare, run, failed)) or run
+
+
 def _are_arrays(kinds: set[type]) -> bool:
     """Return whether these types are one, NumPy's or CuPy's arrays."""
-    kind = next(iter(kinds))
-    return len(kinds) == 1 and (kind is _ndarray or (kind.__module__, kind.__name__) == _CUPY)
+    return len(kinds) == 1 and all(kind is _ndarray or (kind.__module__, kind.__name__) == _CUPY for kind in kinds)
 
 
 class _LongLayouts:

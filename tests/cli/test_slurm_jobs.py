@@ -76,6 +76,33 @@ def test_multi_node_mpirun(user: User) -> None:
     check(user.run("multi_node_mpirun.sbatch"), 4)
 
 
+@pytest.mark.parametrize("bind_to", ["core", "none"])
+def test_what_the_comments_of_multi_node_mpirun_offer(user: User, bind_to: str) -> None:
+    """For this MPI, bound to cores or not, in an environment that the script activates, with a further variable."""
+    kind = "openmpi" if launching.IS_OPEN_MPI else "mpich"
+    (user.folder / "tells.py").write_text(
+        "import os\nimport mpistrategy as ms\nstrategy = ms.MirroredStrategy()\nstrategy.barrier('all')\n"
+        "told, cores = os.environ['TOLD'], len(os.sched_getaffinity(0))\n"
+        "print(f'{strategy.num_replicas_in_sync} ranks, {cores} cores, told {told}', flush=True)\n"
+    )
+    keys = ("nodes=2", "tasks_per_node=2", f"mpiexec={kind}", f"bind_to={bind_to}", "program=tells.py")
+    text = user.command("multi_node_mpirun", *keys).stdout
+    assert (" none" in re.findall(r"^launch=.*-bind-to (?:none|core)", text, re.M)[0]) == (bind_to == "none")
+    assert (kind == "openmpi") == ("-x PATH)" in text)
+    text = text.replace("-x PATH)", "-x PATH -x TOLD)")  # MPICH's mpiexec hands all variables on
+    activate = '# source "$HOME/venv/bin/activate"'
+    assert activate in text
+    if Path(sys.prefix, "bin", "activate").exists():
+        text = text.replace(activate, f'source "{sys.prefix}/bin/activate"')
+        user.environment["PATH"] = os.environ["PATH"].replace(str(Path(sys.executable).parent), "")
+    (user.folder / "mpirun.sbatch").write_text(text)
+    user.environment["TOLD"] = "more"
+    done = user.run("mpirun.sbatch")
+    assert (done.state, done.status) == ("COMPLETED", 0), done.output
+    cores = 1 if bind_to == "core" else len(os.sched_getaffinity(0))
+    assert done.output.count(f"4 ranks, {cores} cores, told more") == 4, done.output
+
+
 @pytest.mark.one_rank
 @needs_srun
 def test_array(user: User) -> None:

@@ -275,6 +275,11 @@ class SlurmBed:
         nodes = self.run("sinfo", "--partition=test", "--noheader", "--Node", "--format=%T").stdout.split()
         return len(nodes) == self.nodes and set(nodes) <= {"idle", "idle~"}
 
+    def all_answer(self) -> bool:
+        """Return whether a step starts on all nodes: one that has just come back may not take it at first."""
+        step = ("srun", f"--nodes={self.nodes}", "--ntasks-per-node=1", "--mpi=none", "--immediate=10", "true")
+        return self.run(*step).returncode == 0
+
     def _spawn(self, name: str, program: str, *arguments: str, stdin: bool = False) -> subprocess.Popen[bytes]:
         # A session that runs out of time is killed, and tidies up nothing.
         until_we_die = ("setpriv", "--pdeathsig", "KILL")

@@ -19,6 +19,7 @@ ORDER = (
         "mpi",
         "which-mpi",
         "slurm",
+        "bad-days",
         "doctor",
         "gpus",
         "gpu-operations",

@@ -1,4 +1,4 @@
-"""Who of this node has not come to the start of MPI, said by a program of its own.
+"""Who of this node has not come to the start of MPI, said by a program of its own; or to the first strategy.
 
 MPI holds the interpreter while it starts, so no thread of a waiting rank can speak.  `start_alarm` runs this file as
 ``python -I -S FILE``, beside the rank that waits; so it imports nothing but a few modules of Python's own.

@@ -183,6 +183,7 @@ def _lacks(claim: Claim | None, environment: Mapping[str, str]) -> tuple[int, in
     return None if free + taken >= needed else (free, needed, ranks)
 
 
+#: Those of `absent_ranks`, which runs without this package.
 _LOCAL_SIZES = (
     "MPI_LOCALNRANKS",
     "OMPI_COMM_WORLD_LOCAL_SIZE",

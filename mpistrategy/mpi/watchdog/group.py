@@ -50,6 +50,7 @@ class Group:
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
         is_making: whether the ranks meet here to make a communicator.
+        seen_here: returns what this node shows of ranks that no strategy connects yet, in words; "" for nothing.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Group:
         self.board = board
         self.ranks: Sequence[int] = ()
         self.is_making = False
+        self.seen_here: Callable[[Sequence[int]], str] = lambda ranks: ""
         self.node = node
         self.nodes = nodes
         self.directory = directory

@@ -71,7 +71,13 @@ def _call_of(account: Account) -> RankCall:
 
 
 def roll_call(
-    accounts: Sequence[Account], unknown: Sequence[int], size: int, records: str, *, contained: bool = False
+    accounts: Sequence[Account],
+    unknown: Sequence[int],
+    size: int,
+    records: str,
+    *,
+    contained: bool = False,
+    seen: str = "",
 ) -> str:
     """Return the roll call as text.
 
@@ -81,6 +87,7 @@ def roll_call(
         size: how many ranks the job has.
         records: where the records and the stacks are, in words.
         contained: whether the job goes on, and the ranks that wait raise.
+        seen: what this node shows of the unknown ranks, in words; "" for nothing.
     """
     accounts = sorted(accounts, key=lambda account: account.status.rank)
     late = max(accounts, key=lambda account: account.status.waited - account.status.limit)
@@ -102,9 +109,8 @@ def roll_call(
     if len(accounts) > _MOST_ROWS:
         lines.append(f"  and {len(accounts) - _MOST_ROWS} more ranks that wait")
     if unknown:
-        lines.append(
-            f"  nothing is known of {ranks_in_words(unknown)}: no strategy connects it yet, or its node is silent"
-        )
+        reason = f"on this node {seen}" if seen else "no strategy connects it yet, or its node is silent"
+        lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {reason}")
     if missing:
         lines.append(f"{len(waiting)} of {size} ranks wait; not come: {ranks_in_words(missing)}.")
     else:

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, divide_by, wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_captured
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_captured, is_of_cuda_malloc, layout_of
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import CUDA_MALLOC
-from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
+from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack, layouts_of
 from mpistrategy.reduction.routes.copy_kernel import AS_IT_IS, THREADS, kernel
 from mpistrategy.reduction.routes.gpu import gpu_packs
 from mpistrategy.reduction.routes.gpu_copy import Launch, launches
@@ -153,15 +153,14 @@ def repeated_on_gpu(
     ranks: Communicator,
     where: Leaves,
     op: ReduceOp,
-    layouts: tuple[Layout, ...],
-    signature: Signature,
+    arrays: Sequence[DeviceArray],
+    signature_of: Callable[[tuple[Any, ...]], Signature],
     *,
-    gpu: int | None,
     word: str,
     bytes_per_pack: float,
     num_packs: float,
 ) -> Run | None:
-    """Return a ``run(value, out)``: the whole call for nests of CuPy arrays of these layouts; None where there is none.
+    """Return a ``run(value, out)``: the whole call for nests of CuPy arrays like these; None where there is none.
 
     It returns MISFIT, before anything has been sent, for what it is not for: arrays that are not contiguous or on
     another GPU, an `out` that is not `value`, and all calls before the ranks have chosen their path.
@@ -170,18 +169,18 @@ def repeated_on_gpu(
         ranks: who takes part.
         where: how to reach the leaves.
         op: how they are combined.
-        layouts: their dtypes and shapes.
-        signature: of the call.
-        gpu: the index of the GPU that this rank drives, if it drives one.
+        arrays: the leaves.
+        signature_of: returns the signature of the call for dtypes and shapes.
         word: which path is asked for; see `mpistrategy.options.path_word`.
         bytes_per_pack, num_packs: see `mpistrategy.reduction.layout.packing.plan`.
     """
-    cupy = cupy_for(_WHAT)
+    cupy, layouts = cupy_for(_WHAT), layouts_of(arrays)
+    signature, gpu = signature_of(tuple(map(layout_of, arrays))), gpu_of(ranks.devices, ranks.rank)
     function = kernel(cupy)
     if function is None or not are_exact(layouts, op):
         return None
     packs = [_PlannedPack(pack, op, ranks.size) for pack in gpu_packs(layouts, bytes_per_pack, num_packs)]
-    known, arrays, count = device_paths(ranks).known, _Arrays(cupy, gpu), len(layouts)
+    known, checked, count = device_paths(ranks).known, _Arrays(cupy, gpu), len(layouts)
     most_bytes, nested = max(pack.nbytes for pack in packs), not where.single
     agree, failed = _agreement(ranks, signature)
     combined, op_text = partial(_combined, ranks), op._on_the_wire
@@ -190,7 +189,7 @@ def repeated_on_gpu(
         path = known.get(word)
         leaves = where.take(value) if nested else (value,)
         in_place = out is not None
-        if path is None or (in_place and out is not value) or not arrays.fit(leaves, in_place=in_place):
+        if path is None or (in_place and out is not value) or not checked.fit(leaves, in_place=in_place):
             return MISFIT
         buckets: list[DeviceArray] = []
 
@@ -270,7 +269,7 @@ def _combined(ranks: Communicator, path: DevicePath, bucket: DeviceArray, op: st
 
 def _own(array: DeviceArray) -> DeviceArray | None:
     """Return an array, flat, that every path can combine where it is; None for other memory than cudaMalloc's."""
-    return array.reshape(-1) if type(array.data.mem).__name__ in CUDA_MALLOC else None
+    return array.reshape(-1) if is_of_cuda_malloc(array) else None
 
 
 def _agreement(

@@ -139,6 +139,7 @@ def test_a_lost_node_is_cleaned_by_the_next_job_once_it_is_back_and_the_others_a
     finally:
         user.bed.revive("node2")
     user.bed.until(user.bed.all_idle, 30, "node2")
+    user.bed.until(user.bed.all_answer, 60, "a step on all nodes")
     [old] = left(user.bed, "node2")
     again = starts(user, "print('works', flush=True)", works=False)
     done = user.bed.wait(again, user.output(again))

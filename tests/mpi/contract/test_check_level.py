@@ -140,7 +140,7 @@ def test_unknown_levels_are_refused() -> None:
 
 
 def test_the_former_level_first_warns_and_means_always() -> None:
-    with pytest.warns(errors.OptionWarning, match="no level any more"):
+    with pytest.warns(errors.OptionWarning, match="not a level any more"):
         strategy = ms.MirroredStrategy(check="first")
     assert strategy.extended.communicator.guard.level == "always"
     strategy.close()

@@ -215,6 +215,24 @@ def test_a_strategy_is_watched_from_its_first_step_to_its_last(what: str, launch
     assert re.search(rf"rank 0: waits in #\d+ {where} ", job.stderr), job
 
 
+STOPPED = """
+import os, signal
+from mpi4py import MPI
+import mpistrategy as ms
+
+if MPI.COMM_WORLD.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+ms.MirroredStrategy()
+"""
+
+
+@pytest.mark.each_mpi
+def test_a_rank_that_is_stopped_before_its_first_strategy_is_named(launch: Launch, tmp_path: Path) -> None:
+    job = launch(2, STOPPED, env={"MPISTRATEGY_TIMEOUT_SECONDS": "2"}, cwd=tmp_path, timeout=30)
+    assert job.returncode != 0, job
+    assert re.search(r"nothing is known of rank 1: on this node rank 1 is stopped \(.*\): kill -CONT \d+\n", job.stderr)
+
+
 # ------------------------------------------------------------------------------------- what must not end a job
 
 WELL = """

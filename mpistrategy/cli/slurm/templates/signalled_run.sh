@@ -37,10 +37,11 @@ elif ((status == 0)); then
 elif grep -q '^begun' "$unfinished" && ! grep -q '^stopped' "$unfinished" && [[ -f /proc/$$/fd/2 ]]; then
     # No rank could say it. A rank that was killed by a signal of its own fault, or for its memory, does so each time;
     # anything else came from outside, as when a node is lost or a more urgent job needs the nodes. (Some MPIs crash
-    # where a node is gone; so the nodes are asked.)
+    # where a node is gone; so the nodes are asked. And once a rank has ended, srun itself kills those that are left.)
     fault='Out Of Memory|Segmentation fault|Aborted|Killed|Bus error|Illegal instruction|Floating point exception'
     fault="^srun: error: .*: tasks? [^ ]*: ($fault)|signal [0-9]+ \(($fault)\)|\(($fault)\) *\(signal [0-9]+\)"
-    if failed=$(tail -c "+$((said + 1))" "/proc/$$/fd/2" | grep -aEm1 "$fault") &&
+    by_srun='/^srun: .*(Job step aborted|Terminating StepId)/,$ s/^(srun: error: .*): Killed$/\1/'
+    if failed=$(grep -aEm1 "$fault" < <(tail -c "+$((said + 1))" "/proc/$$/fd/2" | sed -E "$by_srun")) &&
         {{all_nodes_answer}}; then
         again='' why="was ended: $failed"
     fi
