@@ -669,6 +669,7 @@ def _made() -> types.ModuleType:
         memcpyAsync=_memcpy_async,
         getDevice=lambda: getattr(_local, "device", 0),
         getDeviceCount=lambda: 2,
+        getDeviceProperties=lambda device: {"name": b"a double"},
         deviceSynchronize=device_synchronize,
         memcpyHostToDevice=_TO_DEVICE,
         memcpyDeviceToHost=_TO_HOST,
