@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 from statistics import median
@@ -132,15 +133,15 @@ def _collectives(cupy: Any, ranks: RawRanks, sizes: Sequence[int]) -> Iterator[W
             return ctx.merge_call(lambda strategy: strategy.broadcast(mine))
 
         total = block.nbytes * count
-        yield Work("all_reduce", "all_reduce", mine.nbytes, lambda a=mine: ctx.all_reduce("SUM", a), summed)
+        yield Work("all_reduce", "all_reduce", mine.nbytes, partial(ctx.all_reduce, "SUM", mine), summed)
         yield Work(
             "all_reduce",
             "all_reduce in place",
             mine.nbytes,
-            lambda a=mine: ctx.all_reduce("SUM", a, out=a),
+            partial(ctx.all_reduce, "SUM", mine, out=mine),
             in_place,
         )
-        yield Work("all_gather", "all_gather", total, lambda a=block: ctx.all_gather(a, 0), gathered)
+        yield Work("all_gather", "all_gather", total, partial(ctx.all_gather, block, 0), gathered)
         yield Work("broadcast", "broadcast", mine.nbytes, broadcast, sent)
 
 
@@ -150,9 +151,9 @@ def _lists(cupy: Any, strategy: Strategy, names: Sequence[str]) -> Iterator[Work
         gradients = [cupy.zeros(shape, "float32") for shape in LISTS[name]()]
         nbytes = sum(array.nbytes for array in gradients)
         what = f"{name}, {len(gradients)} arrays"
-        yield Work("all_reduce", what, nbytes, lambda a=gradients: ctx.all_reduce("SUM", a))
+        yield Work("all_reduce", what, nbytes, partial(ctx.all_reduce, "SUM", gradients))
         arena = ctx.merge_call(lambda strategy, like=gradients: strategy.arena(like))
-        yield Work("all_reduce", f"{what} in an arena", nbytes, lambda a=arena: ctx.all_reduce("SUM", a))
+        yield Work("all_reduce", f"{what} in an arena", nbytes, partial(ctx.all_reduce, "SUM", arena))
         ctx.merge_call(lambda strategy, arena=arena: arena.close())
 
 
