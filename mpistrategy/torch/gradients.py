@@ -62,7 +62,8 @@ class Gradients:
     def __init__(
         self, strategy: Strategy, op: ReduceOp, wire: Any, bytes_per_bucket: int, names: Mapping[int, str]
     ) -> None:
-        self.strategy, self._op = strategy, op
+        self.strategy: Strategy = strategy
+        self._op = op
         self._options = CommunicationOptions(wire=wire)
         self._bytes_per_bucket = bytes_per_bucket
         self._names = names
