@@ -10,7 +10,6 @@ import datetime
 import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from preempted import runs_in
@@ -29,11 +28,6 @@ deaf_or_not = pytest.mark.parametrize("handler", ["saves when told", pytest.para
 @pytest.fixture(scope="module")
 def bed() -> Iterator[SlurmBed]:
     yield from started(nodes=2, cpus=4, gpus=0, changed=REQUEUED, grace=4)
-
-
-@pytest.fixture
-def user(bed: SlurmBed, tmp_path: Path) -> User:
-    return User(bed, tmp_path)
 
 
 @pytest.fixture(scope="module")
