@@ -16,6 +16,7 @@ import cupy_here
 import ipc_double
 import numpy as np
 import pytest
+from gpus_on_nodes import on_nodes
 from replicas import RANK, SIZE, context, in_step, outcomes, still_works
 
 import mpistrategy as ms
@@ -59,7 +60,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.fixture
 def strategy(path: str, cupy: ModuleType) -> Iterator[ms.Strategy]:
     """All ranks, whose path the environment does not name."""
-    with cupy_here.on_nodes(path, NODES[SIZE]) as made:
+    with on_nodes(path, NODES[SIZE]) as made:
         yield made
 
 
@@ -143,7 +144,7 @@ def calls(cupy: Any, strategy: Any) -> dict[str, Callable[[], object]]:
 @pytest.mark.skipif(not cuda_counts.IS_COUNTED, reason="only tests/cuda_on_cpu counts")
 def test_no_call_asks_for_more_than_the_table_says(path: str, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GPU_PATH, path)
-    with cupy_here.on_nodes(path, NODES[SIZE]) as strategy:
+    with on_nodes(path, NODES[SIZE]) as strategy:
         over = []
         for name, call in calls(cupy, strategy).items():
             call()

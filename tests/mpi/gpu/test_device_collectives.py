@@ -14,6 +14,7 @@ import cuda_counts
 import cupy_here
 import numpy as np
 import pytest
+from gpus_on_nodes import on_nodes
 from replicas import ALL, RANK, SIZE
 
 from mpistrategy.arrays.dtypes import COMBINE
@@ -40,7 +41,7 @@ def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[Path]:
         patch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
         patch.setattr(by_nodes, "LEAST_BYTES", 100)
         patch.setattr(ipc, "SLOT_BYTES", 2**20)
-        with cupy_here.on_nodes(name, nodes) as strategy:
+        with on_nodes(name, nodes) as strategy:
             yield Path(cupy, strategy, name)
 
 
