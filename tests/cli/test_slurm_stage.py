@@ -5,6 +5,7 @@ The script runs with stand-ins for srun and sbcast on one node; tests/cli/test_s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from pathlib import Path
@@ -141,3 +142,30 @@ def test_a_link_of_roots_is_followed(tmp_path: Path, local: Path) -> None:
     done = run(tmp_path, link)
     assert done.returncode == 0, done
     assert list(local.iterdir()) == []
+
+
+def test_a_copy_without_a_lock_is_removed_and_nothing_else(tmp_path: Path, local: Path, theirs: Path) -> None:
+    """What a killed job of this user has left goes; what a job still uses, and what only looks like it, stays."""
+    names = {
+        "left behind": "mpistrategy-stage-5-abcdefghij",
+        "in use": "mpistrategy-stage-6-abcdefghij",
+        "theirs": "mpistrategy-stage-7-abcdefghij",
+        "a link": "mpistrategy-stage-8-abcdefghij",
+        "another name": "mpistrategy-run-9-abcdefghij",
+    }
+    for what, name in names.items():
+        if what == "a link":
+            (local / name).symlink_to(theirs)
+        else:
+            (local / name / "bin").mkdir(parents=True)
+    os.chown(local / names["theirs"], OTHER, OTHER)
+    descriptor = os.open(local / names["in use"], os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        done = run(tmp_path, local)
+    finally:
+        os.close(descriptor)
+    assert done.returncode == 0, done
+    assert {path.name for path in local.iterdir()} == set(names.values()) - {names["left behind"]}
+    assert done.stderr.count("of a killed job") == 1, done
+    assert f"here: removed {local}/{names['left behind']} of a killed job" in done.stderr

@@ -257,7 +257,9 @@ class SlurmBed:
         mine, pid = os.readlink("/proc/self/ns/net"), process.pid
         self.until(lambda: os.readlink(f"/proc/{pid}/ns/net") != mine, 10, f"network of {name}")
         port = self._port(number)
-        _sh("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        # A node that comes back has its old address of Ethernet, as a machine has, since the others remember it.
+        same = ("address", f"02:00:00:00:00:{number:02x}")
+        _sh("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", *same, "netns", str(pid))
         _sh("ip", "link", "set", port, "master", self._bridge, "up")
         inside = ("nsenter", "-t", str(pid), "-n", "ip")
         _sh(*inside, "addr", "add", f"{self._subnet}.{number}/24", "dev", "eth0")

@@ -130,10 +130,12 @@ def _gives_way(user: User, whole: dict[str, bytes], handler: str) -> str:
 @pytest.mark.each_mpi
 @long_lane
 @deaf_or_not
+@pytest.mark.timeout(240)
 @twice
 def test_the_time_limit(user: User, whole: dict[str, bytes], handler: str) -> None:
     """Slurm itself tells the script that the time is nearly up."""
-    trains(user, "requeue.sbatch", *(["--deaf"] if handler == "knows no signals" else []))
+    slowly = ["--pause", "0.8"]  # Slurm looks at time limits every few seconds
+    trains(user, "requeue.sbatch", *slowly, *(["--deaf"] if handler == "knows no signals" else []))
     job = user.submit("requeue.sbatch")
     user.made(7)
     soon = datetime.datetime.now() + datetime.timedelta(seconds=122)  # the script is told 120 s before
