@@ -21,7 +21,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import cuda_counts
 import cupy_here
 import numpy as np
 from delayed_writes import delayed_fill
@@ -34,7 +33,7 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.routes import gpu_copy
 
 MIB = 2**20
-REAL = cupy_here.IS_REAL and not cuda_counts.IS_COUNTED  # else small sizes do: figures mean nothing
+REAL = cupy_here.IS_GPU  # else small sizes do: figures mean nothing
 COPIED = 256 * MIB if REAL else MIB
 TRANSFERRED = 64 * MIB if REAL else MIB
 REDUCED = (4096, MIB, 64 * MIB) if REAL else (4096, 65536)

@@ -1,4 +1,4 @@
-"""Time of the host in all-reduces of arrays in GPU memory, less that of their CuPy calls; run by hand so far.
+"""Time of the host in all-reduces of arrays in GPU memory, less that of their CuPy calls; scripts/gpu_lane runs it.
 
     python scripts/gpu_host_time.py FILE.json
 
