@@ -283,7 +283,7 @@ class Plans:
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None
 
-        def signature_of(values: tuple[Any, ...]) -> Signature:
+        def signature_of(values: tuple[Any, ...], op: ReduceOp = op) -> Signature:
             settings = self.settings or ""
             return Signature("reduce", op.value, where.text, values, EVERY_RANK_TEXT, settings, "", WHERE, place)
 
@@ -297,7 +297,7 @@ class Plans:
         def plan_and_signature(op: ReduceOp, layouts: tuple[Layout, ...]) -> tuple[Plan, Signature]:
             values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
             plan = plan_of(self._communicator, layouts, op, self._options.bytes_per_pack, usual_route)
-            return plan, signature_of(values)._replace(op=op.value)
+            return plan, signature_of(values, op)
 
         if weighted:
             return weighted_mean(self._communicator, where, op, arrays, plan_and_signature)

@@ -169,8 +169,10 @@ class Gradients:
             call.expect_more()
             if not self._views.keys() >= dense:
                 self._arrange(dense)
-            if dense and self._buckets and self._buckets._reduced_early(self._op, call) is None:
-                context.all_reduce(self._op, self._arena, self._options)
+            if dense:
+                assert self._buckets is not None
+                if self._buckets._reduced_early(self._op, call) is None:
+                    context.all_reduce(self._op, self._arena, self._options)
             for number in sparse:
                 self._sum_rows(self._parameters[number], context)
         self._summed |= self._fresh
@@ -207,11 +209,11 @@ class Gradients:
         """Clear what the arena has of an earlier step; move there what a hook put in the place of a gradient."""
         for number, view in self._views.items():
             tensor = self._parameters[number].tensor
-            if tensor.grad is not view and number not in dense:
+            if tensor.grad is view:
+                continue
+            if number not in dense:
                 view.zero_()
-            elif (
-                tensor.grad is not view and self._buckets and not self._buckets.starts_early
-            ):  # else it may be under way
+            elif self._buckets and not self._buckets.starts_early:  # else it may be under way
                 view.copy_(tensor.grad.detach())
                 tensor.grad = view
 

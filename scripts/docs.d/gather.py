@@ -36,6 +36,9 @@ _NO_PARAMETER = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
 #: A docstring that leaves the arguments to that of another function.
 _REFERS = re.compile(r"\b(?:as|as by|Do|what|Return) `[\w.]+`|Return `\w+\(")
 _LINK = re.compile(r"(!?)\[([^][]*)\]\(([^()\s]+)\)")
+#: `[a] [b]` outside of code: the site takes it for a link to the public name b.
+_LINK_TO_A_NAME = re.compile(r"\[[^][\n]+\] ?\[[^][\n]*\]")
+_CODE = re.compile(r"`[^`\n]*`")
 _REPOSITORY = ("http://", "https://", "mailto:", "#")
 
 
@@ -161,6 +164,12 @@ class Site:
             return f"{mark}[{text}]({relative}{'#' if anchor else ''}{anchor})"
 
         parts = re.split(r"(^```.*?^```$)", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        outside = (_CODE.sub("", part) for part in parts if not part.startswith("```"))
+        self.problems += [
+            f"{page.relative_to(ROOT)}: {found} is a link to a name"
+            for part in outside
+            for found in _LINK_TO_A_NAME.findall(part)
+        ]
         text = "".join(part if part.startswith("```") else _LINK.sub(linked, part) for part in parts)
         self._write(target, text.encode())
         return target

@@ -19,6 +19,7 @@ from mpistrategy.cli.doctor.running_job import all_nodes, last_calls, node_view
 from mpistrategy.cli.doctor.running_job.hung_job import Told, lines
 from mpistrategy.cli.doctor.running_job.last_calls import Arrival, NodeCalls
 from mpistrategy.cli.doctor.running_job.run_files import Seen
+from mpistrategy.mpi.watchdog.status_board import LastCalls
 
 DOCTOR = ["-m", "mpistrategy", "doctor"]
 one_rank = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="starts processes: runs in the session on 1 rank")
@@ -98,6 +99,12 @@ def calls_of(ranks: Sequence[int], entered: Sequence[Sequence[int]], of: int = 4
         summed = sum(late - each for each in times) * 10**6
         arrivals[number] = Arrival(last, late * 10**6, min(times) * 10**6, summed)
     return NodeCalls(7, of, len(ranks), len(entered), arrivals)
+
+
+def test_a_strategy_without_a_number_gets_the_one_that_is_its_own() -> None:
+    noted = [LastCalls(0, 2, {7: 10, 8: 30}), LastCalls(0, 2, {7: 20, 8: 40})]
+    [found] = last_calls.of_node([0, 1], noted, 0, -5)
+    assert (found.strategy, found.newest, found.arrivals[8].last) == (-5, 8, 1)
 
 
 def test_who_came_last_on_several_nodes() -> None:

@@ -42,11 +42,6 @@ def paper() -> Iterator[SlurmBed]:
     yield from started(nodes=1024, cpus=64, gpus=4, paper=True)
 
 
-@pytest.fixture
-def user(bed: SlurmBed, tmp_path: Path) -> User:
-    return User(bed, tmp_path)
-
-
 def check(job: Job, ranks: int, told: str = "made all 200 steps") -> None:
     assert (job.state, job.status) == ("COMPLETED", 0), job.output
     assert f"example.py on {ranks} ranks: {told}" in job.output, job.output

@@ -61,12 +61,13 @@ def test_there_is_a_page_for_each_public_name_and_links_stay_in_the_site(pages: 
     assert [next(iter(part)) for part in settings["nav"]] == ["mpistrategy", "Guide", "Notebooks", "Names"]
 
 
-def test_a_link_to_no_file_is_told_and_one_to_the_source_is_text(
+def test_a_link_to_no_file_and_one_to_a_name_are_told_and_one_to_the_source_is_text(
     pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guide = tmp_path / "mpistrategy" / "cli" / "guide"
     guide.mkdir(parents=True)
     (guide / "one.md").write_text("# One\n[two](two.md#a) [gone](gone.md) [home](../../../README.md)\n")
+    (guide / "three.md").write_text("# Three\nas [1] shows, and [1] [2]; `[3] [4]`\n```text\n[5] [6]\n```\n")
     (guide / "two.md").write_text("# Two\n[code](../../x.py) [there](https://example.org)\n```text\n[a](b)\n```\n")
     (tmp_path / "README.md").write_text("# Home\n[one](mpistrategy/cli/guide/one.md)\n")
     (tmp_path / "mpistrategy" / "x.py").touch()
@@ -74,7 +75,10 @@ def test_a_link_to_no_file_is_told_and_one_to_the_source_is_text(
     monkeypatch.setattr(pages, "GUIDE", guide)
     site = pages.Site(tmp_path / "built")
     site.build()
-    assert site.problems == ["mpistrategy/cli/guide/one.md: no file gone.md"]
+    assert site.problems == [
+        "mpistrategy/cli/guide/one.md: no file gone.md",
+        "mpistrategy/cli/guide/three.md: [1] [2] is a link to a name",
+    ]
     built = tmp_path / "built" / "pages"
     assert (built / "index.md").read_text().splitlines()[1] == "[one](guide/one.md)"
     assert (built / "guide" / "one.md").read_text().splitlines()[1] == "[two](two.md#a) gone [home](../index.md)"

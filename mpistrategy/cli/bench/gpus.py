@@ -87,7 +87,7 @@ def measure(strategy: Strategy, ranks: RawRanks, options: Any, tell: Callable[[s
     found: list[dict[str, Any]] = []
 
     def all_of_them() -> None:
-        for works in (_collectives(cupy, ranks, sizes), _lists(cupy, strategy, lists)):
+        for works in (*(_collectives(cupy, ranks, nbytes) for nbytes in sizes), _lists(cupy, lists)):
             for work in works:
                 tell(f"{work.name}, {size_in_words(work.nbytes)} ...")
                 found.append(_measured(cupy, ranks, work, seconds))
@@ -106,46 +106,35 @@ def measure(strategy: Strategy, ranks: RawRanks, options: Any, tell: Callable[[s
     }
 
 
-def _collectives(cupy: Any, ranks: RawRanks, sizes: Sequence[int]) -> Iterator[Work]:
+def _collectives(cupy: Any, ranks: RawRanks, nbytes: int) -> Iterator[Work]:
     ctx, count = get_replica_context(), ranks.size
-    for nbytes in sizes:
-        mine = cupy.empty(max(1, nbytes // 4), "float32")
-        block = mine[: max(1, mine.size // count)]
+    mine = cupy.empty(max(1, nbytes // 4), "float32")
+    block = mine[: max(1, mine.size // count)]
 
-        def summed(mine: DeviceArray = mine, *, in_place: bool = False) -> bool:
-            mine[...] = ranks.rank + 1
-            found = ctx.all_reduce("SUM", mine, out=mine if in_place else None)
-            return bool((found == count * (count + 1) // 2).all())
+    def broadcast() -> Any:
+        return ctx.merge_call(lambda strategy: strategy.broadcast(mine))
 
-        def gathered(block: DeviceArray = block) -> bool:
-            block[...] = ranks.rank
-            found = ctx.all_gather(block, 0).reshape(count, -1)
-            return bool((found == cupy.arange(count)[:, None]).all())
+    def is_summed(out: DeviceArray | None) -> bool:
+        mine[...] = ranks.rank + 1
+        return bool((ctx.all_reduce("SUM", mine, out=out) == count * (count + 1) // 2).all())
 
-        def sent(mine: DeviceArray = mine) -> bool:
-            mine[...] = ranks.rank + 1
-            return bool((ctx.merge_call(lambda strategy: strategy.broadcast(mine)) == 1).all())
+    def is_gathered() -> bool:
+        block[...] = ranks.rank
+        found = ctx.all_gather(block, 0).reshape(count, -1)
+        return bool((found == cupy.arange(count)[:, None]).all())
 
-        def in_place(mine: DeviceArray = mine, summed: Callable[..., bool] = summed) -> bool:
-            return summed(mine, in_place=True)
+    def is_sent() -> bool:
+        mine[...] = ranks.rank + 1
+        return bool((broadcast() == 1).all())
 
-        def broadcast(mine: DeviceArray = mine) -> Any:
-            return ctx.merge_call(lambda strategy: strategy.broadcast(mine))
-
-        total = block.nbytes * count
-        yield Work("all_reduce", "all_reduce", mine.nbytes, partial(ctx.all_reduce, "SUM", mine), summed)
-        yield Work(
-            "all_reduce",
-            "all_reduce in place",
-            mine.nbytes,
-            partial(ctx.all_reduce, "SUM", mine, out=mine),
-            in_place,
-        )
-        yield Work("all_gather", "all_gather", total, partial(ctx.all_gather, block, 0), gathered)
-        yield Work("broadcast", "broadcast", mine.nbytes, broadcast, sent)
+    for name, out in (("all_reduce", None), ("all_reduce in place", mine)):
+        call, is_right = partial(ctx.all_reduce, "SUM", mine, out=out), partial(is_summed, out)
+        yield Work("all_reduce", name, mine.nbytes, call, is_right)
+    yield Work("all_gather", "all_gather", block.nbytes * count, partial(ctx.all_gather, block, 0), is_gathered)
+    yield Work("broadcast", "broadcast", mine.nbytes, broadcast, is_sent)
 
 
-def _lists(cupy: Any, strategy: Strategy, names: Sequence[str]) -> Iterator[Work]:
+def _lists(cupy: Any, names: Sequence[str]) -> Iterator[Work]:
     ctx = get_replica_context()
     for name in names:
         gradients = [cupy.zeros(shape, "float32") for shape in LISTS[name]()]

@@ -15,14 +15,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _MPI = re.compile(rb"/libmpi(?:ch)?(?:_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
-#: How many ranks a launcher has started on this node.
-_LOCAL_SIZES = (
-    "MPI_LOCALNRANKS",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMI_LOCAL_SIZE",
-    "PALS_LOCAL_SIZE",
-    "JSM_NAMESPACE_LOCAL_SIZE",
-)
 _MOST_SECONDS = 10.0
 _CAUSES = (
     "Do launcher and MPI library fit together (srun --mpi=list), can the nodes reach each other, does every rank start "
@@ -123,17 +115,16 @@ def _above(process: int, parents: dict[int, int]) -> Iterator[int]:
 # ------------------------------------------------------------------------------------- the program
 
 
-def main(process: int, size: str, rank: str, message: str) -> None:
+def main(process: int, size: str, rank: str, local: int, message: str) -> None:
     """Write the message and what is known of the ranks of this node; once for all that wait here.
 
     Args:
         process: the rank that waits.
         size, rank: as in `ranks_beside`.
+        local: how many ranks the launcher has started on this node; 0 for unknown.
         message: has {who} in it, in the place of what is known.
     """
     found = ranks_beside(process, size, rank)
-    variables = _variables(process)
-    local = next((int(variables[name]) for name in _LOCAL_SIZES if variables.get(name, "").isdigit()), 0)
     waiting = [each for _, each in sorted(found.items()) if each.has_mpi and not each.is_stopped]
     first = waiting[0].process if waiting else process
     try:
@@ -154,4 +145,4 @@ def main(process: int, size: str, rank: str, message: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:5])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])

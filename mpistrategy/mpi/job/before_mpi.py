@@ -183,7 +183,7 @@ def _lacks(claim: Claim | None, environment: Mapping[str, str]) -> tuple[int, in
     return None if free + taken >= needed else (free, needed, ranks)
 
 
-#: Those of `absent_ranks`, which runs without this package.
+#: How many ranks a launcher has started on this node.
 _LOCAL_SIZES = (
     "MPI_LOCALNRANKS",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -195,9 +195,9 @@ _LOCAL_SIZES = (
 
 def _on_this_node(claim: Claim, environment: Mapping[str, str]) -> int:
     """Return how many ranks the launcher has started on this node; 1 where it does not say."""
-    for name in _LOCAL_SIZES:
-        if _number(environment, name):
-            return min(claim.tasks, _number(environment, name))
+    told = _told_on_this_node(environment)
+    if told:
+        return min(claim.tasks, told)
     if claim.launcher == launcher.FLUX and _number(environment, "FLUX_JOB_NNODES"):
         return -(-claim.tasks // _number(environment, "FLUX_JOB_NNODES"))
     # 2(x3),1: of each node
@@ -209,6 +209,11 @@ def _on_this_node(claim: Claim, environment: Mapping[str, str]) -> int:
             return min(claim.tasks, int(tasks))
         node -= repeated
     return 1
+
+
+def _told_on_this_node(environment: Mapping[str, str]) -> int:
+    """Return how many ranks are on this node as a launcher of MPI libraries says; 0 where none does."""
+    return next(filter(None, (_number(environment, name) for name in _LOCAL_SIZES)), 0)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -230,8 +235,9 @@ def _in_time(where: str, claim: Claim | None, seconds: float, status: int, longe
         f"end with status {status}, and with them the job; {longer or f'a longer limit: {timeouts.VARIABLE}'}."
     )
     size, rank = claim.variables
+    local = str(_told_on_this_node(os.environ))
     program = os.path.join(os.path.dirname(__file__), "absent_ranks.py")
-    words = [sys.executable or "python3", "-I", "-S", program, str(os.getpid()), size, rank, message]
+    words = [sys.executable or "python3", "-I", "-S", program, str(os.getpid()), size, rank, local, message]
     return start_alarm.alarm(seconds, "exec " + " ".join(map(_quoted, words)), status)
 
 

@@ -89,7 +89,7 @@ def visible_memory(nbytes: int) -> SharedMemory:
     Where that is not possible, it is `private_memory`.
     """
     try:
-        handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        handle, _ = _new_file(named=False)
     except (OSError, AttributeError):
         return private_memory(nbytes)
     try:

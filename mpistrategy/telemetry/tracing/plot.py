@@ -34,7 +34,7 @@ def draw(timeline: Timeline, file: str, part: tuple[float, float] | None = None)
         part: from which second to which; None for some steps in the middle.
 
     Returns:
-        Why no plot; "" when there is one.
+        Why there is no plot; "" when there is one.
     """
     try:
         from matplotlib.figure import Figure

@@ -10,7 +10,6 @@ import datetime
 import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from preempted import runs_in
@@ -29,11 +28,6 @@ deaf_or_not = pytest.mark.parametrize("handler", ["saves when told", pytest.para
 @pytest.fixture(scope="module")
 def bed() -> Iterator[SlurmBed]:
     yield from started(nodes=2, cpus=4, gpus=0, changed=REQUEUED, grace=4)
-
-
-@pytest.fixture
-def user(bed: SlurmBed, tmp_path: Path) -> User:
-    return User(bed, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +121,15 @@ def _gives_way(user: User, whole: dict[str, bytes], handler: str) -> str:
     return check(user, job, whole)
 
 
+#: Its first start is slow: Slurm looks at time limits every 30 s only.
+SLOW_AT_FIRST = """
+import os, sys, preempted
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    sys.argv += ["--pause", "2"]
+preempted.main()
+"""
+
+
 @pytest.mark.each_mpi
 @long_lane
 @deaf_or_not
@@ -134,10 +137,11 @@ def _gives_way(user: User, whole: dict[str, bytes], handler: str) -> str:
 @twice
 def test_the_time_limit(user: User, whole: dict[str, bytes], handler: str) -> None:
     """Slurm itself tells the script that the time is nearly up."""
-    slowly = ["--pause", "0.8"]  # Slurm looks at time limits every few seconds
-    trains(user, "requeue.sbatch", *slowly, *(["--deaf"] if handler == "knows no signals" else []))
+    trains(user)
+    (user.folder / "slow.py").write_text(SLOW_AT_FIRST)
+    user.edit("requeue.sbatch", "slow.py", *training(), *(["--deaf"] if handler == "knows no signals" else []))
     job = user.submit("requeue.sbatch")
-    user.made(7)
+    user.made(1)
     soon = datetime.datetime.now() + datetime.timedelta(seconds=122)  # the script is told 120 s before
     user.bed.run("scontrol", "update", f"jobid={job}", f"endtime={soon:%Y-%m-%dT%H:%M:%S}")
     user.says(job, "the time is nearly up")

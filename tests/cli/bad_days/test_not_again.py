@@ -30,11 +30,6 @@ def bed() -> Iterator[SlurmBed]:
     yield from started(nodes=2, cpus=4, gpus=0, changed=REQUEUED, grace=4)
 
 
-@pytest.fixture
-def user(bed: SlurmBed, tmp_path: Path) -> User:
-    return User(bed, tmp_path)
-
-
 FAILS = {
     "an exception of one rank": ("raise ValueError('of this rank')", "failed with ValueError on rank 1: of this rank"),
     "a status": ("sys.exit(3)", "failed with status 3 on rank 1"),

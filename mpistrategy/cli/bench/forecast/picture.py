@@ -12,7 +12,7 @@ def draw(tables: Sequence[Table], compute_seconds: float, file: str) -> str:
     """Draw time and efficiency by nodes into a PNG file, one row of axes for each table.
 
     Returns:
-        Why no plot; "" when there is one.
+        Why there is no plot; "" when there is one.
     """
     try:
         from matplotlib.figure import Figure

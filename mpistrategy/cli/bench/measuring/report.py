@@ -96,7 +96,7 @@ def draw(report: dict[str, Any], file: str) -> str:
     """Draw the cases of one array into a PNG file.
 
     Returns:
-        Why no plot; "" when there is one.
+        Why there is no plot; "" when there is one.
     """
     cases = [case for case in report["cases"] if case["suite"] == "all_reduce"]
     if not cases:

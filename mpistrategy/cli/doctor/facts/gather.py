@@ -40,7 +40,6 @@ _LOCAL = (
     "FLUX_TASK_LOCAL_ID",
     "SLURM_LOCALID",
 )
-_MPI_FILE = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
 _VISIBLE = re.compile(r"(?:NoDevFiles|-?\d+|(?:GPU|MIG)-[\w/-]+)?(?:,(?:-?\d+|(?:GPU|MIG)-[\w/-]+))*")
 _PATH = re.compile(r"[\w./+-]{1,400}")
 
@@ -113,7 +112,7 @@ def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
         launcher.check_world(ranks.size, library, "mpistrategy doctor")
     except LaunchError as error:
         refusal = parts_of(error)
-    mapped = [path for path in loaded_mpi.mapped_files() if _MPI_FILE.match(os.path.basename(path))]
+    mapped = [path for path in loaded_mpi.mapped_files() if loaded_mpi.is_mpi(path)]
     return replace(
         facts,
         rank=ranks.rank,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import subprocess
 import sys
 import zlib
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from mpistrategy import own_files
 from mpistrategy.cli.doctor.running_job import node_view
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls
 from mpistrategy.cli.doctor.running_job.run_files import Seen
+from mpistrategy.cli.doctor.running_job.slurm_job import answer_of
 from mpistrategy.mpi.watchdog.local_process import node_name
 
 _PATIENCE_SECONDS = 40
@@ -53,17 +53,9 @@ def look(number: str, nodes: int) -> JobView:
     command = [*step(number), f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
     command += [sys.executable, "-m", __spec__.name, number]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=_PATIENCE_SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return JobView((), (), (f"its nodes: {getattr(error, 'strerror', None) or error}",))
+        done = answer_of(command, _PATIENCE_SECONDS)
+    except OSError as error:
+        return JobView((), (), (f"its nodes: {error.strerror or error}",))
     view = read(done.stdout)
     missing = nodes - len({name for name, *_ in _LINE.findall(done.stdout)})
     if not missing:

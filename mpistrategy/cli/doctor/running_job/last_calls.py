@@ -109,14 +109,14 @@ class Lateness:
         return sum(waits) >= _SLOW_TIME * self.seconds
 
 
-def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: int, number: int) -> list[NodeCalls]:
+def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: int, own: int) -> list[NodeCalls]:
     """Return the last collectives of the ranks of one board; none where they have noted nothing.
 
     Args:
         ranks: their numbers in the job.
         calls: what they have noted, in the same order.
         offset: what turns their times into those of time.time(), in nanoseconds.
-        number: for the strategy, where it has none of its own.
+        own: the number of the strategy where it has not told one.
     """
     if not all(each.entered for each in calls):
         return []
@@ -127,7 +127,7 @@ def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: int, numbe
         last = max(times)
         arrivals[number] = Arrival(ranks[times.index(last)], last, min(times), sum(last - each for each in times))
     newest = max(max(each.entered) for each in calls)
-    return [NodeCalls(calls[0].strategy or number, calls[0].ranks, len(ranks), newest, arrivals)]
+    return [NodeCalls(calls[0].strategy or own, calls[0].ranks, len(ranks), newest, arrivals)]
 
 
 def compare(nodes: Sequence[NodeCalls]) -> list[Lateness]:
@@ -158,13 +158,8 @@ def _of_strategy(nodes: list[NodeCalls]) -> Lateness:
         longest[last] = max(longest.get(last, 0.0), (last_at - first_at) / 1e9)
         ends.append(last_at)
     # From the first call to the last one: the wait for the first was before that.
-    first = parts_first(nodes, offsets, common[0])
+    first = min(each.arrivals[common[0]].first_at + offset for each, offset in zip(nodes, offsets, strict=True))
     return Lateness(ranks, ranks - here, len(common), newest, (ends[-1] - first) / 1e9, waits, longest)
-
-
-def parts_first(nodes: Sequence[NodeCalls], offsets: Sequence[int], number: int) -> int:
-    """Return when the first rank came to a collective."""
-    return min(each.arrivals[number].first_at + offset for each, offset in zip(nodes, offsets, strict=True))
 
 
 def offset_of(one: NodeCalls, other: NodeCalls) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _PATIENCE_SECONDS = 20
@@ -41,19 +42,32 @@ def ask(text: str) -> SlurmJob:
     found = _ID.fullmatch(text)
     number = found[1] if found else text
     try:
-        done = subprocess.run(
-            ["scontrol", "show", "job", number],
+        done = answer_of(["scontrol", "show", "job", number], _PATIENCE_SECONDS)
+    except OSError as error:
+        return SlurmJob(number, trouble=f"scontrol cannot be asked here ({error.strerror or error})")
+    if done.returncode:
+        return SlurmJob(number, trouble=f"scontrol: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+    return read(done.stdout, number)
+
+
+def answer_of(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Return what a command of Slurm says.
+
+    Raises:
+        OSError: when it cannot be started, or takes longer.
+    """
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
-            timeout=_PATIENCE_SECONDS,
+            timeout=seconds,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return SlurmJob(number, trouble=f"scontrol cannot be asked here ({getattr(error, 'strerror', None) or error})")
-    if done.returncode:
-        return SlurmJob(number, trouble=f"scontrol: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
-    return read(done.stdout, number)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(str(error)) from error
 
 
 def read(told: str, number: str) -> SlurmJob:
