@@ -190,7 +190,7 @@ def _bare_nccl(cupy: Any, strategy: Any, path: Any, nbytes_of_list: int) -> Figu
     from cupy.cuda import nccl
 
     found: Figures = {}
-    for nbytes in (*REDUCED, nbytes_of_list):
+    for nbytes in (*REDUCED, *([256 * MIB] if REAL else []), nbytes_of_list):
         buffer = cupy.ones(nbytes // 4, "float32")
 
         def call(buffer: Any = buffer) -> None:

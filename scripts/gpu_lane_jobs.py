@@ -140,7 +140,7 @@ class Lane:
         """How long the row that runs may still take."""
         return max(1.0, self.until - time.monotonic())
 
-    def job(self, name: str, command: Sequence[str | Path], limit: float, **environment: str) -> Ended:
+    def job(self, name: str, command: Sequence[object], limit: float, **environment: str) -> Ended:
         """Run a command; whatever it has started is gone afterwards."""
         mark = uuid.uuid4().hex
         log = self.logs / f"{name}.txt"
@@ -169,7 +169,7 @@ class Lane:
             file.seek(started)
             return Ended(status, file.read().decode(errors="replace"))
 
-    def ranks(self, name: str, ranks: int, arguments: Sequence[str | Path], limit: float, **environment: str) -> Ended:
+    def ranks(self, name: str, ranks: int, arguments: Sequence[object], limit: float, **environment: str) -> Ended:
         """Run ``python ARGUMENTS...`` on so many ranks."""
         command = [*self.mpiexec, "-n", str(ranks), self.python, *arguments]
         return self.job(name, command, limit, **environment)

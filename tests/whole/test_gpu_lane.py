@@ -98,6 +98,8 @@ def test_the_status_tells(gpu_lane: Any, results: list[str], status: int) -> Non
     assert gpu_lane.status_of(rows) == status
     table = gpu_lane.table(rows, {"date": "2026-01-02", "device": "NVIDIA X"}, 12.3)
     assert table.startswith("| on NVIDIA X, 2026-01-02 | | | limit |\n|---|---|---|---|\n")
+    unjudged = gpu_lane.table(rows, {"date": "2026-01-02", "is_measured": False}, 12.3)
+    assert "| limit; times and rates are a GPU's, and not judged here |\n" in unjudged
     assert table.count("| what it is |") == len(results)
     assert f"{results.count('ok')} ok" in table or "ok" not in results
 
