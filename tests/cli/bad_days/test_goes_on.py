@@ -13,14 +13,13 @@ from collections.abc import Iterator
 
 import pytest
 from preempted import runs_in
-from replicas import ALL
+from replicas import long_lane
 from slurm_bed import SlurmBed
 from slurm_trainings import REQUEUED, SAVE_EVERY, STEPS, ends_of, training, trains, uninterrupted
 from slurm_user import NEEDS_SLURM, User, needs_srun, started, twice
 
 pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, pytest.mark.timeout(240), needs_srun]
 
-long_lane = pytest.mark.skipif(not ALL, reason="not run: MPISTRATEGY_TEST_ALL=1 runs all days, as scripts/soak does")
 LONG = (pytest.mark.each_mpi, long_lane)
 deaf_or_not = pytest.mark.parametrize("handler", ["saves when told", pytest.param("knows no signals", marks=LONG)])
 
@@ -121,6 +120,15 @@ def _gives_way(user: User, whole: dict[str, bytes], handler: str) -> str:
     return check(user, job, whole)
 
 
+#: Its first start is slow: Slurm looks at time limits every 30 s only.
+SLOW_AT_FIRST = """
+import os, sys, preempted
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    sys.argv += ["--pause", "2"]
+preempted.main()
+"""
+
+
 @pytest.mark.each_mpi
 @long_lane
 @deaf_or_not
@@ -128,10 +136,11 @@ def _gives_way(user: User, whole: dict[str, bytes], handler: str) -> str:
 @twice
 def test_the_time_limit(user: User, whole: dict[str, bytes], handler: str) -> None:
     """Slurm itself tells the script that the time is nearly up."""
-    slowly = ["--pause", "0.8"]  # Slurm looks at time limits every few seconds
-    trains(user, "requeue.sbatch", *slowly, *(["--deaf"] if handler == "knows no signals" else []))
+    trains(user)
+    (user.folder / "slow.py").write_text(SLOW_AT_FIRST)
+    user.edit("requeue.sbatch", "slow.py", *training(), *(["--deaf"] if handler == "knows no signals" else []))
     job = user.submit("requeue.sbatch")
-    user.made(7)
+    user.made(1)
     soon = datetime.datetime.now() + datetime.timedelta(seconds=122)  # the script is told 120 s before
     user.bed.run("scontrol", "update", f"jobid={job}", f"endtime={soon:%Y-%m-%dT%H:%M:%S}")
     user.says(job, "the time is nearly up")
