@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import cupy_here
@@ -13,21 +13,33 @@ from replicas import OnNodes
 
 import mpistrategy as ms
 
+#: The paths by nodes that this machine has.
+PATHS = tuple(
+    f"ipc+{between}"
+    for between in ("mpi", "staged")
+    if not cupy_here.IS_REAL or {"ipc", between} <= set(cupy_here.PATHS)
+)
+
+
+def readable(cupy: Any) -> AbstractContextManager[None]:
+    """Let the ranks of a node read the memory of the double's GPUs meanwhile."""
+    if cupy_here.IS_REAL:
+        return nullcontext()
+    if ipc_double.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    return ipc_double.added_to(cupy)
+
 
 @contextmanager
-def on_nodes(path: str, nodes: str) -> Iterator[ms.Strategy]:
+def on_nodes(nodes: str, path: str = "ipc") -> Iterator[ms.Strategy]:
     """Give a strategy for a path, in `cupy_here.installed`; `nodes` are digits: the node of each rank."""
     import cupy
 
-    is_double = "ipc" in path and not cupy_here.IS_REAL
-    if is_double and ipc_double.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    readable: Any = ipc_double.added_to(cupy) if is_double else nullcontext()
-    with readable, _made(path, nodes) as made:
+    with readable(cupy) if "ipc" in path else nullcontext(), _made(nodes, path) as made:
         yield made
 
 
-def _made(path: str, nodes: str) -> ms.Strategy:
+def _made(nodes: str, path: str) -> ms.Strategy:
     if len(set(nodes)) == 1:
         return ms.MirroredStrategy("gpu" if path == "nccl" else "shared")
     return OnNodes([int(node) for node in nodes], ms.MpiAllReduce(), "GPU")
