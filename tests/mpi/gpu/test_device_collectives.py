@@ -22,10 +22,10 @@ from mpistrategy.mpi.gpu.transports import by_nodes, ipc
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory
 
-#: The node of each rank, in digits, by the number of ranks: nodes of 2 and 1, 2 and 2, 3 and 1.
-NODES = {3: ("010",), 4: ("0110", "0001")}
+#: Paths by nodes and the node of each rank, in digits, by the number of ranks: nodes of 2 and 1, 2 and 2, 3 and 1.
+NODES = {3: (("ipc+mpi", "010"), ("ipc+staged", "010")), 4: (("ipc+staged", "0110"), ("ipc+mpi", "0001"))}
 _ONE_NODE = [(name, "0" * SIZE) for name in cupy_here.PATHS if SIZE <= 3 or ALL]
-_BY_NODES = [(name, nodes) for nodes in NODES.get(SIZE, ()) for name in gpus_on_nodes.PATHS]
+_BY_NODES = [(name, nodes) for name, nodes in NODES.get(SIZE, ()) if name in gpus_on_nodes.PATHS]
 pytestmark = pytest.mark.skipif(not _ONE_NODE + _BY_NODES, reason="fewer ranks show it")
 #: Of float64: one piece, several pieces of the staged path, and a size that no number of ranks divides.
 SIZES = (1, 1003, 600_001)
