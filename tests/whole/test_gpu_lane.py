@@ -173,7 +173,7 @@ def test_the_guide_has_the_table_of_budgets(gpu_lane: Any) -> None:
 
 
 def test_the_guide_has_a_row_for_each_figure(gpu_lane: Any) -> None:
-    page = pages.TEXTS["gpu-operations"]
+    page = pages.TEXTS["gpu-lane"]
     measured = ("limits", "packing", "staged", "mpi", "ipc", "nccl1", "nccl", "hidden", "nodes", "host", "optimizers")
     assert all(f"| {what} |" in page for name, what, *_ in gpu_lane.STEPS if name in measured)
 
