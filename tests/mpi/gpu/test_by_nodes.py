@@ -109,6 +109,17 @@ def test_sums_by_shares_are_sums_by_nodes(path: str, strategy: Any, cupy: Any) -
 
 
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.FallbackWarning")
+def test_a_wire_is_made_on_the_host(strategy: Any, cupy: Any) -> None:
+    pytest.importorskip("ml_dtypes")
+    options = ms.CommunicationOptions(wire="bfloat16")
+    value = cupy.asarray(np.full(400_003, 0.3, np.float32))
+    found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value, options)).get()
+    assert len(set(found.tolist())) == 1
+    assert 0 < abs(found[0] - np.float32(0.3) * SIZE) < 2**-6
+    assert "since the wire's dtype is made on the host" in str(strategy.explain(value, options=options))
+
+
+@pytest.mark.filterwarnings("ignore::mpistrategy.errors.FallbackWarning")
 def test_another_call_on_one_rank_raises_on_all(strategy: Any, cupy: Any) -> None:
     def reduce(size: int) -> Any:
         value = cupy.asarray(np.ones(size))
