@@ -1,4 +1,4 @@
-"""Steps of three torch models: without communication, with mpistrategy.torch, with DDP on gloo.  See bench_torch."""
+"""Steps of three torch models: without communication, with mpistrategy.torch, DDP and Horovod.  See bench_torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from mpi4py import MPI
 import mpistrategy as ms
 import mpistrategy.torch as mst
 
+try:
+    import horovod.torch as hvd
+except ImportError:
+    hvd = None
+
 WORLD = MPI.COMM_WORLD
-VARIANTS = ("compute", "mpistrategy", "DDP", "DDP bucket views")
+VARIANTS = ("compute", "mpistrategy", "DDP", "DDP bucket views", *(["Horovod"] if hvd else []))
 
 
 class Transformer(torch.nn.Module):
@@ -76,6 +81,8 @@ def step_of(variant: str, model: str, strategy: ms.Strategy) -> tuple[Callable[[
     called = net
     if variant == "mpistrategy":
         mst.DistributedOptimizer(optimizer, strategy=strategy)
+    elif variant == "Horovod":
+        optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
     elif variant != "compute":
         views = variant != "DDP"
         called = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
@@ -169,6 +176,8 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="measure memory instead of times")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if hvd:
+        hvd.init()
     start_gloo()
     strategy = ms.MirroredStrategy()
     for model in arguments.models:
