@@ -19,7 +19,7 @@ from gpu_budgets import table as table_of_counts
 from gpu_lane_figures import bench, check, hidden, host, limits, nccl1, nodes, optimizers, packing, path
 from gpu_lane_jobs import ELSEWHERE, NOT_RUN, RIGHT, ROOT, WRONG, Lane, Row, environment, prepare, probe
 
-LIMIT = 460  # seconds for everything
+LIMIT = 475  # seconds for everything
 PYTEST = ("-m", "pytest", "--with-mpi", "-q", "-s", "--color=no", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
 
 
@@ -160,6 +160,7 @@ STEPS: list[tuple[str, str, Callable[[Lane, Row], None], int]] = [
     ("counts", "operations counted, and their budgets, 2 ranks", counts, 15),
     ("races", "slow kernels, 2 ranks", tests("reduction/test_gpu_races.py", ranks=2), 20),
     ("stays", "every collective, and what stays on the GPU, 2 ranks", tests(*STAYS, ranks=2), 20),
+    ("bynodes", "IPC within 2 pretended nodes, 4 ranks", tests("mpi/gpu/test_by_nodes.py", ranks=4), 20),
     ("overlap", "reductions beside computation; memory of other libraries, 2 ranks", tests(*OVERLAP, ranks=2), 20),
     ("failures", "a rank fails while work is queued", tests("mpi/gpu/test_failures_under_way.py", ranks=1), 50),
     ("properties1", "property tests, 1 rank", tests("reduction/test_gpu_reductions.py", ranks=1), 15),

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from types import ModuleType
 from typing import Any
 
 import cuda_counts
 import gpu_doubles
-import ipc_double
 import pytest
-from replicas import RANK, SIZE, OnNodes
+from replicas import RANK, SIZE
 
 import mpistrategy as ms
 
@@ -37,7 +36,6 @@ __all__ = [
     "installed",
     "ndarray",
     "number",
-    "on_nodes",
     "strategy",
 ]
 #: Which paths of arrays in GPU memory this machine has: with a real GPU as MPISTRATEGY_TEST_PATHS says.
@@ -67,24 +65,6 @@ def installed() -> Iterator[ModuleType]:
 def strategy() -> ms.MirroredStrategy:
     """Return a strategy whose ranks work on the one GPU."""
     return ms.MirroredStrategy("shared")
-
-
-@contextmanager
-def on_nodes(path: str, nodes: str) -> Iterator[ms.Strategy]:
-    """Give a strategy of ranks on the nodes that these digits say, for arrays in GPU memory on a path; in `installed`.
-
-    The double's GPUs are read by the other ranks of a node meanwhile.
-    """
-    import cupy
-
-    by_ipc = "ipc" in path
-    if by_ipc and not IS_REAL and ipc_double.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    with ipc_double.added_to(cupy) if by_ipc and not IS_REAL else nullcontext():
-        several = len(set(nodes)) > 1
-        usual = ms.MirroredStrategy("gpu" if path == "nccl" else "shared") if not several else None
-        with usual or OnNodes([int(node) for node in nodes], ms.MpiAllReduce(), "GPU") as made:
-            yield made
 
 
 @contextmanager

@@ -16,13 +16,16 @@ import cupy_here
 import ipc_double
 import numpy as np
 import pytest
+from gpus_on_nodes import PATHS, on_nodes
 from replicas import RANK, SIZE, context, in_step, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.gpu.transports import by_nodes, ipc
+from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
+from mpistrategy.reduction.routes.gpu_operations import BY_SHARES
 
 #: The node of each rank, by the number of ranks: nodes of 2 and 1, and of 2 and 2.
 NODES = {3: "001", 4: "0011"}
@@ -49,7 +52,7 @@ BUDGETS = {
 }
 
 
-@pytest.fixture(params=["ipc+mpi", "ipc+staged"])
+@pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1" if request.param == "ipc+mpi" else "0")
     monkeypatch.setattr(ipc, "SLOT_BYTES", 2**20)
@@ -59,7 +62,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.fixture
 def strategy(path: str, cupy: ModuleType) -> Iterator[ms.Strategy]:
     """All ranks, whose path the environment does not name."""
-    with cupy_here.on_nodes(path, NODES[SIZE]) as made:
+    with on_nodes(NODES[SIZE]) as made:
         yield made
 
 
@@ -95,6 +98,14 @@ def test_all_ranks_get_the_same_bits_and_a_nan_wins(strategy: Any, cupy: Any) ->
             assert len(set(everyone(hashlib.sha256(np.nan_to_num(found).tobytes()).hexdigest()))) == 1
             later = strategy.run(lambda op=op, mine=mine: context().all_reduce_async(op, cupy.asarray(mine)).wait())
             assert np.array_equal(later.get(), found, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::mpistrategy.errors.FallbackWarning")
+def test_sums_by_shares_are_sums_by_nodes(path: str, strategy: Any, cupy: Any) -> None:
+    ranks = strategy.extended.communicator
+    here = cupy.asarray(np.full(400_003, RANK + 1.0))
+    BY_SHARES.run(device_path(ranks, path, here.nbytes), ranks, here, "SUM")
+    assert set(here.get().tolist()) == {SIZE * (SIZE + 1) / 2}
 
 
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.FallbackWarning")
@@ -143,7 +154,7 @@ def calls(cupy: Any, strategy: Any) -> dict[str, Callable[[], object]]:
 @pytest.mark.skipif(not cuda_counts.IS_COUNTED, reason="only tests/cuda_on_cpu counts")
 def test_no_call_asks_for_more_than_the_table_says(path: str, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GPU_PATH, path)
-    with cupy_here.on_nodes(path, NODES[SIZE]) as strategy:
+    with on_nodes(NODES[SIZE]) as strategy:
         over = []
         for name, call in calls(cupy, strategy).items():
             call()

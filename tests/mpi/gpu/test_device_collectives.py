@@ -12,6 +12,7 @@ from typing import Any
 
 import cuda_counts
 import cupy_here
+import gpus_on_nodes
 import numpy as np
 import pytest
 from replicas import ALL, RANK, SIZE
@@ -21,10 +22,10 @@ from mpistrategy.mpi.gpu.transports import by_nodes, ipc
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory
 
-#: The node of each rank, in digits, by the number of ranks: nodes of 2 and 1, 2 and 2, 3 and 1.
-NODES = {3: ("010",), 4: ("0110", "0001")}
+#: Paths by nodes and the node of each rank, in digits, by the number of ranks: nodes of 2 and 1, 2 and 2, 3 and 1.
+NODES = {3: (("ipc+mpi", "010"), ("ipc+staged", "010")), 4: (("ipc+staged", "0110"), ("ipc+mpi", "0001"))}
 _ONE_NODE = [(name, "0" * SIZE) for name in cupy_here.PATHS if SIZE <= 3 or ALL]
-_BY_NODES = [(name, nodes) for nodes in NODES.get(SIZE, ()) for name in ("ipc+mpi", "ipc+staged")]
+_BY_NODES = [(name, nodes) for name, nodes in NODES.get(SIZE, ()) if name in gpus_on_nodes.PATHS]
 pytestmark = pytest.mark.skipif(not _ONE_NODE + _BY_NODES, reason="fewer ranks show it")
 #: Of float64: one piece, several pieces of the staged path, and a size that no number of ranks divides.
 SIZES = (1, 1003, 600_001)
@@ -40,7 +41,7 @@ def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[Path]:
         patch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
         patch.setattr(by_nodes, "LEAST_BYTES", 100)
         patch.setattr(ipc, "SLOT_BYTES", 2**20)
-        with cupy_here.on_nodes(name, nodes) as strategy:
+        with gpus_on_nodes.on_nodes(nodes, name) as strategy:
             yield Path(cupy, strategy, name)
 
 
