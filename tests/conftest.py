@@ -43,8 +43,6 @@ GRACE = float(os.environ.get("MPISTRATEGY_TEST_GRACE", "10"))
 PATIENCE = float(os.environ.get("MPISTRATEGY_TEST_PATIENCE", "90"))
 CUT_SHORT = ("failed", "skipped", "xfailed")
 ABORT_STATUS = 3
-# The folders of tests which, on one rank, make no other calls of MPI than those of the other folders.
-ABOVE_REDUCTIONS = ["arrays", "checkpoint", "cli", "frameworks", "input", "telemetry", "training", "variables", "whole"]
 os.environ.setdefault("MPISTRATEGY_PATHS", "")  # not what somebody once measured on this machine
 
 # All ranks must draw the same examples, run the same number of them, and not judge by a clock.
@@ -168,7 +166,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--second-mpi",
         action="store_true",
         help="leave out what came out on another MPI: tests marked one_rank or that start jobs, and on 1 rank what is "
-        "above the reductions, unless marked each_mpi",
+        "above mpistrategy.mpi, unless marked each_mpi",
     )
 
 
@@ -317,7 +315,7 @@ def _is_of_each_mpi(item: pytest.Item) -> bool:
 def _came_out_on_another_mpi(item: pytest.Item) -> bool:
     """Return whether a test on one rank would come out alike on each MPI."""
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    return not _is_of_each_mpi(item) and (_is_of_one_rank(item) or _starts_jobs(item) or folder in ABOVE_REDUCTIONS)
+    return not _is_of_each_mpi(item) and (_is_of_one_rank(item) or _starts_jobs(item) or folder != "mpi")
 
 
 def _starts_jobs(item: pytest.Item) -> bool:
@@ -355,6 +353,8 @@ def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def _expected_seconds(item: pytest.Item) -> float:
     """Return about how long a test takes on one rank, as far as its kind says it."""
+    if "bed" in item.fixturenames:  # a Slurm
+        return 10.0
     if item.get_closest_marker("slow") is not None:
         return 4.0
     return 2.0 if _starts_jobs(item) else 0.02
