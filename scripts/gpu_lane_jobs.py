@@ -215,8 +215,9 @@ def prepare(lane: Lane, folder: Path | None) -> str:
     wheels = [wheel for wheel in sorted(folder.glob("*.whl")) if wheel.name.split("-")[0] != NAME] if folder else []
     if wheels and (trouble := _install(lane, wheels)):
         return trouble
-    # Neither measurements nor compiled kernels of other runs; and this one leaves none.
-    lane.environment |= {"XDG_CACHE_HOME": str(lane.work / "cache"), "CUPY_CACHE_DIR": str(lane.work / "cupy")}
+    # Neither measurements nor a GPU's kernels of other runs; and this one leaves none.
+    lane.environment.setdefault("CUPY_CACHE_DIR", str(lane.work / "cupy"))
+    lane.environment["XDG_CACHE_HOME"] = str(lane.work / "cache")
     lane.environment["PYTHONPYCACHEPREFIX"] = str(lane.work / "bytecode")
     lane.environment["PYTHONPATH"] = ":".join(filter(None, paths))
     archives = sorted(folder.glob("*.tar.*")) if folder else []
@@ -250,10 +251,10 @@ def _install(lane: Lane, wheels: Sequence[Path]) -> str:
 def _stand_in(lane: Lane) -> str:
     """Let the real CuPy find GPUs, which are this processor, and whose memory every MPI takes."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from cuda_on_cpu.build import CannotBuildError, build
+    from cuda_on_cpu.build import CannotBuildError, build_once
 
     try:
-        lane.environment |= {"MPISTRATEGY_CUDA_AWARE": "1", **build(lane.work / "cuda")}
+        lane.environment |= {"MPISTRATEGY_CUDA_AWARE": "1", **build_once(Path(sys.prefix))}
     except CannotBuildError as error:
         return f"nothing can stand in for a GPU here ({error})"
     lane.environment = {"STANDIN_DEVICES": "2", "STANDIN_DELAY_US": "50", **lane.environment}

@@ -188,6 +188,21 @@ def test_the_help_names_every_row(gpu_lane: Any) -> None:
     assert [name.strip() for name in listed.split(",")] == [name for name, *_ in gpu_lane.STEPS]
 
 
+@pytest.mark.parametrize(("at_once", "logs"), [(True, ["row-ipc.txt", "row-staged.txt"]), (False, ["row.txt"])])
+def test_a_row_of_tests_runs_on_all_paths_and_one_that_fails_is_wrong(
+    gpu_lane: Any, lane: Any, tmp_path: Path, at_once: bool, logs: list[str]
+) -> None:
+    program = tmp_path / "test_it.py"
+    program.write_text("import os\ndef test_it(): assert os.environ['MPISTRATEGY_TEST_PATHS'] != 'ipc'\n")
+    lane.paths = ["staged", "ipc"]
+    lane.mpiexec = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[3:]))"]
+    row = gpu_lane.Row("row", "a row")
+    gpu_lane.run_tests(program, ranks=1, at_once=at_once)(lane, row)
+    assert row.result == ("WRONG" if at_once else "ok"), row.text
+    assert ("AssertionError" if at_once else "1 passed") in row.text
+    assert sorted(each.name for each in lane.logs.iterdir()) == logs
+
+
 @pytest.fixture
 def on_one_gpu(lane: Any) -> Any:
     lane.double = False
