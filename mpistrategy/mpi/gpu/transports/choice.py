@@ -4,7 +4,7 @@ For one strategy there is one path, from the first such buffer on: NCCL and an M
 the same GPUs can block each other.  MPISTRATEGY_GPU_PATH names one; without it the order is NCCL, then what the ranks
 of one node can do among themselves (ipc), then MPI where it is known to take GPU memory, then the host (staged).
 Between nodes with several ranks, MPI and the host get from each rank what it has combined with its node (ipc+mpi,
-ipc+staged): where NCCL is, it does the like itself.
+ipc+staged).  NCCL does the like itself, over all ranks; between nodes alone it would serve only ranks that share a GPU.
 """
 
 from __future__ import annotations
