@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import DeviceArray
 
 
-PathName = Literal["alone", "mpi", "staged", "nccl", "ipc"]
+PathName = Literal["alone", "mpi", "staged", "nccl", "ipc", "ipc+mpi", "ipc+staged"]
 #: The paths that need nothing of the host once their work is on the stream.
 ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 
