@@ -56,7 +56,11 @@ def test_as_one_process_and_resumed_elsewhere(
     if ports == ["jax_mlp"]:
         pytest.importorskip("optax")
     program = launching.program(ON_PARTS, tmp_path)
-    job = launch(3, [program, *(EXAMPLES / f"{port}.py" for port in ports)], timeout=250).check()
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    job = launch(3, [program, *(EXAMPLES / f"{port}.py" for port in ports)], timeout=250, env=compiled).check()
     assert job.stdout.count("steps: loss") == 5 * len(ports)
     for port in ports:
         wanted = ms.Checkpoint.arrays(tmp_path / f"{port} on 1")
