@@ -7,6 +7,7 @@ packs are so small that their copies are no more than some hundred MiB, unless t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -73,21 +74,31 @@ class AccumulationRoute:
         if self._communicator.rank == self._root:
             self._check_room()
         self._buffers = [pack.fill(arrays) for pack in self.packs]
+        self._together = self._new_together(0)
+
+    def _new_together(self, number: int) -> Array | None:
+        """Return memory for all ranks' copies of a pack on the rank where they meet, before they are sent.
+
+        It is new for each pack: the function may keep what it gets.
+        """
+        if self._communicator.rank != self._root or number == len(self.packs):
+            return None
+        pack = self.packs[number]
+        return np.empty((self._communicator.size, pack.size), pack.dtype)
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return what the function has made of all ranks' arrays."""
-        communicator, results = self._communicator, [np.empty(0)] * len(arrays)
-        is_root = communicator.rank == self._root
+        communicator, results = self._communicator, cast("list[Array]", [None] * len(arrays))
         with Call(communicator.guard, "ReductionToOneDevice") as call:
-            for pack, buffer in zip(self.packs, self._buffers, strict=True):
-                # New memory for each pack: the function may keep what it gets.
-                together = np.empty((communicator.size, pack.size), pack.dtype) if is_root else None
+            for number, (pack, buffer) in enumerate(zip(self.packs, self._buffers, strict=True), 1):
+                together, self._together = self._together, None
                 communicator.gatherv(buffer, [pack.size] * communicator.size, together, self._root)
                 # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
                 call.expect_more()
                 if together is not None:
                     self._accumulate(pack, together, buffer, arrays, call.where)
                     together = None  # before there is memory for the next pack
+                    self._together = self._new_together(number)
                 call.agree("accumulated")
                 if self._is_sent:
                     communicator.bcast(buffer, self._root)

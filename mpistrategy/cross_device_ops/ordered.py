@@ -128,23 +128,34 @@ def gather_and_combine(
     brought, wanted = reals(source.reshape(-1)), reals(target.reshape(-1))
     size, itemsize = communicator.size, wanted.itemsize
     step = size * max(1, _PIECE_BYTES // (size * itemsize))
+    lengths = {min(step, wanted.size - start) for start in range(0, wanted.size, step)}
+    rooms = communicator.guard.on_all(lambda: {length: _room(communicator, length, wanted.dtype) for length in lengths})
     for start in range(0, wanted.size, step):
         sent, result = brought[start : start + step], wanted[start : start + step]
-        if result.size % size == 0:
-            _combine_piece(communicator, op, destination, sent, result)
+        received, padded = rooms[result.size]
+        if padded is None:
+            _combine_piece(communicator, op, destination, sent, result, received)
             continue
-        padded = np.zeros((2, -(-result.size // size) * size), wanted.dtype)  # all shares have one size
         padded[0, : sent.size] = sent
-        _combine_piece(communicator, op, destination, padded[0], padded[1])
+        _combine_piece(communicator, op, destination, padded[0], padded[1], received)
         if destination.includes(communicator.rank):
             result[...] = padded[1, : result.size]
 
 
-def _combine_piece(communicator: Communicator, op: str, destination: Destination, sent: Array, result: Array) -> None:
+def _room(communicator: Communicator, length: int, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
+    """Return memory for all ranks' values of a share of a piece; and for a piece that is no whole number of shares."""
+    size = communicator.size
+    count = -(-length // size)
+    padded = None if count * size == length else np.zeros((2, count * size), dtype)  # all shares have one size
+    return communicator.pool.take(dtype, (size, count)), padded
+
+
+def _combine_piece(
+    communicator: Communicator, op: str, destination: Destination, sent: Array, result: Array, received: Array
+) -> None:
     """Write the combination of all ranks' `sent`, of equal shares, into `result` where it is wanted."""
     rank, size = communicator.rank, communicator.size
     count = result.size // size
-    received = communicator.pool.take(result.dtype, (size, count))
     communicator.alltoall(sent, received)
     own = result[rank * count : (rank + 1) * count]
     with np.errstate(all="ignore"):

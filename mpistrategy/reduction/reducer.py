@@ -17,6 +17,7 @@ from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.error_messages import after_messages
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -240,9 +241,9 @@ class Reducer:
         call.wait_as(options.timeout_seconds)
         parts = mean.contributions(arrays, weights)
         read = event_of_reads(given)
-        means = mean.finish(
-            self._algorithm._all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options), arrays
-        )
+        totals = self._algorithm._all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options)
+        with after_messages():
+            means = mean.finish(totals, arrays)
         self.communicator.guard.wait_for_gpu(read)
         return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
 

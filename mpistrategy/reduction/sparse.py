@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -12,6 +13,7 @@ from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.error_messages import after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divide
@@ -56,21 +58,36 @@ def _kind(array: Array) -> str:
 def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
     """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
     rows = [int(text) for text in communicator.allgather_text(str(slices.values.shape[0]))]
-    values = gather_rows(communicator, slices.values, rows)
-    indices = gather_rows(communicator, slices.indices, rows)
-    return IndexedSlices(
-        divide(values, communicator.size) if op is ReduceOp.MEAN else values, indices, slices.dense_shape
-    )
+    values, indices = gather_all(communicator, [(slices.values, rows), (slices.indices, rows)])
+    with after_messages():
+        return IndexedSlices(
+            divide(values, communicator.size) if op is ReduceOp.MEAN else values, indices, slices.dense_shape
+        )
 
 
-def gather_rows(communicator: Communicator, block: Array, rows: list[int]) -> Array:
-    """Return the blocks of all ranks along the first axis; ``rows[r]`` is the length of rank r's block."""
-    if is_on_device(block):
-        from mpistrategy.reduction.routes import on_device  # here, for the quick import
+def gather_all(communicator: Communicator, blocks: Sequence[tuple[Array, list[int]]]) -> list[Array]:
+    """Return, for each (block, rows), the blocks of all ranks along the first axis.  Collective.
 
-        gathered: Array = on_device.gather_rows(communicator, block, rows)
-        return gathered
-    result = np.empty((sum(rows), *block.shape[1:]), block.dtype)
-    width = prod(block.shape[1:])
-    communicator.allgatherv(np.ascontiguousarray(block), [count * width for count in rows], result)
-    return result
+    ``rows[r]`` is the length of rank r's block.  If a rank has no memory for what is on the host, all ranks raise.
+    """
+
+    def memory() -> list[tuple[Array, Array] | None]:
+        return [
+            None
+            if is_on_device(block)
+            else (np.ascontiguousarray(block), np.empty((sum(rows), *block.shape[1:]), block.dtype))
+            for block, rows in blocks
+        ]
+
+    results = []
+    for (block, rows), taken in zip(blocks, communicator.guard.on_all(memory), strict=True):
+        if taken is None:
+            from mpistrategy.reduction.routes import on_device  # here, for the quick import
+
+            results.append(on_device.gather_rows(communicator, block, rows))
+            continue
+        mine, result = taken
+        width = prod(block.shape[1:])
+        communicator.allgatherv(mine, [count * width for count in rows], result)
+        results.append(result)
+    return results

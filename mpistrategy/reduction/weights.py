@@ -13,6 +13,7 @@ from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.error_messages import after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
@@ -154,7 +155,9 @@ def weighted_mean(
         plan.bring(parts)
         guard.compare_digest(digests[1], signature)
         try:
-            means = mean.finish(plan.run(parts), arrays)
+            totals = plan.run(parts)
+            with after_messages():
+                means = mean.finish(totals, arrays)
         except BaseException as error:
             failed(error)
             raise

@@ -8,7 +8,7 @@ on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -92,8 +92,9 @@ def first(variable: Replica, called: str | None) -> Array:
     """Return replica 0's copy.  Collective."""
     communicator = variable._extended.communicator
     with Call(communicator.guard, "reading a variable", name=variable._key, called=called) as call:
+        memory, copy = _copied(variable.local_view)
         call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
-        return _of_replica_0(variable.local_view, communicator)
+        return _of_replica_0(memory, copy, communicator)
 
 
 def no_read(variable: Replica, called: str | None) -> Array:
@@ -141,8 +142,9 @@ def replica_0s(write: Write) -> Change:
             from mpistrategy.reduction.routes import on_device  # here, for the quick import
 
             on_device.prepare(communicator, [mine], call.where)
+        memory, copy = _copied(mine)
         call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=not is_on_device(mine))
-        return _of_replica_0(mine, communicator)
+        return _of_replica_0(memory, copy, communicator)
 
 
 def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> IndexedSlices:
@@ -153,36 +155,47 @@ def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> Indexed
         from mpistrategy.reduction.routes import on_device  # here, for the quick import
 
         on_device.prepare(communicator, [storage], call.where)
-    layout = ((dtype_name(variable.dtype), variable.shape),)
+    layout, count = ((dtype_name(variable.dtype), variable.shape),), np.array(mine.indices.size, np.int64)
     call.agree("broadcast slices", values=layout, sparingly=not on_gpu)
-    count = np.array(mine.indices.size, np.int64)
     communicator.bcast(count, 0)
-    here = communicator.rank == 0
-    indices = np.array(mine.indices if here else np.empty(int(count), np.int64), order="C", copy=True)
+    here, shape = communicator.rank == 0, (int(count), *variable.shape[1:])
+
+    def memory() -> tuple[Array, Array]:
+        indices = np.array(mine.indices if here else np.empty(int(count), np.int64), order="C", copy=True)
+        if on_gpu:
+            with on_device_of(storage):
+                return indices, np.empty_like(storage, shape=shape)
+        return indices, np.array(mine.values if here else np.empty(shape, variable.dtype), order="C", copy=True)
+
+    indices, rows = communicator.guard.on_all(memory)
     communicator.bcast(indices, 0)
-    shape = (int(count), *variable.shape[1:])
     if on_gpu:
-        with on_device_of(storage):
-            rows = np.empty_like(storage, shape=shape)
         on_device.write_that_of_rank_0(communicator, mine.values, rows)
     else:
-        rows = np.array(mine.values if here else np.empty(shape, variable.dtype), order="C", copy=True)
         communicator.bcast(rows, 0)
     return IndexedSlices(rows, indices)
 
 
-def _of_replica_0(mine: Array, communicator: Communicator) -> Array:
-    """Return a copy of replica 0's array, where this replica's is."""
+def _copied(mine: Array) -> tuple[Any, Array]:
+    """Return what is sent of a copy of an array, and the copy; before the ranks agree, since memory may be short."""
     if is_on_device(mine):
         from mpistrategy.reduction.routes import on_device
 
         memory, copies = on_device.packed([mine])
+        return memory, copies[0]
+    copy = np.array(mine, order="C", copy=True)
+    return copy, copy
+
+
+def _of_replica_0(memory: Any, copy: Array, communicator: Communicator) -> Array:
+    """Return `copy`, of `_copied`, with replica 0's values."""
+    if is_on_device(copy):
+        from mpistrategy.reduction.routes import on_device
+
         on_device.bcast(communicator, memory, 0)
-        copy: Array = copies[0]
-        return copy
-    sent = np.array(mine, order="C", copy=True)
-    communicator.bcast(sent, 0)
-    return sent
+    else:
+        communicator.bcast(copy, 0)
+    return copy
 
 
 def alike(write: Write) -> Change:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from mpistrategy.errors import DeviceError, MpiStrategyError
@@ -72,6 +73,8 @@ class TellsErrors(ABC):
 
     def fail_after_agreement(self, where: str, error: BaseException) -> None:
         """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
+        if self.was_told(error):
+            return
         self.fail(where, error, agreed=True)
         others_know = self.failures is not None or _is_after_messages(error)
         if not others_know and isinstance(error, Exception) and _is_of_one_rank(error):
@@ -219,6 +222,16 @@ def mark_after_messages(error: E) -> E:
     """Mark an error of one rank that has sent and received all messages of its call, so that no rank waits for it."""
     error.__dict__[_AFTER_MESSAGES] = True
     return error
+
+
+@contextmanager
+def after_messages() -> Iterator[None]:
+    """Mark what is raised in here, as `mark_after_messages` does."""
+    try:
+        yield
+    except BaseException as error:
+        mark_after_messages(error)
+        raise
 
 
 def _is_after_messages(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import MpiStrategyError, RemoteError
@@ -37,7 +37,9 @@ from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 
 _FLAG = 1 << 62  # digests are smaller
 
-_LEAVING = Signature("exit")
+_LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
+
+T = TypeVar("T")
 
 
 class CurrentCall(Protocol):
@@ -253,6 +255,21 @@ class Guard(TellsErrors):
                 self.resolve(signature)
 
         return compare
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, on ranks that have agreed on a call, before its messages.  Collective.
+
+        If it raises on a rank, all ranks raise, and the next call is like any other.
+        """
+        if self._channel is None:
+            return work()
+        try:
+            made = work()
+        except Exception as error:
+            self.report_failure(self.current.where if self.current else "", error)
+            raise self.mark_told(error) from None
+        self.compare_digest(self.digest(_READY), _READY, due=True)
+        return made
 
     def resolve(self, signature: Signature) -> None:
         """Raise on every rank after the digests have differed, outside every `Call`; do nothing for a raised flag."""

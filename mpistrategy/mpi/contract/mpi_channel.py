@@ -127,14 +127,11 @@ class MpiControlChannel:
 
     def has_equal_sums(self) -> bool:
         """Return whether all ranks get the same bits in `sums`, which MPI does not promise; tried once.  Collective."""
-        from mpistrategy.mpi.contract.sums_by_mpi import digest_of_sums  # here, since one node does not need it
+        from mpistrategy.mpi.contract.sums_by_mpi import digest_of, values_to_try  # here, since one node needs neither
 
-        def allreduce(values: Array) -> None:
-            self.values[...] = values
-            self.all_equal(0)
-            values[...] = self.sums
-
-        return self.all_equal(digest_of_sums(allreduce, self._comm.rank, (self.values.size,), np.float64))
+        (self.values[...],) = values_to_try(self._comm.rank, (self.values.size,), np.float64)
+        self.all_equal(0)
+        return self.all_equal(digest_of([self.sums]))
 
     def progress(self) -> None:
         """Let MPI make progress with messages for this rank."""

@@ -9,8 +9,9 @@ all of them.  The buffers are the companion's, not the program's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,19 @@ class Companion:
         self.wait: Callable[[], object] = request.Wait
 
 
+class Memory(NamedTuple):
+    """What a companion is made of.
+
+    Attributes:
+        values, sums: its own.
+        tried: for the first one, arrays whose sums are tried, and memory for the sums.
+    """
+
+    values: Array
+    sums: Array
+    tried: list[tuple[Array, Array]]
+
+
 class Companions:
     """The companions of one communicator, made by all its ranks in the same calls.
 
@@ -78,28 +92,30 @@ class Companions:
         """Whether no more can be made; the same on all ranks."""
         return len(self._made) >= self._room
 
-    def make(self, dtype: np.dtype[Any], count: int) -> Companion | None:
+    def memory(self, dtype: np.dtype[Any], count: int) -> Memory:
+        """Return what `make` needs; taken before the ranks agree on the call."""
+        tried = [(mine, np.empty_like(mine)) for mine in values_to_try(self._rank, _TRIED)] if not self._made else []
+        return Memory(np.zeros(count, dtype), np.zeros(count, dtype), tried)
+
+    def make(self, memory: Memory) -> Companion | None:
         """Make it, on ranks that have agreed on the call; None where there is no more room.  Collective."""
-        if not self._made and self._room and not self._has_equal_bits():
+        if not self._made and self._room and not self._has_equal_bits(memory):
             self._room = 0
         if self.is_full:
             return None
-        values, sums = np.zeros(count, dtype), np.zeros(count, dtype)
+        values, sums = memory.values, memory.sums
         made = Companion(len(self._made), values, sums, self._new_request(values, sums))
-        self._made[dtype, count] = made
+        self._made[values.dtype, values.size] = made
         return made
 
-    def _has_equal_bits(self) -> bool:
+    def _has_equal_bits(self, memory: Memory) -> bool:
         """Return whether all ranks get the same bits of sums, which MPI does not promise.  Collective."""
-
-        def allreduce(values: Array) -> None:
-            mine = values.copy()
-            request = self._new_request(mine, values)
+        for mine, sums in memory.tried:
+            request = self._new_request(mine, sums)
             request.Start()
             request.Wait()
             request.Free()
-
-        return self._all_equal(digest_of_sums(allreduce, self._rank, _TRIED))
+        return self._all_equal(digest_of([sums for _, sums in memory.tried]))
 
     def number_started(self) -> int:
         """Return the number of the companion that this rank has started in its present call; -1 for none."""
@@ -121,24 +137,18 @@ class Companions:
             companion.request.Free()
 
 
-def digest_of_sums(
-    allreduce: Callable[[Array], None], rank: int, counts: Sequence[int] = COUNTS, dtype: Any = np.float32
-) -> int:
-    """Return a digest, below 2**62, of sums over the ranks that depend on the order of the additions.
-
-    Args:
-        allreduce: replaces an array by its sum over the ranks.  Collective.
-        rank: this rank's number.
-        counts: how many elements the arrays have.
-        dtype: of the arrays.
-    """
-    import hashlib  # here, since it loads OpenSSL and would slow `import mpistrategy`
-
-    found = hashlib.blake2b(digest_size=8)
+def values_to_try(rank: int, counts: Sequence[int] = COUNTS, dtype: Any = np.float32) -> list[Array]:
+    """Return this rank's arrays, of so many elements, for sums that depend on the order of the additions."""
     random = np.random.default_rng(rank)
-    for count in counts:
-        values = random.standard_normal(count) * np.exp2(random.integers(-_EXPONENTS, _EXPONENTS, count))
-        summed = values.astype(dtype)
-        allreduce(summed)
-        found.update(summed.tobytes())
+    return [
+        (random.standard_normal(count) * np.exp2(random.integers(-_EXPONENTS, _EXPONENTS, count))).astype(dtype)
+        for count in counts
+    ]
+
+
+def digest_of(sums: Iterable[Array]) -> int:
+    """Return a digest of arrays, below 2**62."""
+    found = hashlib.blake2b(digest_size=8)
+    for each in sums:
+        found.update(each.data)
     return int.from_bytes(found.digest(), "little") >> 2

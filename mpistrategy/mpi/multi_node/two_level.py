@@ -22,6 +22,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -187,6 +188,7 @@ class AcrossNodes:
         self._lanes = lanes_of(way, communicator.node_of, communicator.rank)
         self._buffers = buffers_for(way, manner.flights)
         self.piece_bytes: int = piece_bytes_for(way, communicator.node_of, communicator.thresholds, manner.flights)
+        self._spaces: list[Space] = communicator.guard.on_all(partial(self._new_spaces, nodes))
         nbytes = BufferStage.bytes_of(self.piece_bytes, self._buffers)
         memory = communicator.shared(nbytes) if communicator.size > nodes else None
         if not hasattr(communicator, "links") or (memory is not None and not memory.is_shared):
@@ -194,14 +196,16 @@ class AcrossNodes:
             return
         if memory is not None and len(memory.segments) > 1:
             self._node = BufferStage(memory, self.piece_bytes, self._buffers, self._lanes, self._until)
-        self._spaces: list[Space] = []
-        if way == "across":
-            slice_bytes = self.piece_bytes // self._lanes.slices + ALIGNMENT
-            # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.
-            space = 2 * slice_bytes + 2 * ALIGNMENT * nodes
-            self._spaces = [Space(space) for _ in range(self._buffers)]
         if nodes > 1:
             self._links = communicator.links(self._lanes.counterparts)
+
+    def _new_spaces(self, nodes: int) -> list[Space]:
+        """Return memory for blocks that the pairwise exchange receives."""
+        if self._way == "lanes":
+            return []
+        slice_bytes = self.piece_bytes // self._lanes.slices + ALIGNMENT
+        # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.
+        return [Space(2 * slice_bytes + 2 * ALIGNMENT * nodes) for _ in range(self._buffers)]
 
     @property
     def in_turn(self) -> bool:

@@ -17,6 +17,7 @@ from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer, quiet_runner
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
+from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.over_mpi.repeated import Reduce, RepeatedAllReduce
@@ -81,6 +82,7 @@ class Collectives:
     #: How to wait for messages between nodes; None: the usual one of `two_level`.
     manner: Manner | None = None
     _control: MpiControlChannel | None
+    guard: Guard
 
     def __init__(self) -> None:
         #: The routes between nodes by bytes, under certain thresholds.
@@ -132,15 +134,14 @@ class Collectives:
         if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
             from mpistrategy.mpi.contract import sums_by_mpi  # here, since only ranks of several nodes need it
 
-            self._tried.add(way)
-
-            def allreduce(values: Array) -> None:
+            tried: list[Array] = self.guard.on_all(lambda: sums_by_mpi.values_to_try(self.rank))
+            for values in tried:
                 if way == "lanes":
                     allreduce_across(self, values, way="lanes")
                 else:
                     self._comm.Allreduce(MPI.IN_PLACE, values)
-
-            if not self._control.all_equal(sums_by_mpi.digest_of_sums(allreduce, self.rank)):
+            self._tried.add(way)
+            if not self._control.all_equal(sums_by_mpi.digest_of(tried)):
                 self._unequal.add(way)
                 self._routes.clear()
                 if self.rank == 0:

@@ -14,7 +14,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, division, quiet_runner
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.contract.error_messages import mark_after_messages
-from mpistrategy.mpi.contract.sums_by_mpi import LARGEST_BYTES, Companion, Companions
+from mpistrategy.mpi.contract.sums_by_mpi import LARGEST_BYTES, Companion, Companions, Memory
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack
@@ -54,19 +54,22 @@ class BesideRoute:
         self._quiet = quiet_runner()
         self._started: Companion | None = None
         self._memory: Any = None
+        self._new: Memory | None = None
 
     def _find(self) -> Companion | None:
         return self._companions.find(self._pack.dtype, self._pack.size)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take memory for the results, and begin to add up."""
-        self._memory, self._started = None, self._find()
+        self._memory, self._new, self._started = None, None, self._find()
         if self._started is None and self._companions.is_full:
             self._otherwise.bring(arrays, targets)
             return
         self._memory = self._taken(targets)
         if self._started is not None:
             self._begin(self._started, arrays)
+        else:
+            self._new = self._companions.memory(self._pack.dtype, self._pack.size)
 
     def _taken(self, targets: Targets) -> Array:
         pack, first = self._pack, self._pack.members[0]
@@ -83,11 +86,11 @@ class BesideRoute:
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the sums, in the memory that was taken."""
         companion, self._started = self._started, None
-        memory, self._memory = self._memory, None
+        memory, new, self._memory, self._new = self._memory, self._new, None, None
         if memory is None:
             return self._otherwise.run(arrays, targets)
         if companion is None:
-            companion = self._find() or self._companions.make(self._pack.dtype, self._pack.size)
+            companion = self._find() or (None if new is None else self._companions.make(new))
             if companion is None:
                 self._otherwise.bring(arrays, targets)
                 return self._otherwise.run(arrays, targets)

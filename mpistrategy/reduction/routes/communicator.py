@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory import setup
@@ -94,7 +95,7 @@ class CommunicatorRoute:
             if target.size:
                 self._reduce_pairs(((self._source(self.packs[0], arrays[0], target), target),))
             return memory
-        results: list[Array] = [np.empty(0)] * self._count
+        results: list[Any] = [None] * self._count
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack, taken in zip(self.packs, memory, strict=True):
             source = target = taken.reshape(-1)
@@ -108,8 +109,12 @@ class CommunicatorRoute:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for those in pairs.values():
             self._reduce_pairs(those)
-        for index in self._lone:
-            results[index] = results[index].copy()
+        try:
+            for index in self._lone:
+                results[index] = results[index].copy()
+        except BaseException as error:
+            mark_after_messages(error)
+            raise
         return results
 
     def _source(self, pack: Pack, array: Array, target: Array) -> Array:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,9 +112,11 @@ class InPlaceRoute:
         self, communicator: Communicator, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool
     ) -> None:
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
+        #: For each bucket what messages need besides it, between `bring` and `run`.
+        self._spare: list[_Spare] = [_Spare()] * len(buckets)
         self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
         # Of a bucket without elements nothing is prepared: nodes may have different numbers of ranks.
-        self._steps = [self._step(replicas) for replicas in buckets if replicas.mine.size]
+        self._steps = [self._step(index, replicas) for index, replicas in enumerate(buckets) if replicas.mine.size]
         self._results = [_result(replicas) if into_result else replicas.mine for replicas in buckets]
         self._quiet = quiet_runner()
 
@@ -126,17 +128,22 @@ class InPlaceRoute:
         return Pack(wide if converts else mine.dtype, mine.size, (member,), converts)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Do nothing: the arrays are where they are combined."""
+        """Take the memory that messages need besides the arrays, which are where they are combined."""
+        communicator, op = self._communicator, self._op._on_the_wire
+        for index, replicas in enumerate(self._buckets):
+            if not is_in_place(communicator, replicas) and not is_seen_across(communicator, replicas, op):
+                self._spare[index] = _spare_for(replicas, into_result=self._into_result)
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
         # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
         for step in self._steps:
             self._quiet(step)
+        self._spare[:] = [_Spare()] * len(self._buckets)
         self._communicator.node_barrier()
         return self._results
 
-    def _step(self, replicas: Replicas) -> Callable[[], None]:
+    def _step(self, index: int, replicas: Replicas) -> Callable[[], None]:
         """Return what combines a bucket."""
         communicator, op, mine = self._communicator, self._op._on_the_wire, replicas.mine
         divisor = self._op._divisor(mine.dtype, communicator.size)
@@ -145,7 +152,7 @@ class InPlaceRoute:
             return partial(combine, replicas.arrays, targets, op, divisor, replicas.my_share)
         target = targets[0] if self._into_result else mine
         # Decided in each call: a route may be left at its first use, and this rank may have made its steps before.
-        return partial(_by_messages, communicator, replicas, targets, target, op, divisor)
+        return partial(_by_messages, communicator, replicas, targets, target, op, divisor, self._spare, index)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
@@ -244,8 +251,34 @@ def _combine_rounded(
             target[start:stop] = targets[0][start:stop]
 
 
+class _Spare(NamedTuple):
+    """Memory besides a bucket's own; None where it needs none.
+
+    Attributes:
+        converted: for a part of it in the dtype that travels.
+        result: for a result that another rank of the node writes.
+    """
+
+    converted: Array | None = None
+    result: Array | None = None
+
+
+def _spare_for(replicas: Replicas, *, into_result: bool) -> _Spare:
+    mine, wire = replicas.mine, host_wire_dtype(replicas.mine.dtype)
+    converted = None if wire == mine.dtype else np.empty(min(mine.size, _CONVERTED_ELEMENTS), wire)
+    is_another = into_result and replicas.is_shared and replicas.local_rank != 0
+    return _Spare(converted, np.empty_like(mine) if is_another else None)
+
+
 def _by_messages(
-    communicator: Communicator, replicas: Replicas, targets: Sequence[Array], target: Array, op: str, divisor: int
+    communicator: Communicator,
+    replicas: Replicas,
+    targets: Sequence[Array],
+    target: Array,
+    op: str,
+    divisor: int,
+    spare: Sequence[_Spare],
+    index: int,
 ) -> None:
     """Combine a node's arrays where they are, and the sums of all nodes into `targets`; else do `_allreduce`."""
     if is_seen_across(communicator, replicas, op):
@@ -256,32 +289,35 @@ def _by_messages(
         if within is not None:  # else there was no memory for the counters, on any node
             across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
             return
-    _allreduce(communicator, replicas, target, op, divisor)
+    _allreduce(communicator, replicas, target, op, divisor, spare[index])
 
 
-def _allreduce(communicator: Communicator, replicas: Replicas, target: Array, op: str, divisor: int) -> None:
+def _allreduce(
+    communicator: Communicator, replicas: Replicas, target: Array, op: str, divisor: int, spare: _Spare
+) -> None:
     """Write the combination of all ranks' arrays into `target`, this rank's own or the node's result, by messages."""
     source = replicas.mine
     if target is not source and replicas.is_shared:
         communicator.node_barrier()  # until the peers are here they may read the result of the call before
         if replicas.local_rank != 0:  # all ranks take part; the first of each node shows it what came out
-            target = np.empty_like(source)
+            target = np.empty_like(source) if spare.result is None else spare.result
     if communicator.size == 1:
         if target is not source:
             target[...] = source
         return
-    wire = host_wire_dtype(target.dtype)
-    step = target.size if wire == target.dtype else _CONVERTED_ELEMENTS
+    converted = spare.converted
+    step = target.size if converted is None else converted.size
     for start in range(0, target.size, max(1, step)):
         part = target[start : start + step]
-        total = part if wire == target.dtype else source[start : start + step].astype(wire)
-        if total is part and source is not target:
-            communicator.allreduce(total, op, source[start : start + step])
-        else:
+        total = part if converted is None else converted[: part.size]
+        if converted is not None:
+            total[...] = source[start : start + step]
             communicator.allreduce(total, op)
+        else:
+            communicator.allreduce(total, op, None if source is target else source[start : start + step])
         divide_by(divisor, total)
-        if total is not part:
-            part[...] = total.astype(target.dtype)
+        if converted is not None:
+            np.copyto(part, total, casting="unsafe")
 
 
 def _result(replicas: Replicas) -> Array:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,13 @@ from replicas import RANK, SIZE, OnNodes, context, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import quiet_runner
+from mpistrategy.cross_device_ops import accumulation, ordered
 from mpistrategy.errors import ContextError, RemoteError
-from mpistrategy.reduction import plan
-from mpistrategy.reduction.routes import first_message
+from mpistrategy.mpi.contract import sums_by_mpi
+from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.reduction import plan, sparse, weights
+from mpistrategy.reduction.routes import first_message, in_place
+from mpistrategy.variables import policies
 
 pytestmark = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
@@ -143,3 +149,96 @@ def test_after_the_first_message(apart: ms.Strategy, memory: Memory, monkeypatch
 def test_after_the_sum(apart: ms.Strategy, memory: Memory, count: int) -> None:
     memory.limit(plan, "finish")
     check_the_others_hear(apart, memory, lambda: summed(count, "MEAN", np.int64))
+
+
+def check_first_call(strategy: ms.Strategy, memory: Memory, call: Callable[[], Any], right: Any) -> None:
+    """Run out of memory in the first call, after the agreement: all raise, and the next call is right."""
+    memory.is_out, began = True, time.monotonic()
+    ends = outcomes(call)
+    memory.is_out = False
+    assert time.monotonic() - began < SECONDS
+    assert [end.error for end in ends] == [RemoteError] * LAST + [Exception]
+    for end in ends[:-1]:
+        assert f"rank {LAST} could not make this call" in end.text
+        assert "MemoryError: there is none" in end.text
+    for _ in range(2):
+        assert np.array_equal(call(), right)
+    assert still_works(strategy)
+
+
+@pytest.mark.parametrize("count", [1000, 30_000], ids=["beside", "flat"])
+def test_what_the_first_call_tries(apart: ms.Strategy, memory: Memory, count: int) -> None:
+    memory.limit(sums_by_mpi, "values_to_try")
+    right = np.full(count, SIZE * (SIZE + 1) / 2, np.float32)
+    check_first_call(apart, memory, lambda: apart.run(summed, args=(count,)), right)
+
+
+def test_what_the_first_pairwise_exchange_makes(on_two_nodes: ms.Strategy, memory: Memory) -> None:
+    pytest.importorskip("ml_dtypes")
+    memory.limit(two_level.AcrossNodes, "_new_spaces")
+    call = partial(on_two_nodes.run, summed, args=(300_000,), kwargs={"wire": "bfloat16"})
+    check_first_call(on_two_nodes, memory, call, np.full(300_000, SIZE * (SIZE + 1) / 2, np.float32))
+
+
+def limit_new(memory: Memory, module: Any, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let NumPy's functions that take memory fail in one module."""
+    limited = types.SimpleNamespace(**{name: getattr(np, name) for name in dir(np) if not name.startswith("__")})
+    monkeypatch.setattr(module, "np", limited)
+    for name in names:
+        memory.limit(limited, name)
+
+
+def test_gather_and_slices(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory depends on what the ranks bring, which they learn after the agreement."""
+    limit_new(memory, sparse, monkeypatch, "empty")
+    mine = np.full((RANK + 1, 2), float(RANK))
+    every = np.concatenate([np.full((rank + 1, 2), float(rank)) for rank in range(SIZE)])
+    check_first_call(apart, memory, lambda: apart.run(lambda: context().all_gather(mine, 0)), every)
+    rows = ms.IndexedSlices(mine, np.arange(RANK + 1), (SIZE, 2))
+    check_first_call(apart, memory, lambda: apart.run(lambda: context().all_reduce("SUM", rows)).values, every)
+
+
+def test_a_variable_with_the_value_of_replica_0(
+    apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with apart.scope():
+        variable = ms.Variable(np.zeros((3, 2)), aggregation="ONLY_FIRST_REPLICA")
+    limit_new(memory, policies, monkeypatch, "array")
+    value = np.full((3, 2), RANK + 1.0)
+    check_first_call(apart, memory, lambda: apart.run(lambda: variable.assign(value).numpy()), np.ones((3, 2)))
+    rows = ms.IndexedSlices(value[:2] * 2, np.arange(2))
+    right = np.array([[2.0, 2.0], [2.0, 2.0], [1.0, 1.0]])
+    check_first_call(apart, memory, lambda: apart.run(lambda: variable.scatter_update(rows).numpy()), right)
+
+
+def test_an_arena_of_16_bit_floats(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = apart.arena([np.zeros(1000, np.float16)])
+    limit_new(memory, in_place, monkeypatch, "empty")
+
+    def call() -> Any:
+        arena.values[0][...] = RANK + 1
+        return apart.run(lambda: context().all_reduce("SUM", arena))[0]
+
+    check_first_call(apart, memory, call, np.full(1000, SIZE * (SIZE + 1) / 2, np.float16))
+
+
+@pytest.mark.parametrize("count", [1000, 1001], ids=["in equal shares", "in unequal shares"])
+def test_sums_in_order(memory: Memory, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    with OnNodes(range(SIZE), ms.OrderedAllReduce()) as made:
+        memory.limit(ordered, "_room")
+        right = np.full(count, SIZE * (SIZE + 1) / 2, np.float32)
+        check_first_call(made, memory, lambda: made.run(summed, args=(count,)), right)
+
+
+def test_an_accumulation(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank puts the values together; it takes memory for each pack before the copies travel."""
+    how = ms.ReductionToOneDevice(f"task:{LAST}", lambda values: np.sum(values, axis=0))
+    with OnNodes(range(SIZE), how) as made:
+        limit_new(memory, accumulation, monkeypatch, "empty")
+        right = np.full(1000, SIZE * (SIZE + 1) / 2, np.float32)
+        check_first_call(made, memory, lambda: made.run(summed, args=(1000,)), right)
+
+
+def test_after_a_weighted_mean(apart: ms.Strategy, memory: Memory) -> None:
+    memory.limit(weights.WeightedMean, "finish")
+    check_the_others_hear(apart, memory, lambda: context().all_reduce("MEAN", np.ones(1000), weight=RANK + 1.0))

@@ -258,8 +258,8 @@ def test_all_buffers_of_a_node_together_are_bounded() -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_route_whose_bits_differ_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made = on_nodes(RANK % 2)
-    digest_of_sums = sums_by_mpi.digest_of_sums
-    monkeypatch.setattr(sums_by_mpi, "digest_of_sums", lambda *args: digest_of_sums(*args) + (RANK == SIZE - 1))
+    digest_of = sums_by_mpi.digest_of
+    monkeypatch.setattr(sums_by_mpi, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
     values = [value_of(rank, "float64", (9000,), 5) for rank in RANKS]
     result = values[RANK].copy()
     with pytest.warns(FallbackWarning, match="different bits") if RANK == 0 else nullcontext():
