@@ -141,8 +141,8 @@ def test_ranks_that_cannot_have_it_take_another_way_together(
     if what == "no ipc" and RANK == 0:
         ipc_double.failing.add("ipcOpenMemHandle")
     if what == "unequal bits":
-        digest = by_nodes.digest_of_sums
-        monkeypatch.setattr(by_nodes, "digest_of_sums", lambda *args: digest(*args) + RANK)
+        digest = by_nodes.digest_of
+        monkeypatch.setattr(by_nodes, "digest_of", lambda sums: digest(sums) + RANK)
     value = cupy.asarray(np.ones(400_003))
     assert in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value)).get().tolist() == [SIZE] * value.size
     paths = device_paths(strategy.extended.communicator)

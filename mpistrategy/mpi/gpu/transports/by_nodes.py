@@ -23,7 +23,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
-from mpistrategy.mpi.contract.sums_by_mpi import digest_of_sums
+from mpistrategy.mpi.contract.sums_by_mpi import digest_of, values_to_try
 from mpistrategy.mpi.gpu.transports import ipc
 from mpistrategy.mpi.gpu.transports.direct import DirectPath
 from mpistrategy.mpi.gpu.transports.ipc import IpcPath
@@ -154,15 +154,16 @@ class NodesPath:
         """
         cupy = cupy_for("an array in GPU memory")
 
-        def allreduce(values: Array) -> None:
+        def total_of(values: Array) -> Array:
             memory = communication_memory(cupy, values.size, values.dtype)
             memory.set(values)
             self._in_steps(self._ranks, memory, "SUM")
-            values[...] = memory.get()
+            total: Array = memory.get()
+            return total
 
-        digests = self._ranks.allgather_text(str(digest_of_sums(allreduce, self._ranks.rank)))
-        known = np.ones(1000) * (self._ranks.rank + 1)
-        allreduce(known)
+        digest = digest_of(map(total_of, values_to_try(self._ranks.rank)))
+        digests = self._ranks.allgather_text(str(digest))
+        known = total_of(np.ones(1000) * (self._ranks.rank + 1))
         right, size = [self._ranks.size * (self._ranks.size + 1) / 2], len(set(digests))
         found = [] if size > 1 else np.unique(known).tolist()
         wrong = "" if found == right else f"a wrong sum: {found[:3]} for {right[0]}"
